@@ -1,0 +1,201 @@
+"""The `orchestrator:` section of the YAML file, each key documented where it is defined."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config import Config, Seconds
+from services.common.learner_config import PolicyConfig
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class DataConfig(Config):
+    """Where prompts come from."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or a
+    Hugging Face data set saved with `save_to_disk`."""
+    input_key: str = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages when `chat_template` is on."""
+    label_key: str | None = None
+    """Column whose value travels to function scorers as the pair's label."""
+    prompt_split: str = "train"
+    """What to train on: a split's name, with an optional range of its rows or of a fraction of them:
+    `train`, `train[:1000]`, `train[500:]`, `train[:90%]`."""
+    eval_split: str = "eval"
+    """What to evaluate on, in the same form. Must share no row with prompt_split."""
+    split_seed: int | None = None
+    """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
+    chat_template: bool = False
+    """Apply the tokenizer's chat template to the prompt."""
+    max_prompt_length: Count = 1024
+    """Prompts of more tokens than this are left out, and their number is reported."""
+
+
+class SamplingConfig(Config):
+    """How responses are sampled."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in the rollout engine, the reference and the learner alike."""
+    max_new_tokens: Count = 256
+    """Longest response, in tokens."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """No end-of-sequence token before this many tokens."""
+    seeded: bool = True
+    """Give each request a seed of its own, derived from `seed`, the step and the row."""
+
+
+class KLConfig(Config):
+    """The penalty that keeps the policy near the reference."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.1
+    """Its coefficient; the initial one when `target` is set. 0 turns the penalty off."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Schulman's estimator of KL(policy || reference) from samples of the policy."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Subtract it from each token's reward, or add it to the policy's loss (where k2 or k3 is the sound choice:
+    the expected gradient of k1 is zero)."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt the coefficient towards this KL per response, in nats (Ziegler et al. 2019). Null keeps it fixed."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000
+    """Samples over which the adaptive coefficient reacts."""
+
+    @model_validator(mode="after")
+    def _k1_has_no_gradient(self) -> Self:
+        if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
+            raise ValueError("estimator k1 in the loss has an expected gradient of zero; choose k2 or k3")
+        return self
+
+
+class PPOConfig(Config):
+    """The algorithm."""
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    gae_lambda: Fraction = 0.95
+    """Bias against variance in generalised advantage estimation."""
+    kl: KLConfig = KLConfig()
+    """The KL penalty."""
+    score_clip: Annotated[float, Field(gt=0)] | None = 10.0
+    """Scores are clipped to plus or minus this, after normalisation. Null turns it off."""
+    normalise_scores: bool = False
+    """Subtract the running mean of the scores and divide by their running standard deviation."""
+    whiten_advantages: bool = True
+    """Zero mean and unit variance over all response tokens of the batch."""
+    clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far the ratio may fall below 1 before its gradient stops."""
+    clip_eps_high: Annotated[float, Field(gt=0)] = 0.2
+    """How far the ratio may rise above 1 before its gradient stops."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus. 0 turns it off; entropy is measured all the same."""
+    epochs: Count = 2
+    """Passes over each batch, for policy and critic."""
+    minibatch_size: Count = 32
+    """Samples per optimizer step, for policy and critic."""
+    importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    """Cap of the truncated importance weights between the rollout engine's log-probs and the learner's.
+    Null turns the correction off; the mismatch is measured all the same."""
+
+
+class WeightsConfig(Config):
+    """The push of new weights to the rollout replicas."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """nccl on NVIDIA GPUs, gloo elsewhere; auto takes what the rollout replicas were started with."""
+    bucket_mib: Annotated[int, Field(ge=1)] = 64
+    """Weights travel in packed buckets of this size, in MiB."""
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """What happens to requests in the engine during a push: keep pauses them and resumes under the new weights
+    with the KV cache recomputed, wait lets them finish first, abort ends them."""
+    timeout_s: Seconds = 60
+    """Deadline of each phase of a push."""
+    attempts: Count = 3
+    """Tries before a push that fails ends the run with an error."""
+    host: str = "127.0.0.1"
+    """Address of the learner as the rollout replicas reach it; the rendezvous store listens there."""
+
+
+class TimeoutsConfig(Config):
+    """Deadlines of the calls, in seconds. A call that is out of time fails with an error that names it."""
+
+    generate_s: Seconds = 300
+    """One Generate call, all its prompts."""
+    score_s: Seconds = 60
+    """One Score, Logprobs or Values call."""
+    train_s: Seconds = 600
+    """One optimizer phase of policy or critic."""
+    info_s: Seconds = 30
+    """Info calls and the first connection."""
+    start_s: Seconds = 300
+    """Starting the policy learner."""
+
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out prompts while training runs."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Evaluate before the first step, after every so many steps and after the last. 0: never."""
+    max_prompts: Count | None = None
+    """Use the first so many prompts of eval_split. Null: all."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt, sampled at the training temperature."""
+    judges: dict[str, str] = {}
+    """Functions that score the evaluation's samples beside the reward service, by name: an import path such as
+    `recipes.reviews.gold:score`. They are never trained on."""
+
+
+class LogConfig(Config):
+    """Where measurements go besides runs/<name>/metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to runs/<name>/tensorboard."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project (install the extra `wandb`). Null: off."""
+
+
+class OrchestratorConfig(Config):
+    """The `orchestrator:` section: one PPO run."""
+
+    name: str
+    """The run's name: results go to runs/<name>."""
+    target: str = "127.0.0.1:19000"
+    """host:port of Serve's gRPC proxy, the same for all four services."""
+    seed: int = 0
+    """Of the prompt order, the sampling seeds and the minibatch order."""
+    steps: Count = 100
+    """PPO steps: one batch generated, one update of policy and critic, one weight push."""
+    batch_size: Count = 128
+    """Prompts per step, one response each."""
+    prompts_per_call: Count = 64
+    """Prompts in one Generate call; smaller spreads a batch over more replicas."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Generation."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+    policy: PolicyConfig
+    """The policy learner."""
+    weights: WeightsConfig = WeightsConfig()
+    """The weight push."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Deadlines."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+    log: LogConfig = LogConfig()
+    """Metrics."""
+    save: str | None = None
+    """Folder to which the trained policy is written at the end, in Hugging Face's format.
+    Null: runs/<name>/policy."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        if self.ppo.minibatch_size > self.batch_size:
+            raise ValueError(
+                f"ppo.minibatch_size ({self.ppo.minibatch_size}) must not exceed batch_size ({self.batch_size})"
+            )
+        return self

@@ -1,0 +1,42 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Sequences(_message.Message):
+    __slots__ = ("token_ids", "lengths")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    lengths: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+
+class Pairs(_message.Message):
+    __slots__ = ("prompts", "responses")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    prompts: Sequences
+    responses: Sequences
+    def __init__(self, prompts: _Optional[_Union[Sequences, _Mapping]] = ..., responses: _Optional[_Union[Sequences, _Mapping]] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("path", "model_hash", "tokenizer_hash", "vocab_size", "max_length", "dtype")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    model_hash: str
+    tokenizer_hash: str
+    vocab_size: int
+    max_length: int
+    dtype: str
+    def __init__(self, path: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,54 @@
+from protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TextPairs(_message.Message):
+    __slots__ = ("prompts", "responses")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedScalarFieldContainer[str]
+    responses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("tokens", "texts", "labels")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _common_pb2.Pairs
+    texts: TextPairs
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("scores", "scorer")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    scores: bytes
+    scorer: ScorerIdentity
+    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
+
+class ScorerIdentity(_message.Message):
+    __slots__ = ("name", "model_hash", "parts", "weight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model_hash: str
+    parts: _containers.RepeatedCompositeFieldContainer[ScorerIdentity]
+    weight: float
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class RewardInfo(_message.Message):
+    __slots__ = ("model", "scorer")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelInfo
+    scorer: ScorerIdentity
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""How a set of weights travels from the learner to the rollout engines."""

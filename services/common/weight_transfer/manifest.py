@@ -1,0 +1,101 @@
+"""What a push carries: names, dtypes and shapes, and the packing into buckets that both sides derive from them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+import torch
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors of a push, in sending order. Frozen and free of weights, so it travels as msgpack."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Each tensor's dtype without the `torch.`, such as "float32"."""
+    shapes: tuple[tuple[int, ...], ...]
+    bucket_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> "Manifest":
+        """The manifest of these named tensors, in their order."""
+        return cls(
+            names=tuple(tensors),
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
+            bucket_bytes=bucket_bytes,
+        )
+
+    def pack(self) -> bytes:
+        """As msgpack."""
+        return bytes(msgpack.packb(asdict(self)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Manifest":
+        """From msgpack. ValueError unless it is a manifest."""
+        return cls.from_fields(msgpack.unpackb(data))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Manifest":
+        """From plain lists and numbers. ValueError unless they are a manifest's."""
+        try:
+            manifest = cls(
+                names=tuple(fields["names"]),
+                dtypes=tuple(fields["dtypes"]),
+                shapes=tuple(tuple(shape) for shape in fields["shapes"]),
+                bucket_bytes=int(fields["bucket_bytes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no weight manifest: {error!r}") from None
+        if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
+            raise ValueError("manifest: names, dtypes and shapes must be of one length")
+        if unknown := sorted({d for d in manifest.dtypes if not isinstance(getattr(torch, d, None), torch.dtype)}):
+            raise ValueError(f"manifest.dtypes: {unknown} are no torch dtypes")
+        return manifest
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Tensor `index`'s dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtypes[index])
+        return dtype
+
+    def size(self, index: int) -> int:
+        """Tensor `index`'s size in bytes."""
+        return math.prod(self.shapes[index]) * self.dtype(index).itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole push."""
+        return sum(self.size(index) for index in range(len(self.names)))
+
+    def buckets(self) -> Iterator[range]:
+        """Index ranges of the tensors that travel together: at most bucket_bytes, or one larger tensor alone."""
+        start, filled = 0, 0
+        for index in range(len(self.names)):
+            if index > start and filled + self.size(index) > self.bucket_bytes:
+                yield range(start, index)
+                start, filled = index, 0
+            filled += self.size(index)
+        if self.names:
+            yield range(start, len(self.names))
+
+    def cut(self, bucket: range, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors of one bucket as views of its bytes (uint8, [bytes of the bucket])."""
+        offset = 0
+        for index in bucket:
+            size = self.size(index)
+            piece = data[offset : offset + size]
+            # A view needs an aligned start; after an odd-sized tensor of a smaller dtype it is not.
+            if offset % self.dtype(index).itemsize:
+                piece = piece.clone()
+            yield self.names[index], piece.view(self.dtype(index)).view(self.shapes[index])
+            offset += size
+
+
+def fill(bucket: range, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of one bucket (uint8) from the tensors of the whole push, in manifest order."""
+    return torch.cat([tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in bucket])

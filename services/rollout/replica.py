@@ -1,0 +1,147 @@
+"""The rollout deployment: translates between protobuf and the engine, and nothing else.
+
+Import path for Serve: `services.rollout.replica:build`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+
+from protos import common_pb2
+from protos import rollout_pb2 as pb
+from services.common.arrays import Ints, unpack_longs, unpack_sequences
+from services.common.errors import FailedPrecondition, InvalidArgument, translated, translated_stream
+from services.common.identity import describe_model
+from services.common.replica import HealthMixin
+from services.rollout.config import RolloutConfig
+from services.rollout.interface import Engine
+from services.rollout.sample import Sample, Sampling
+from services.rollout.weights import WeightMember
+
+
+@serve.deployment(
+    name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10
+)
+class Rollout(HealthMixin):
+    """One replica, one engine."""
+
+    async def __init__(self, config: RolloutConfig) -> None:
+        # Here and not above: Serve builds the application in a process that needs no engine, seconds sooner.
+        from services.rollout.engine import VLLMEngine
+
+        engine = await VLLMEngine.start(config)
+        self._engine: Engine = engine
+        context = serve.get_replica_context()
+        self._replica = str(context.replica_tag)
+        self._app = context.app_name
+        self._member = WeightMember(engine, self._replica, config.host, config.push_timeout_s)
+        self._model = describe_model(
+            config.model,
+            engine.tokenizer,
+            vocab_size=engine.vocab_size,
+            max_length=engine.max_length,
+            dtype=config.dtype,
+        )
+
+    async def check_health(self) -> None:
+        """Serve restarts the replica when its engine is dead."""
+        await self._engine.check_health()
+
+    @translated_stream
+    async def Generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """See rollout.proto."""
+        if request.min_version > self._engine.version:
+            raise FailedPrecondition(
+                f"min_version: {request.min_version} asked, but {self._replica} serves {self._engine.version}"
+            )
+        prompts = unpack_sequences(request.prompts, "prompts", vocab_size=self._engine.vocab_size)
+        sampling = Sampling.from_wire(request.sampling)
+        seeds = _seeds(request.seeds, len(prompts))
+        self._check_fit(prompts, sampling)
+        async for samples in _as_finished(self._engine, prompts, sampling, seeds):
+            yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+
+    def _check_fit(self, prompts: list[Ints], sampling: Sampling) -> None:
+        if not prompts:
+            raise InvalidArgument("prompts: empty; send at least one")
+        longest = self._engine.max_length - sampling.max_new_tokens
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > longest:
+                raise InvalidArgument(
+                    f"prompts[{index}]: {len(prompt)} tokens + sampling.max_new_tokens {sampling.max_new_tokens} "
+                    f"exceed the model's max_length of {self._engine.max_length}"
+                )
+        for token in sampling.stop_token_ids:
+            if not 0 <= token < self._engine.vocab_size:
+                raise InvalidArgument(f"sampling.stop_token_ids: {token} is outside the vocabulary")
+
+    @translated
+    async def Info(self, request: common_pb2.InfoRequest) -> pb.RolloutInfo:
+        """See rollout.proto."""
+        return pb.RolloutInfo(
+            model=self._model,
+            policy_version=self._engine.version,
+            replica=self._replica,
+            running=self._engine.running(),
+            weights_checksum=self._engine.checksum,
+            weight_backend=self._engine.backend,
+            workers=self._engine.workers,
+        )
+
+    @translated
+    async def UpdateWeights(self, request: pb.WeightPhase) -> pb.WeightReports:
+        """See rollout.proto: has every replica of the deployment carry out the phase, this one included."""
+        if request.WhichOneof("phase") is None:
+            raise InvalidArgument("phase: set one of discover, prepare, transfer, commit and abort")
+        if not request.timeout_s > 0:
+            raise InvalidArgument("timeout_s: required, more than 0")
+        everyone = serve.get_deployment_handle("Rollout", self._app)
+        # A second beyond the replicas' own deadline: a slow replica's report says more than its absence.
+        results = await everyone.broadcast("carry_out", request.SerializeToString()).results_async(
+            timeout_s=request.timeout_s + 1, return_exceptions=True
+        )
+        reports = [pb.WeightReport.FromString(result) for result in results if isinstance(result, bytes)]
+        return pb.WeightReports(reports=reports)
+
+    async def carry_out(self, phase: bytes) -> bytes:
+        """This replica's part of a push phase; called through the deployment's own handle only."""
+        report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
+        return bytes(report.SerializeToString())
+
+
+def _seeds(data: bytes, prompts: int) -> list[int | None]:
+    if not data:
+        return [None] * prompts
+    seeds = unpack_longs(data, "seeds").tolist()
+    if len(seeds) != prompts:
+        raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; send one each, or none")
+    return list(seeds)
+
+
+async def _as_finished(
+    engine: Engine, prompts: list[Ints], sampling: Sampling, seeds: list[int | None]
+) -> AsyncIterator[list[Sample]]:
+    """Every sample once, each list holding those that finished since the last.
+
+    However this ends (exhausted, cancelled, failed), no request of it is left in the engine.
+    """
+    pending = {
+        asyncio.ensure_future(engine.generate(index, prompt, sampling, seed))
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    }
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            yield [task.result() for task in done]
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application, from the `args:` of the YAML file."""
+    config = RolloutConfig.parse(args, "rollout.args")
+    return Rollout.bind(config)

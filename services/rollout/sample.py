@@ -1,0 +1,123 @@
+"""What a rollout is asked for and what comes back, free of torch, vLLM and Ray."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protos import rollout_pb2 as pb
+from services.common.arrays import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
+from services.common.errors import InvalidArgument
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """By an end-of-sequence or stop token, which is the last response token."""
+    LENGTH = "length"
+    """Cut off."""
+
+
+_TO_WIRE = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample; the fields are those of rollout.proto's SamplingParams."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def to_wire(self) -> pb.SamplingParams:
+        """As protobuf."""
+        return pb.SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_new_tokens=self.min_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.SamplingParams) -> "Sampling":
+        """From protobuf. InvalidArgument names the first field that cannot be."""
+        sampling = cls(
+            max_new_tokens=message.max_new_tokens,
+            temperature=message.temperature if message.HasField("temperature") else 1.0,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            top_k=message.top_k,
+            min_new_tokens=message.min_new_tokens,
+            stop_token_ids=tuple(message.stop_token_ids),
+            ignore_eos=message.ignore_eos,
+        )
+        problems = {
+            "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),
+            "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (sampling.top_k >= 0, "0 (off) or more"),
+            "min_new_tokens": (
+                0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
+                "between 0 and max_new_tokens",
+            ),
+        }
+        for name, (fine, should) in problems.items():
+            if not fine:
+                raise InvalidArgument(f"sampling.{name}: {getattr(sampling, name):g}; must be {should}")
+        return sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished response."""
+
+    index: int
+    """Which prompt of the request."""
+    response_ids: Ints
+    """[T] token ids, the end-of-sequence token included."""
+    logprobs: Floats
+    """[T] log pi(y_t | prefix) of the sampling policy, at the sampling temperature."""
+    finish_reason: FinishReason
+    spans: tuple[tuple[int, int, int], ...]
+    """(policy_version, start, end): which weights sampled which tokens."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sampled the last token."""
+        return self.spans[-1][0]
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest weights that took part."""
+        return min(version for version, _, _ in self.spans)
+
+    def to_wire(self) -> pb.Sample:
+        """As protobuf."""
+        return pb.Sample(
+            index=self.index,
+            response_ids=pack_ints(self.response_ids),
+            logprobs=pack_floats(self.logprobs),
+            finish_reason=_TO_WIRE[self.finish_reason],
+            policy_version=self.policy_version,
+            spans=[pb.VersionSpan(policy_version=v, start=s, end=e) for v, s, e in self.spans],
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.Sample) -> "Sample":
+        """From protobuf."""
+        return cls(
+            index=message.index,
+            response_ids=unpack_ints(message.response_ids, "sample.response_ids"),
+            logprobs=unpack_floats(message.logprobs, "sample.logprobs"),
+            finish_reason=_FROM_WIRE[message.finish_reason],
+            spans=tuple((s.policy_version, s.start, s.end) for s in message.spans),
+        )

@@ -1,0 +1,104 @@
+"""A replica's part in a weight push: one phase at a time, each within its deadline."""
+
+import asyncio
+import logging
+from typing import Any
+
+from protos import rollout_pb2 as pb
+from services.common.errors import FailedPrecondition
+from services.common.weight_transfer.manifest import Manifest
+from services.rollout.interface import Engine
+
+log = logging.getLogger("quartet")
+
+
+class WeightMember:
+    """Carries out the phases of a push on one engine and reports how each went."""
+
+    def __init__(self, engine: Engine, replica: str, host: str, timeout_s: float) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._host = host
+        self._timeout_s = timeout_s
+        self._epoch = 0
+        self._open = False
+
+    async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
+        """Never raises: a phase that fails is rolled back here and its report says what went wrong."""
+        name = phase.WhichOneof("phase")
+        step = {
+            "discover": self._discover,
+            "prepare": self._prepare,
+            "transfer": self._transfer,
+            "commit": self._commit,
+            "abort": self._abort,
+        }[name]
+        try:
+            async with asyncio.timeout(phase.timeout_s):
+                checksum = await step(getattr(phase, name))
+            return self._report(ok=True, checksum=checksum)
+        except Exception as error:
+            log.warning("push: %s failed on %s: %s", name, self._replica, error)
+            await self._roll_back(phase.timeout_s)
+            return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
+
+    def _report(self, **fields: Any) -> pb.WeightReport:
+        return pb.WeightReport(
+            replica=self._replica,
+            policy_version=self._engine.version,
+            epoch=self._epoch,
+            workers=self._engine.workers,
+            **fields,
+        )
+
+    async def _discover(self, message: pb.Discover) -> str:
+        return ""
+
+    async def _prepare(self, message: pb.Prepare) -> str:
+        if self._replica not in message.ranks:
+            raise FailedPrecondition(f"{self._replica} is no member of epoch {message.epoch}")
+        if self._epoch != message.epoch:
+            await self._engine.join(self._init_info(message))
+            self._epoch = message.epoch
+        self._open = True
+        await self._engine.pause(message.in_flight)
+        return ""
+
+    def _init_info(self, message: pb.Prepare) -> dict[str, Any]:
+        info = {
+            "master_address": message.master_address,
+            "master_port": message.master_port,
+            "rank_offset": message.ranks[self._replica],
+            "world_size": message.world_size,
+        }
+        if self._engine.backend == "gloo":
+            return info | {"epoch": message.epoch, "host": self._host, "timeout_s": self._timeout_s}
+        return info | {"packed": True}
+
+    async def _transfer(self, message: pb.Transfer) -> str:
+        self._expect(message.epoch)
+        return await self._engine.receive(Manifest.unpack(message.manifest))
+
+    async def _commit(self, message: pb.Commit) -> str:
+        self._expect(message.epoch)
+        await self._engine.commit(message.policy_version)
+        self._open = False
+        return self._engine.checksum
+
+    async def _abort(self, message: pb.Abort) -> str:
+        if self._open:
+            await self._engine.abort()
+        self._open, self._epoch = False, 0
+        return ""
+
+    def _expect(self, epoch: int) -> None:
+        if not self._open or epoch != self._epoch:
+            raise FailedPrecondition(f"epoch {epoch} is not open on {self._replica}, which is in {self._epoch}")
+
+    async def _roll_back(self, timeout_s: float) -> None:
+        """Back to generating with the old weights, so that a failed push never leaves a replica paused."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._abort(pb.Abort())
+        except Exception as error:
+            log.error("push: roll-back failed on %s: %s", self._replica, error)
