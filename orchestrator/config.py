@@ -96,7 +96,7 @@ class PPOConfig(Config):
     """Passes over each batch, for policy and critic."""
     minibatch_size: Count = 32
     """Samples per optimizer step, for policy and critic."""
-    importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    importance_cap: Annotated[float, Field(ge=1)] | None = 2.0
     """Cap of the truncated importance weights between the rollout engine's log-probs and the learner's.
     Null turns the correction off; the mismatch is measured all the same."""
 

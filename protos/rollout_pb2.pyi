@@ -120,7 +120,7 @@ class Discover(_message.Message):
     def __init__(self) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("epoch", "master_address", "master_port", "world_size", "ranks", "in_flight")
+    __slots__ = ("epoch", "master_address", "master_port", "world_size", "ranks", "in_flight", "bucket_bytes")
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,13 +134,15 @@ class Prepare(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     master_address: str
     master_port: int
     world_size: int
     ranks: _containers.ScalarMap[str, int]
     in_flight: str
-    def __init__(self, epoch: _Optional[int] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ...) -> None: ...
+    bucket_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("epoch", "manifest")

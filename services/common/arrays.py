@@ -81,6 +81,11 @@ def pack_sequences(sequences: Sequence[Ints] | Sequence[Sequence[int]]) -> commo
     )
 
 
+def pack_pairs(prompts: Sequence[Ints], responses: Sequence[Ints]) -> common_pb2.Pairs:
+    """Prompts and their responses as their wire message."""
+    return common_pb2.Pairs(prompts=pack_sequences(prompts), responses=pack_sequences(responses))
+
+
 def unpack_sequences(
     message: common_pb2.Sequences, field: str, *, vocab_size: int, allow_empty: bool = False
 ) -> list[Ints]:

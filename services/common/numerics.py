@@ -49,7 +49,8 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     count = int(mask.sum())
     if unbiased and count < 2:
         raise ValueError(f"mask has {count} True entries: an unbiased variance needs at least two")
-    return masked_sum((widen(x) - masked_mean(x, mask)).square(), mask) / (count - int(unbiased))
+    deviation = torch.where(mask, widen(x) - masked_mean(x, mask), 0.0)  # before squaring: see value_loss
+    return masked_sum(deviation.square(), mask) / (count - int(unbiased))
 
 
 def partial_mean(x: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
@@ -79,8 +80,8 @@ def response_mask(lengths: Tensor, width: int) -> Tensor:
 def _by_time(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
     """`function` (logits [B, t, V], others [B, t] -> [B, t]) over pieces of the time axis, joined: [B, T].
 
-    Large logits go piece by piece under activation checkpointing, so neither pass ever holds a second
-    [B, T, V] tensor in float32; the price is computing each piece twice. Small logits go in one call.
+    Large logits go piece by piece under activation checkpointing, so that neither pass holds more than one
+    piece in float32; the price is computing each piece twice. Small logits go in one call.
     """
     batch, time, vocab = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, batch * vocab))
@@ -102,7 +103,7 @@ def _check_logits(logits: Tensor, temperature: float) -> None:
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs of given tokens: z[id] - logsumexp(z), z = logits / temperature, at least in float32.
+    """Log-probs of given tokens: log softmax(logits / temperature) at each id, at least in float32.
 
     logits [B, T, V] (position t predicts ids[:, t]), ids int64 [B, T] in 0..V-1 also at padding -> [B, T],
     in nats. The same temperature as the sampler's gives the sampler's distribution.
@@ -113,8 +114,7 @@ def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
         raise ValueError(f"ids has shape {list(ids.shape)}, should be the logits' {list(logits.shape[:2])}")
 
     def piece(logits: Tensor, ids: Tensor) -> Tensor:
-        scaled = widen(logits) if temperature == 1 else widen(logits) / temperature
-        return scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+        return (widen(logits) / temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
     return _by_time(piece, logits, ids)
 

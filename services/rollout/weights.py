@@ -73,7 +73,7 @@ class WeightMember:
         }
         if self._engine.backend == "gloo":
             return info | {"epoch": message.epoch, "host": self._host, "timeout_s": self._timeout_s}
-        return info | {"packed": True}
+        return info | {"packed": True, "packed_buffer_size_bytes": message.bucket_bytes}
 
     async def _transfer(self, message: pb.Transfer) -> str:
         self._expect(message.epoch)

@@ -1,0 +1,149 @@
+"""The `quartet` command."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from services.common.config import ConfigError
+from services.common.errors import ServiceError
+
+app = typer.Typer(
+    help="RLHF-PPO for language models as four services and one orchestrator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigFile = Annotated[Path, typer.Argument(help="The YAML file, such as deploy/ppo.yaml.")]
+
+
+def _say(text: str) -> None:
+    _errors.print(text, markup=False)
+
+
+@app.command()
+def up(
+    config: ConfigFile,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for the services, in seconds.")] = 600,
+) -> None:
+    """Start a local Ray head unless one runs, deploy the services and wait until every model answers."""
+    from orchestrator import cluster
+    from orchestrator.deployment import Deployment
+
+    deployment = Deployment.load(config, check_services=True)
+    ray = cluster.start(_say)
+    cluster.deploy(ray, config)
+    cluster.await_running(ray, deployment.applications, _say, timeout_s)
+    asyncio.run(_ask_all(deployment.orchestrator.target, timeout_s))
+    _say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}")
+
+
+async def _ask_all(target: str, timeout_s: float) -> None:
+    from orchestrator.services import Services
+
+    services = Services.connect(target)
+    try:
+        await services.infos(timeout_s)
+    finally:
+        await services.close()
+
+
+@app.command()
+def down() -> None:
+    """Stop exactly what `quartet up` started in this folder."""
+    from orchestrator import cluster
+
+    running = cluster.running()
+    if running is None:
+        _say("nothing runs that `quartet up` started in this folder")
+        return
+    cluster.stop(running)
+    _say(f"stopped the Ray head at {running.address} and everything on it")
+
+
+@app.command()
+def check(config: ConfigFile) -> None:
+    """Validate the YAML file, its services' sections included, without starting anything."""
+    from orchestrator.deployment import Deployment
+
+    Deployment.load(config, check_services=True)
+    _say(f"{config}: fine")
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
+) -> None:
+    """Train with PPO through the services that are up."""
+    from orchestrator import run
+    from orchestrator.deployment import Deployment
+    from orchestrator.progress import make_progress
+
+    deployment = Deployment.load(config)
+    folder = asyncio.run(run.train(deployment, make_progress(sys.stderr), overwrite=overwrite))
+    _say(f"metrics, samples and the trained policy are in {folder}")
+
+
+@app.command()
+def evaluate(
+    config: Annotated[Path, typer.Option(help="The YAML file whose services are up.")],
+    model: Annotated[str, typer.Option(help="Folder of a model, or `current`: the rollout service's.")] = "current",
+    split: Annotated[str, typer.Option(help="Split of the data set, such as eval or train[:100].")] = "eval",
+    output: Annotated[Path | None, typer.Option(help="Where to write the samples, as JSONL.")] = None,
+) -> None:
+    """Generate on a split, have the deployed reward service score, and print a table."""
+    from orchestrator.deployment import Deployment
+    from orchestrator.standalone import evaluate_model
+
+    deployment = Deployment.load(config)
+    table = asyncio.run(evaluate_model(deployment.orchestrator, model, split, output))
+    Console().print(table)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
+) -> None:
+    """Write report.html for a run and print its summary."""
+    from orchestrator.report import summary_table, write_report
+
+    page = write_report(run_dir)
+    Console().print(summary_table(run_dir))
+    _say(f"wrote {page}")
+
+
+def main() -> None:
+    """Runs the command; errors that a user can act on are shown as text and not as a traceback."""
+    sys.exit(_guarded(app))
+
+
+def _guarded(command: Callable[[], Any]) -> int:
+    from orchestrator.cluster import ClusterError
+    from orchestrator.policy_actor import PolicyError
+
+    actionable = (ConfigError, ServiceError, ClusterError, PolicyError)
+    try:
+        command()
+    except (*actionable, ExceptionGroup) as error:
+        leaves = _leaves(error)
+        if not all(isinstance(leaf, actionable) for leaf in leaves):
+            raise
+        # Calls that fail together usually fail for one reason.
+        for text in dict.fromkeys(str(leaf) for leaf in leaves):
+            _errors.print(f"[red]error:[/red] {escape(text)}")
+        return 1
+    return 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,165 @@
+"""Two evaluations of a run side by side: the first, usually before training, and the last."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from orchestrator.statistics import Interval, mean_interval, win_rate
+from services.common.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response of an evaluation."""
+
+    row: int
+    """The prompt's row in its split."""
+    prompt: str
+    response: str
+    ended: bool
+    """It ended by itself and was not cut off at the length limit."""
+    score: float
+    """From the reward service."""
+    kl: float
+    """To the reference, in nats, summed over the response."""
+    length: int
+    """In tokens."""
+    judges: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two responses to the same prompt."""
+
+    before: Sample
+    after: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One quantity before and after, with 95 % intervals over prompts. None where it cannot be had."""
+
+    name: str
+    unit: str
+    before: Interval | None
+    after: Interval | None
+    change: Interval | None
+    """Mean of the differences, prompt by prompt."""
+    wins: Interval | None
+    """Share of pairs in which the later response has more of it; only where more is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The samples taken after a step."""
+
+    step: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The first evaluation of a run and, once there is another, the last."""
+
+    before: Evaluation
+    after: Evaluation | None
+
+    def pairs(self) -> list[Pair]:
+        """Responses to the same prompt: the first with the first, the second with the second, and so on."""
+        later: defaultdict[int, list[Sample]] = defaultdict(list)
+        for sample in self.after.samples if self.after else []:
+            later[sample.row].append(sample)
+        queues = {row: iter(samples) for row, samples in later.items()}
+        found = ((sample, next(queues.get(sample.row, iter(())), None)) for sample in self.before.samples)
+        return [Pair(before, after) for before, after in found if after is not None]
+
+    def measures(self) -> list[Measure]:
+        """The held-out score, each judge, the KL, and the shape of the responses."""
+        samples = [*self.before.samples, *(self.after.samples if self.after else [])]
+        judges = dict.fromkeys(name for sample in samples for name in sample.judges)
+        return [
+            self._measure("held-out score", "", lambda sample: sample.score, more_is_better=True),
+            *(self._measure(name, "", _judged_by(name), more_is_better=True) for name in judges),
+            self._measure("KL to reference", "nats per response", lambda sample: sample.kl),
+            self._measure("response length", "tokens", lambda sample: sample.length),
+            self._measure(
+                "cut off at the limit", "% of responses", lambda sample: 100.0 * (not sample.ended)
+            ),
+        ]
+
+    def _measure(
+        self, name: str, unit: str, value: Callable[[Sample], float], *, more_is_better: bool = False
+    ) -> Measure:
+        valued = [(pair.before.row, value(pair.before), value(pair.after)) for pair in self.pairs()]
+        valued = [triple for triple in valued if math.isfinite(triple[1] + triple[2])]
+        before, after = [first for _, first, _ in valued], [second for _, _, second in valued]
+        return Measure(
+            name,
+            unit,
+            before=_over_prompts([(sample.row, value(sample)) for sample in self.before.samples]),
+            after=_over_prompts([(sample.row, value(sample)) for sample in self.after.samples])
+            if self.after
+            else None,
+            change=_over_prompts([(row, second - first) for row, first, second in valued]),
+            wins=win_rate(after, before) if more_is_better and valued else None,
+        )
+
+
+def read_comparison(run_dir: Path) -> Comparison | None:
+    """The first and the last of run_dir/evaluations/step-*.jsonl, or None where there is none.
+
+    Raises:
+        ConfigError: a line is no sample.
+    """
+    files = sorted((run_dir / "evaluations").glob("step-*.jsonl"), key=_step)
+    if not files:
+        return None
+    before, *later = (Evaluation(_step(file), _read_samples(file)) for file in (files[0], *files[1:][-1:]))
+    return Comparison(before, later[0] if later else None)
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
+
+
+def _read_samples(file: Path) -> list[Sample]:
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line]
+
+
+def _parse(line: str, where: str) -> Sample:
+    try:
+        raw = json.loads(line)
+        return Sample(
+            row=raw["row"],
+            prompt=raw["prompt"],
+            response=raw["response"],
+            ended=raw["ended"],
+            score=_number(raw["score"]),
+            kl=_number(raw["kl"]),
+            length=raw["length"],
+            judges={name: _number(value) for name, value in raw["judges"].items()},
+        )
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: not a sample of an evaluation: {error!r}") from None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _judged_by(name: str) -> Callable[[Sample], float]:
+    return lambda sample: sample.judges.get(name, math.nan)
+
+
+def _over_prompts(values: Sequence[tuple[int, float]]) -> Interval | None:
+    """Mean over prompts of each prompt's mean: several responses to one prompt are not independent."""
+    by_row: defaultdict[int, list[float]] = defaultdict(list)
+    for row, value in values:
+        if math.isfinite(value):
+            by_row[row].append(value)
+    return mean_interval([fmean(group) for group in by_row.values()]) if by_row else None

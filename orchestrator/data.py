@@ -1,0 +1,231 @@
+"""Prompts: read from disk, checked, tokenised, and dealt out in batches that any step can ask for again."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.config import DataConfig
+from orchestrator.tables import Table, open_split
+from services.common.arrays import Ints
+from services.common.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready for the rollout service."""
+
+    row: int
+    """Its row in the split as stored, before any shuffling: stable from run to run."""
+    prompt_ids: Ints
+    """Token ids, shape [prompt_length]."""
+    text: str
+    """What was tokenised: the input column, or the conversation as the chat template renders it."""
+    label: str
+    """For function scorers; "" where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a split, or of a range of it."""
+
+    name: str
+    """As configured, for instance `train[:90%]`."""
+    prompts: tuple[Prompt, ...]
+    """In the order of the file, or shuffled by `split_seed`."""
+    too_long: int
+    """How many were left out because they exceed `max_prompt_length`."""
+
+    @property
+    def split(self) -> str:
+        """The name without the range."""
+        return self.name.partition("[")[0]
+
+
+class Tokenizer(Protocol):
+    """What of a Hugging Face tokenizer is used here."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_size: int | None = None
+) -> PromptSet:
+    """Reads, tokenises and filters the prompts of `split`: a name, with a range such as `[:90%]` if wanted.
+
+    Args:
+        vocab_size: the policy's. Given, ids outside it are an error: the tokenizer is another model's.
+
+    Raises:
+        ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, or
+            none is left. The message names the field, and the splits or columns that there are.
+    """
+    name, start, stop = _parse_split(split)
+    table = open_split(config.path, name)
+    where = f"data.path {config.path}, split {name!r}"
+    _check_columns(config, table, where)
+    indices = _selected(len(table.rows), start, stop, split, config.split_seed)
+    rows = [table.rows[index] for index in indices]
+    texts = [
+        _text(row[config.input_key], tokenizer, config, f"{where}, row {index}")
+        for index, row in zip(indices, rows, strict=True)
+    ]
+    # A chat template writes the special tokens itself.
+    token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    prompts = [
+        Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key))
+        for index, row, text, ids in zip(indices, rows, texts, token_ids, strict=True)
+    ]
+    for prompt in prompts:
+        _check_ids(prompt, vocab_size, where)
+    kept = tuple(prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_length)
+    if not kept:
+        raise ConfigError(
+            f"{where}: no prompt left of {len(prompts)}: all are longer than "
+            f"data.max_prompt_length ({config.max_prompt_length} tokens)"
+        )
+    return PromptSet(split, kept, len(prompts) - len(kept))
+
+
+def check_disjoint(train: PromptSet, evaluation: PromptSet) -> None:
+    """ConfigError if the two, read from the same data, share a row: what is trained on cannot be held out."""
+    if train.split != evaluation.split:
+        return
+    shared = {prompt.row for prompt in train.prompts} & {prompt.row for prompt in evaluation.prompts}
+    if shared:
+        raise ConfigError(
+            f"data.prompt_split {train.name!r} and data.eval_split {evaluation.name!r} share {len(shared)} "
+            f"row(s) of {train.split!r}, row {min(shared)} for one; choose ranges that do not overlap, "
+            f"for instance {train.split}[:90%] and {train.split}[90%:]"
+        )
+
+
+class PromptStream:
+    """Endless batches: each epoch is a permutation of all prompts, and batches run across its border.
+
+    A batch depends on the seed and the step alone, so that a resumed run needs no state.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int) -> None:
+        """Raises ValueError unless there is a prompt and room for one in a batch."""
+        if not prompts:
+            raise ValueError("prompts: empty; there must be at least one")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: should be at least 1, got {batch_size}")
+        self._prompts, self._batch_size, self._seed = prompts, batch_size, seed
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The `batch_size` prompts of `step`; steps count from 1."""
+        if step < 1:
+            raise ValueError(f"step: steps count from 1, got {step}")
+        first, count = (step - 1) * self._batch_size, len(self._prompts)
+        last = first + self._batch_size - 1
+        order = np.concatenate([self._epoch(number) for number in range(first // count, last // count + 1)])
+        offset = first % count
+        return [self._prompts[index] for index in order[offset : offset + self._batch_size]]
+
+    def _epoch(self, number: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._seed, number]).permutation(len(self._prompts))
+
+
+_RANGE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?")
+_BOUND = re.compile(r"(?P<row>\d+)|(?P<percent>100|\d{1,2}(?:\.\d+)?)%")
+
+
+def _parse_split(split: str) -> tuple[str, str, str]:
+    """`train[:90%]` -> ("train", "", "90%")."""
+    match = _RANGE.fullmatch(split)
+    bounds = (match["start"] or "", match["stop"] or "") if match else ("", "")
+    if not match or any(bound and not _BOUND.fullmatch(bound) for bound in bounds):
+        raise ConfigError(
+            f"data split {split!r}: should be a name, or a name with a range of row numbers from 0 up or of "
+            "percentages up to 100%: train, train[100:200], train[500:], train[:90%]"
+        )
+    return match["name"], *bounds
+
+
+def _selected(total: int, start: str, stop: str, split: str, seed: int | None) -> list[int]:
+    """Row numbers of the range, in the order in which they are to be used."""
+    first = _position(start, total) if start else 0
+    end = _position(stop, total) if stop else total
+    if not first < end <= total:
+        raise ConfigError(
+            f"data split {split!r}: the range is rows {first} to {end} (the end not included), but the split "
+            f"holds {total} rows; it should start before it ends and end at {total} or before"
+        )
+    order = np.arange(total) if seed is None else np.random.default_rng(seed).permutation(total)
+    return [int(index) for index in order[first:end]]
+
+
+def _position(bound: str, total: int) -> int:
+    """A row number, or a per cent of `total` rounded down, so that `[:x%]` and `[x%:]` meet."""
+    match = _BOUND.fullmatch(bound)
+    assert match is not None
+    return int(match["row"]) if match["row"] else int(Fraction(match["percent"]) * total / 100)
+
+
+def _check_columns(config: DataConfig, table: Table, where: str) -> None:
+    if not len(table.rows):
+        raise ConfigError(f"{where}: holds no rows")
+    for field, key in (("input_key", config.input_key), ("label_key", config.label_key)):
+        if key is not None and key not in table.columns:
+            there = ", ".join(table.columns)
+            raise ConfigError(f"data.{field}: no column {key!r} in {where}; the columns are {there}")
+
+
+def _text(value: Any, tokenizer: Tokenizer, config: DataConfig, where: str) -> str:
+    """The prompt as text, rendered by the chat template when that is on."""
+    if not config.chat_template:
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{where}: column {config.input_key!r} should hold text, got {type(value).__name__}; "
+                "for chat messages set data.chat_template"
+            )
+        return value
+    if not tokenizer.chat_template:
+        raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
+    try:
+        messages = _messages(value, f"{where}: column {config.input_key!r}")
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages, from text or from a list of messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    well_formed = isinstance(value, list) and all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value
+    )
+    if not value or not well_formed:
+        raise ConfigError(f"{where} should hold text or a list of messages, each with a role and content")
+    # Arrow gives every message every key that any of them has; templates would take those nulls as given.
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _label(row: Mapping[str, Any], key: str | None) -> str:
+    value = None if key is None else row[key]
+    return "" if value is None else str(value)
+
+
+def _check_ids(prompt: Prompt, vocab_size: int | None, where: str) -> None:
+    ids = prompt.prompt_ids
+    if not len(ids):
+        raise ConfigError(f"{where}, row {prompt.row}: the prompt {prompt.text!r} has no tokens")
+    if vocab_size is not None and int(ids.max()) >= vocab_size:
+        raise ConfigError(
+            f"{where}, row {prompt.row}: the tokenizer gives id {int(ids.max())}, outside the policy's "
+            f"vocabulary (0 to {vocab_size - 1}); use the tokenizer that belongs to the policy"
+        )

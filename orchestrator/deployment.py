@@ -1,0 +1,69 @@
+"""The YAML file as a whole: Serve's sections and the orchestrator's own, each validated before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from orchestrator.config import OrchestratorConfig
+from services.common.config import Config, ConfigError, read_yaml
+from services.critic.config import CriticConfig
+from services.reference.config import ReferenceConfig
+from services.reward.config import RewardConfig
+from services.rollout.config import RolloutConfig
+
+_SERVICES: dict[str, type[Config]] = {
+    "services.rollout.replica:build": RolloutConfig,
+    "services.reward.replica:build": RewardConfig,
+    "services.reference.replica:build": ReferenceConfig,
+    "services.critic.replica:build": CriticConfig,
+}
+_SERVE_KEYS = {"proxy_location", "http_options", "grpc_options", "logging_config", "applications"}
+_OTHER_KEYS = {"orchestrator", "shared"}
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One deploy/*.yaml."""
+
+    path: Path
+    orchestrator: OrchestratorConfig
+    applications: tuple[str, ...]
+    raw: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: str | Path, *, check_services: bool = False) -> Self:
+        """Reads and validates.
+
+        Args:
+            path: the YAML file.
+            check_services: also validate the services' sections, which needs their models on this machine.
+
+        Raises:
+            ConfigError: every wrong field of every section, a line each.
+        """
+        raw = read_yaml(path)
+        problems = [f"{path}: no such section: {key}" for key in raw if key not in _SERVE_KEYS | _OTHER_KEYS]
+        applications = raw.get("applications") or []
+        if check_services:
+            for application in applications:
+                problems += _problems_of(application)
+        orchestrator = None
+        try:
+            orchestrator = OrchestratorConfig.parse(raw.get("orchestrator") or {}, "orchestrator")
+        except ConfigError as error:
+            problems.append(str(error))
+        if problems or orchestrator is None:
+            raise ConfigError("\n".join(problems))
+        names = tuple(str(application.get("name")) for application in applications)
+        return cls(Path(path), orchestrator, names, raw)
+
+
+def _problems_of(application: dict[str, Any]) -> list[str]:
+    kind = _SERVICES.get(str(application.get("import_path")))
+    if kind is None:
+        return []
+    try:
+        kind.parse(application.get("args") or {}, f"applications.{application.get('name')}.args")
+    except ConfigError as error:
+        return [str(error)]
+    return []

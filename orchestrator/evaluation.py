@@ -1,0 +1,113 @@
+"""Evaluation on held-out prompts: the deployed reward service scores, judges look on."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data import Prompt
+from orchestrator.experience import Collector, Experience
+from orchestrator.statistics import mean_interval
+from services.common.pairs import Pair
+
+Judge = Callable[[Sequence[Pair]], Sequence[float]]
+
+SEED_STEP = 2**31
+"""Stands for the step in an evaluation's sampling seeds: the same for every evaluation of a run, so that two
+checkpoints differ by their weights and not by their luck, and no training step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One evaluated response."""
+
+    row: int
+    prompt: str
+    response: str
+    label: str
+    ended: bool
+    score: float
+    kl: float
+    length: int
+    judges: dict[str, float]
+
+    def to_json(self) -> str:
+        """One line of an evaluation file."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(fields, ensure_ascii=False)
+
+
+class Evaluator:
+    """Generates from the deployed policy and has every sample scored; the same prompts each time."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: Sequence[Prompt],
+        tokenizer: Any,
+        judges: Mapping[str, Judge],
+        folder: Path,
+        samples_per_prompt: int = 1,
+    ) -> None:
+        self._collector = collector
+        self._prompts = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+        self._tokenizer = tokenizer
+        self._judges = judges
+        self._folder = folder
+
+    async def evaluate(self, step: int, min_version: int) -> dict[str, float]:
+        """Evaluates and writes the samples to `<folder>/step-<step>.jsonl`; the metrics."""
+        collected = await self._collector.collect(
+            self._prompts, step=SEED_STEP, min_version=min_version, with_values=False
+        )
+        rows = judge(collected.experiences, self._tokenizer, self._judges)
+        write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
+        return summarise(rows)
+
+
+def judge(experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge]) -> list[Judged]:
+    """The experiences as text, with every judge's verdict."""
+    texts = tokenizer.batch_decode([e.sample.response_ids for e in experiences], skip_special_tokens=True)
+    pairs = [
+        Pair(prompt=e.prompt.text, response=text, label=e.prompt.label, ended=not e.truncated)
+        for e, text in zip(experiences, texts, strict=True)
+    ]
+    verdicts = {name: list(function(pairs)) for name, function in judges.items()}
+    return [
+        Judged(
+            row=e.prompt.row,
+            prompt=pair.prompt,
+            response=pair.response,
+            label=pair.label,
+            ended=pair.ended,
+            score=e.score,
+            kl=e.kl,
+            length=len(e.sample.response_ids),
+            judges={name: float(values[index]) for name, values in verdicts.items()},
+        )
+        for index, (e, pair) in enumerate(zip(experiences, pairs, strict=True))
+    ]
+
+
+def summarise(rows: Sequence[Judged]) -> dict[str, float]:
+    """The evaluation's metrics, the score with its 95 % interval."""
+    score = mean_interval([row.score for row in rows])
+    metrics = {
+        "eval/score": score.mean,
+        "eval/score_low": score.low,
+        "eval/score_high": score.high,
+        "eval/kl": float(np.mean([row.kl for row in rows])),
+        "eval/length": float(np.mean([row.length for row in rows])),
+        "eval/truncated": float(np.mean([not row.ended for row in rows])),
+    }
+    names = rows[0].judges if rows else {}
+    return metrics | {f"eval/{name}": float(np.mean([row.judges[name] for row in rows])) for name in names}
+
+
+def write_rows(path: Path, rows: Sequence[Judged]) -> None:
+    """One JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(row.to_json() + "\n" for row in rows))

@@ -1,0 +1,157 @@
+"""Collecting experience: every sample is scored, referenced and valued as soon as it is finished."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.config import OrchestratorConfig
+from orchestrator.data import Prompt
+from orchestrator.services import Services
+from services.common.arrays import Floats
+from services.rollout.sample import FinishReason, Sample, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One response and all that was said of it. T response tokens."""
+
+    prompt: Prompt
+    sample: Sample
+    score: float
+    """The reward service's."""
+    ref_logprobs: Floats
+    """[T]"""
+    values: Floats
+    """[T]; empty where they were not asked for"""
+
+    @property
+    def truncated(self) -> bool:
+        """Cut off by the length limit."""
+        return self.sample.finish_reason is FinishReason.LENGTH
+
+    @property
+    def kl(self) -> float:
+        """Sum over the response of log pi - log pi_ref: the k1 estimate, in nats."""
+        return float((self.sample.logprobs - self.ref_logprobs).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One batch of experience, in the order of its prompts."""
+
+    experiences: list[Experience]
+    generate_s: float
+    """From the first request to the last finished sample."""
+    score_s: float
+    """What scoring took beyond that."""
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(len(experience.sample.response_ids) for experience in self.experiences)
+
+
+class Collector:
+    """Turns prompts into experience through the services."""
+
+    def __init__(self, services: Services, config: OrchestratorConfig) -> None:
+        self._services = services
+        self._config = config
+
+    async def collect(
+        self, prompts: Sequence[Prompt], *, step: int, min_version: int, with_values: bool = True
+    ) -> Collected:
+        """One experience per prompt.
+
+        Consumes nothing but its arguments; waits for all four services; any that fails beyond its client's
+        retries cancels the rest, and the cancelled Generate calls abort their requests in the engines.
+
+        Args:
+            prompts: what to respond to.
+            step: which PPO step this is, for the sampling seeds.
+            min_version: the oldest policy version that may serve this.
+            with_values: ask the critic too.
+        """
+        start = time.monotonic()
+        finished: dict[int, Experience] = {}
+        size = self._config.prompts_per_call
+        async with asyncio.TaskGroup() as judging:
+            async with asyncio.TaskGroup() as generating:
+                for first in range(0, len(prompts), size):
+                    call = self._generate(prompts, first, step, min_version, with_values, finished, judging)
+                    generating.create_task(call)
+            generated = time.monotonic()
+        experiences = [finished[index] for index in range(len(prompts))]
+        return Collected(experiences, generated - start, time.monotonic() - generated)
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        first: int,
+        step: int,
+        min_version: int,
+        with_values: bool,
+        finished: dict[int, Experience],
+        judging: asyncio.TaskGroup,
+    ) -> None:
+        asked = prompts[first : first + self._config.prompts_per_call]
+        sampling = self._config.sampling
+        stream = self._services.rollout.generate(
+            [prompt.prompt_ids for prompt in asked],
+            Sampling(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                min_new_tokens=sampling.min_new_tokens,
+            ),
+            seeds=self._seeds(step, first, len(asked)),
+            min_version=min_version,
+            timeout_s=self._config.timeouts.generate_s,
+        )
+        async for samples in stream:
+            judging.create_task(self._judge(asked, first, samples, with_values, finished))
+
+    def _seeds(self, step: int, first: int, count: int) -> list[int] | None:
+        """One seed per sample, different for every step and row of the batch."""
+        if not self._config.sampling.seeded:
+            return None
+        draws = np.random.SeedSequence([self._config.seed, step, first]).generate_state(count, np.uint64)
+        return [int(draw >> 1) for draw in draws]
+
+    async def _judge(
+        self,
+        asked: Sequence[Prompt],
+        first: int,
+        samples: Sequence[Sample],
+        with_values: bool,
+        finished: dict[int, Experience],
+    ) -> None:
+        prompts = [asked[sample.index].prompt_ids for sample in samples]
+        responses = [sample.response_ids for sample in samples]
+        labels = [asked[sample.index].label for sample in samples]
+        deadline = self._config.timeouts.score_s
+        temperature = self._config.sampling.temperature
+        scores, ref_logprobs, values = await asyncio.gather(
+            self._services.reward.score(prompts, responses, labels=labels, timeout_s=deadline),
+            self._services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=deadline),
+            self._services.critic.values(prompts, responses, timeout_s=deadline)
+            if with_values
+            else _nothing(len(samples)),
+        )
+        for row, sample in enumerate(samples):
+            finished[first + sample.index] = Experience(
+                prompt=asked[sample.index],
+                sample=sample,
+                score=float(scores.values[row]),
+                ref_logprobs=ref_logprobs[row],
+                values=values[row],
+            )
+
+
+def _nothing(count: int) -> Awaitable[list[Floats]]:
+    async def empty() -> list[Floats]:
+        return [np.empty(0, np.float32)] * count
+
+    return empty()

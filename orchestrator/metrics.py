@@ -1,0 +1,190 @@
+"""What a run measures, written once: runs/<name>/metrics.jsonl, mirrored to TensorBoard and W&B.
+
+Names are flat, with slashes: `score/mean`, `policy/loss`, `seconds/train`, `eval/score`. One line holds all
+that was measured for one step; step 0 is the evaluation before training.
+"""
+
+import importlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import yaml
+
+from orchestrator.config import LogConfig
+from services.common.config import ConfigError
+
+FILE = "metrics.jsonl"
+_OF_A_RUN = (FILE, "tensorboard", "evaluations", "report.html")
+_OF_AN_EVALUATION = {"score", "score_low", "score_high", "kl", "length", "truncated"}
+
+
+class Sink(Protocol):
+    """Somewhere else that measurements go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Appends to a metrics.jsonl and its sinks. Closing it closes them all."""
+
+    def __init__(
+        self, path: Path, sinks: Sequence[Sink] = (), clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` gives the seconds since 1970 that go with each line."""
+        self._sinks, self._clock, self._resources = sinks, clock, ExitStack()
+        for sink in sinks:
+            self._resources.callback(sink.close)
+        self._file = self._resources.enter_context(path.open("a", encoding="utf-8"))
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path,
+        config: LogConfig,
+        run_config: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        load: Callable[[str], Any] = importlib.import_module,
+    ) -> Self:
+        """Starts the log of a new run, and keeps `run_config` beside it as config.yaml.
+
+        Args:
+            run_config: the run's configuration, of plain YAML types.
+            overwrite: remove the measurements and evaluations of an earlier run in `run_dir`.
+            load: imports a module by name.
+
+        Raises:
+            ConfigError: `run_dir` already holds a run, or W&B is configured and not installed. Nothing has
+                been removed then.
+        """
+        wandb = load_wandb(load) if config.wandb_project is not None else None
+        _clear(run_dir, overwrite)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(
+            yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
+        sinks: list[Sink] = []
+        if config.tensorboard:
+            sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        if config.wandb_project is not None:
+            sinks.append(WandbSink(wandb, config.wandb_project, run_dir, run_config))
+        return cls(run_dir / FILE, sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line and hands it on at once. What is not finite is written as null.
+
+        Raises:
+            ValueError: a metric is called `step` or `time`, which the line has already.
+        """
+        if taken := {"step", "time"} & metrics.keys():
+            raise ValueError(f"metrics: {', '.join(sorted(taken))} cannot be the name of a metric")
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = {"step": step, "time": round(self._clock(), 3), **finite}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Closes the file and the sinks."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBoardSink:
+    """Event files that `tensorboard --logdir` shows."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, named after the run's folder."""
+
+    def __init__(self, wandb: Any, project: str, run_dir: Path, run_config: Mapping[str, Any]) -> None:
+        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=dict(run_config))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl, null as NaN. A last line that a crash cut short is left out.
+
+    Raises:
+        ConfigError: there is no such file, or a line before the last is no JSON object.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; is {path.parent} the folder of a run?")
+    # The writer ends each line with a newline, so what follows the last one was cut short.
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def judges(names: Iterable[str]) -> list[str]:
+    """Names of the judges among metric names: of `eval/gold` and its bound `eval/gold_low`, gold."""
+    found = dict.fromkeys(name.removeprefix("eval/") for name in names if name.startswith("eval/"))
+    bounds = {f"{name}_{bound}" for name in found for bound in ("low", "high")}
+    return [name for name in found if name not in _OF_AN_EVALUATION | bounds]
+
+
+def _parse(line: str, where: str) -> dict[str, float]:
+    try:
+        return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+    except (json.JSONDecodeError, AttributeError):
+        raise ConfigError(f"{where}: should be a JSON object, got {line[:80]!r}") from None
+
+
+def _clear(run_dir: Path, overwrite: bool) -> None:
+    """Removes an earlier run's results, or refuses to mix with them."""
+    if not overwrite:
+        if (run_dir / FILE).exists():
+            raise ConfigError(f"{run_dir} already holds a run; choose another name, or --overwrite")
+        return
+    for name in _OF_A_RUN:
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def load_wandb(load: Callable[[str], Any]) -> Any:
+    """The wandb module, or a ConfigError that says how to install it."""
+    try:
+        return load("wandb")
+    except ImportError:
+        raise ConfigError(
+            "log.wandb_project is set, but wandb is not installed; install it with "
+            "`pip install 'quartet-ppo[wandb]'`, or set log.wandb_project to null"
+        ) from None

@@ -1,0 +1,162 @@
+"""The policy learner: log-probs, one PPO batch's worth of training, and the sending of its weights."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orchestrator.config import PPOConfig
+from orchestrator.ppo import importance_weights, kl_estimate, policy_loss
+from services.common.arrays import Floats, Ints
+from services.common.learner import Learner, Ranks
+from services.common.learner_config import PolicyConfig
+from services.common.minibatches import Means, minibatches
+from services.common.models import load_causal, load_tokenizer, response_logits
+from services.common.numerics import entropy_of, logprobs_of, masked_sum
+from services.common.sequences import PaddedPairs, length_batches, pad_pairs, pad_rows
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.sender import Sender, make_sender
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """One PPO batch of B responses, as the policy trains on it; every field B arrays."""
+
+    prompts: Sequence[Ints]
+    """[P]"""
+    responses: Sequence[Ints]
+    """[T]"""
+    logprobs: Sequence[Floats]
+    """[T] as sampled, by the rollout engine"""
+    old_logprobs: Sequence[Floats]
+    """[T] by this learner, before the update"""
+    ref_logprobs: Sequence[Floats]
+    """[T] by the frozen reference"""
+    advantages: Sequence[Floats]
+    """[T]"""
+    kl_coef: float
+    """Coefficient of the KL penalty in this batch's loss; used when ppo.kl.placement is loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Micro:
+    pairs: PaddedPairs
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    tokens: int
+    kl_coef: float
+
+
+class PolicyTrainer:
+    """A language model under DeepSpeed. Calls must not overlap."""
+
+    def __init__(self, config: PolicyConfig, ppo: PPOConfig, temperature: float, ranks: Ranks | None = None) -> None:
+        self._config = config
+        self._ppo = ppo
+        self._temperature = temperature
+        self._learner = Learner(load_causal(config.model, config.dtype), config, ranks)
+        self._sender: Sender | None = None
+        self._manifest: Manifest | None = None
+
+    @torch.inference_mode()
+    def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+        """For each pair [T]: log pi(y_t | prefix) under the current weights, at the sampling temperature."""
+        answers: list[Floats] = [np.empty(0, np.float32)] * len(prompts)
+        self._learner.module.eval()
+        for batch in length_batches(prompts, responses, self._config.micro_batch_tokens):
+            pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._learner.device)
+            logits = response_logits(self._learner.module, pairs)
+            found = logprobs_of(logits, pairs.response_ids, self._temperature)
+            for i, row in zip(batch, pairs.unpad(found), strict=True):
+                answers[i] = row
+        return answers
+
+    def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+        """Trains on one batch and returns the means over its optimizer steps."""
+        means = Means()
+        order = minibatches(
+            len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed
+        )
+        for chosen in order:
+            means.add(self._learner.step(list(self._micro_batches(batch, chosen)), self._loss))
+        return means.result()
+
+    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int]) -> Iterator[_Micro]:
+        prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
+        tokens = sum(len(response) for response in responses)
+        for part in length_batches(prompts, responses, self._config.micro_batch_tokens):
+            pairs = pad_pairs([prompts[i] for i in part], [responses[i] for i in part], self._learner.device)
+            rows = [chosen[i] for i in part]
+
+            def padded(values: Sequence[Floats], rows: list[int] = rows, pairs: PaddedPairs = pairs) -> torch.Tensor:
+                return pad_rows([values[row] for row in rows], pairs.width, self._learner.device)
+
+            yield _Micro(
+                pairs=pairs,
+                logprobs=padded(batch.logprobs),
+                old_logprobs=padded(batch.old_logprobs),
+                ref_logprobs=padded(batch.ref_logprobs),
+                advantages=padded(batch.advantages),
+                tokens=tokens,
+                kl_coef=batch.kl_coef,
+            )
+
+    def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
+        ppo, mask = self._ppo, micro.pairs.action_mask
+        logits = response_logits(self._learner.model, micro.pairs)
+        new_logprobs = logprobs_of(logits, micro.pairs.response_ids, self._temperature)
+        weights = importance_weights(micro.old_logprobs, micro.logprobs, mask, cap=ppo.importance_cap)
+        result = policy_loss(
+            new_logprobs,
+            micro.old_logprobs,
+            micro.advantages,
+            mask,
+            clip_eps_low=ppo.clip_eps_low,
+            clip_eps_high=ppo.clip_eps_high,
+            dual_clip=ppo.dual_clip,
+            weights=weights,
+            denominator=micro.tokens,
+        )
+        loss = result.loss
+        with torch.set_grad_enabled(ppo.entropy_coef > 0):
+            entropy = masked_sum(entropy_of(logits, self._temperature), mask) / micro.tokens
+        if ppo.entropy_coef > 0:
+            loss = loss - ppo.entropy_coef * entropy
+        if ppo.kl.placement == "loss" and micro.kl_coef > 0:
+            kl = kl_estimate(new_logprobs, micro.ref_logprobs, ppo.kl.estimator, mask)
+            loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
+        return loss, result._asdict() | {"loss": loss, "entropy": entropy}
+
+    def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, timeout_s: float) -> int:
+        """Readies the sending end on first use; the port at which the next group meets."""
+        if self._sender is None:
+            self._sender = make_sender(backend, host=host, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+            self._manifest = Manifest.of(self._weights(), bucket_bytes)
+        return self._sender.rendezvous()
+
+    def join(self, epoch: int, world_size: int) -> bytes:
+        """Forms the push group together with the replicas; the packed manifest of what will be sent."""
+        assert self._sender is not None and self._manifest is not None
+        self._sender.join(epoch, world_size)
+        return self._manifest.pack()
+
+    def send(self) -> str:
+        """Sends the current weights; their checksum, empty where receivers keep none."""
+        assert self._sender is not None and self._manifest is not None
+        return self._sender.send(self._weights(), self._manifest)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return dict(self._learner.module.named_parameters())
+
+    def save(self, folder: str) -> str:
+        """Writes the model, its tokenizer and generation settings in Hugging Face's format; the absolute path."""
+        return str(self._learner.save(folder, self._write))
+
+    def _write(self, folder: Path) -> None:
+        self._learner.module.save_pretrained(folder)  # type: ignore[operator]
+        load_tokenizer(self._config.model).save_pretrained(folder)

@@ -1,0 +1,77 @@
+"""Means and win rates with their confidence intervals."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and the bounds of its confidence interval; the bounds are NaN where there can be none."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Student's interval of the mean: mean ± t(n-1) · s / √n. One value alone has no bounds.
+
+    Raises:
+        ValueError: no values, one that is not finite, or a confidence outside 0 to 1.
+    """
+    _check_confidence(confidence)
+    if not len(values):
+        raise ValueError("values: empty; there must be at least one")
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError("values: should be finite, but there is a NaN or an infinity")
+    mean = fmean(values)
+    if len(values) == 1:
+        return Interval(mean, math.nan, math.nan)
+    half = student_t((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def win_rate(after: Sequence[float], before: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The share of pairs in which `after` is greater, a tie counting one half, with Wilson's interval (1927).
+
+    Raises:
+        ValueError: no pairs, unequal lengths, or a confidence outside 0 to 1.
+    """
+    _check_confidence(confidence)
+    if len(after) != len(before):
+        raise ValueError(f"after and before: {len(after)} and {len(before)} values; they should be pairs")
+    if not len(after):
+        raise ValueError("after and before: empty; there must be at least one pair")
+    n = len(after)
+    share = fmean(0.5 * (a > b) + 0.5 * (a >= b) for a, b in zip(after, before, strict=True))
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return Interval(share, centre - half, centre + half)
+
+
+def student_t(probability: float, freedom: int) -> float:
+    """The quantile of Student's t distribution with `freedom` >= 1 degrees of freedom.
+
+    Exact for one and two degrees, else Abramowitz & Stegun 26.7.5, whose relative error is at most 0.13 % at
+    probabilities up to 0.975 and 0.8 % up to 0.995.
+    """
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        return (2 * probability - 1) * math.sqrt(1 / (2 * probability * (1 - probability)))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: should lie between 0 and 1, got {confidence}")

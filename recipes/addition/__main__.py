@@ -1,0 +1,7 @@
+"""`python -m recipes.addition --out models/addition --seed 0`"""
+
+from recipes.addition.make import make
+from recipes.addition.settings import Settings
+from recipes.common.command import run
+
+run("addition", lambda out, seed, console: make(out, Settings(seed=seed), console))

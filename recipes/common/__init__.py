@@ -1,0 +1,1 @@
+"""What the recipes share: a tiny Llama, its tokenizer, training, sampling, and making things once."""

@@ -1,0 +1,96 @@
+"""Makes a recipe's output once: cached by digest, written aside, then renamed into place."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recipes.common.stages import Stages
+
+RECORD = "recipe.json"
+
+Build = Callable[[Path, Stages], Mapping[str, float]]
+"""Writes a recipe's output into an empty directory and returns what it measured."""
+
+
+def fingerprint(settings: Any, sources: Iterable[Path]) -> str:
+    """SHA-256 over a settings dataclass and every Python file under `sources`, by content and name."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
+    for source in sources:
+        files = [source] if source.is_file() else sorted(source.rglob("*.py"))
+        for file in files:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def make_once(out: Path, settings: Any, sources: Sequence[Path], build: Build, console: Console) -> bool:
+    """Runs `build` unless `out` already holds what it would make; returns whether it ran.
+
+    An earlier output with other settings or from other sources is replaced, at the very end. Beside the build's
+    own files `out` gets RECORD: the settings, the digest, the measures, seconds per stage and the size of each
+    file. Raises FileExistsError when `out` is neither new, nor empty, nor made by a recipe.
+    """
+    out = out.resolve()
+    digest = fingerprint(settings, sources)
+    if _is_made(out, digest):
+        console.print(f"{out.name}: found as made before in {out}", highlight=False)
+        return False
+    _refuse_foreign(out)
+    with _aside(out) as directory:
+        stages = Stages(console)
+        measures = build(directory, stages)
+        record = {
+            "digest": digest,
+            "settings": dataclasses.asdict(settings),
+            "measures": dict(measures),
+            "seconds": stages.seconds,
+            "files": _sizes(directory),
+        }
+        (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    for name, value in measures.items():
+        console.print(f"{name:<32} {value:7.3f}", highlight=False)
+    return True
+
+
+def _is_made(out: Path, digest: str) -> bool:
+    try:
+        record = json.loads((out / RECORD).read_text())
+        return bool(
+            record["digest"] == digest
+            and all((out / name).stat().st_size == size for name, size in record["files"].items())
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _refuse_foreign(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and ((out / RECORD).exists() or not any(out.iterdir()))):
+        raise FileExistsError(f"out: {out} holds other things (no {RECORD}); name a new or empty directory")
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that takes its place when the block ends well, and is gone when it does not."""
+    directory = out.with_name(f".{out.name}.new-{os.getpid()}")
+    replaced = out.with_name(f".{out.name}.old-{os.getpid()}")
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+        if out.exists():
+            out.rename(replaced)
+        directory.rename(out)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,64 @@
+"""Responses drawn from a policy in process, without a server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes.common.tokenizer import EOS_ID
+from services.common.pairs import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A pair as text and as tokens."""
+
+    pair: Pair
+    prompt_ids: list[int]
+    """The prompt's tokens, `<bos>` first."""
+    response_ids: list[int]
+    """The response's tokens; `<eos>` is the last one if the response ended."""
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+
+def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
+    """The tokens of pairs whose responses were written rather than sampled."""
+    prompts = tokenizer([pair.prompt for pair in pairs]).input_ids
+    responses = tokenizer([pair.response for pair in pairs], add_special_tokens=False).input_ids
+    return [
+        Sample(pair, prompt_ids, response_ids + [EOS_ID] * pair.ended)
+        for pair, prompt_ids, response_ids in zip(pairs, prompts, responses, strict=True)
+    ]
+
+
+@torch.no_grad()
+def sample(
+    policy: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    batch_size: int = 512,
+) -> list[Sample]:
+    """One response per prompt, in order, at temperature 1 from the whole distribution (torch's generator)."""
+    samples: list[Sample] = []
+    for start in range(0, len(prompts), batch_size):
+        texts = list(prompts[start : start + batch_size])
+        prompt_ids = tokenizer(texts).input_ids
+        inputs = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt")
+        outputs = policy.generate(
+            **inputs, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=max_new_tokens
+        )
+        for text, ids, row in zip(texts, prompt_ids, outputs.tolist(), strict=True):
+            samples.append(_finished(text, ids, row[inputs.input_ids.shape[1] :], tokenizer))
+    return samples
+
+
+def _finished(prompt: str, prompt_ids: list[int], row: list[int], tokenizer: PreTrainedTokenizerFast) -> Sample:
+    ended = EOS_ID in row
+    response_ids = row[: row.index(EOS_ID) + 1] if ended else row
+    response = tokenizer.decode(response_ids, skip_special_tokens=True)
+    return Sample(Pair(prompt, response, ended=ended), prompt_ids, response_ids)

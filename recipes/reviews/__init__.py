@@ -1,0 +1,1 @@
+"""Short product reviews: a policy, a learned reward model, and a gold scorer that neither is trained on."""

@@ -1,0 +1,91 @@
+"""The demo's policy and reward model, from random weights to files."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from recipes.common.llama import MAX_LENGTH, tiny_policy
+from recipes.common.process import quiet_and_seeded
+from recipes.common.sampling import Sample, sample
+from recipes.common.schedule import Schedule
+from recipes.common.stages import Stages
+from recipes.common.supervised import fine_tune
+from recipes.common.tokenizer import word_tokenizer
+from recipes.reviews import gold
+from recipes.reviews.grammar import WORDS, Prompt, write_review
+from recipes.reviews.preferences import Preference, collect
+from recipes.reviews.reward_model import raw_scores, reward_model_from, train_reward_model
+from recipes.reviews.settings import Settings
+from services.common.pairs import Pair
+
+
+def make_models(
+    directory: Path, train: Sequence[Prompt], held_out: Sequence[Prompt], settings: Settings, stages: Stages
+) -> dict[str, float]:
+    """Writes policy/ and reward/ into `directory`; returns the measures, those of the models on `held_out`."""
+    quiet_and_seeded(settings.seed)
+    rng = random.Random(settings.seed)
+    tokenizer = word_tokenizer(WORDS, MAX_LENGTH)
+    policy = tiny_policy(len(tokenizer), settings.shape)
+    with stages("policy: supervised"):
+        schedule = Schedule(settings.supervised_steps, settings.supervised_rate, warmup=20, floor=0.1)
+        fine_tune(policy, tokenizer, _written(train, settings, rng), schedule)
+    with stages("preferences"):
+        preferences = collect(policy, tokenizer, train, settings.preferences, settings, rng)
+        unseen = collect(policy, tokenizer, held_out, settings.measured, settings, rng)
+    reward_model = reward_model_from(policy, settings)
+    with stages("reward model"):
+        train_reward_model(reward_model, preferences, settings, rng)
+    with stages("measures"):
+        seen_samples, unseen_samples = (
+            _respond(policy, tokenizer, prompts, settings, rng) for prompts in (train, held_out)
+        )
+        _set_scale(reward_model, seen_samples)
+        measures = _measure(reward_model, unseen, unseen_samples)
+    for model, name in ((policy, "policy"), (reward_model, "reward")):
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    return measures
+
+
+def _written(prompts: Sequence[Prompt], settings: Settings, rng: random.Random) -> Iterator[list[Pair]]:
+    while True:
+        asked = rng.choices(prompts, k=settings.supervised_batch)
+        yield [Pair(prompt.text, write_review(prompt, settings.style, rng)) for prompt in asked]
+
+
+def _respond(
+    policy: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    rng: random.Random,
+) -> list[Sample]:
+    texts = [prompt.text for prompt in rng.choices(prompts, k=settings.measured)]
+    return sample(policy, tokenizer, texts, settings.max_new_tokens)
+
+
+@torch.no_grad()
+def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> None:
+    scores = raw_scores(model, samples)
+    model.config.reward_mean = scores.mean().item()
+    model.config.reward_std = scores.std().item()
+
+
+@torch.no_grad()
+def _measure(
+    model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[Sample]
+) -> dict[str, float]:
+    chosen = raw_scores(model, [preference.chosen for preference in preferences])
+    rejected = raw_scores(model, [preference.rejected for preference in preferences])
+    truth = torch.tensor([preference.margin > 0 for preference in preferences])
+    golds = torch.tensor(gold.score([sample.pair for sample in samples]))
+    together = torch.stack([raw_scores(model, samples), golds])
+    return {
+        "reward_accuracy": ((chosen > rejected) == truth).float().mean().item(),
+        "reward_gold_correlation": torch.corrcoef(together)[0, 1].item(),
+        "policy_gold": golds.mean().item(),
+    }

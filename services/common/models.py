@@ -1,0 +1,105 @@
+"""Loading Hugging Face models, and the forward passes that the services and the learner share."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from services.common.config import ConfigError
+from services.common.sequences import PaddedPairs
+
+
+def default_device() -> torch.device:
+    """The process's GPU where it has one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_causal(path: str, dtype: str) -> nn.Module:
+    """The language model in `path`. ConfigError if the folder holds none that loads."""
+    return _load(AutoModelForCausalLM, path, dtype)
+
+
+def load_body(path: str, dtype: str) -> nn.Module:
+    """The model in `path` without its head. ConfigError if the folder holds none that loads."""
+    return _load(AutoModel, path, dtype)
+
+
+def _load(kind: Any, path: str, dtype: str, **options: Any) -> nn.Module:
+    try:
+        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
+    return model
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in `path`. ConfigError if the folder holds none that loads."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer: {path} holds no tokenizer that loads: {error}") from None
+
+
+def max_length(model: nn.Module) -> int:
+    """Longest sequence the model takes, in tokens."""
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))  # type: ignore[arg-type]
+
+
+def response_logits(model: Any, pairs: PaddedPairs) -> torch.Tensor:
+    """[B, T, V]: at column t the logits that predict response token t."""
+    output = model(
+        input_ids=pairs.input_ids,
+        attention_mask=pairs.attention_mask,
+        position_ids=pairs.position_ids,
+        logits_to_keep=pairs.width + 1,
+        use_cache=False,
+    )
+    logits: torch.Tensor = output.logits[:, :-1]
+    return logits
+
+
+class ScalarModel(nn.Module):
+    """A transformer body with a linear head that gives one number per token: a reward or a value model."""
+
+    def __init__(self, body: nn.Module, bias: bool) -> None:
+        super().__init__()
+        self.body = body
+        self.config = body.config
+        width = int(body.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self.head = nn.Linear(width, 1, bias=bias, dtype=next(body.parameters()).dtype)
+        # Near zero, not zero: the first values are small and the body gets a gradient from the first step.
+        nn.init.normal_(self.head.weight, std=1 / (width + 1))
+        if bias:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, pairs: PaddedPairs) -> torch.Tensor:
+        """[B, P + T] float32, the head's output at every token."""
+        hidden = self.body(
+            input_ids=pairs.input_ids,
+            attention_mask=pairs.attention_mask,
+            position_ids=pairs.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
+        return scalars
+
+    def values(self, pairs: PaddedPairs) -> torch.Tensor:
+        """[B, T]: at column t the value of the prefix before response token t."""
+        return self(pairs)[:, -pairs.width - 1 : -1]
+
+    def scores(self, pairs: PaddedPairs) -> torch.Tensor:
+        """[B]: the output at each response's last token."""
+        last = pairs.action_mask.sum(1) - 1
+        return self(pairs)[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+
+
+def load_scalar(path: str, dtype: str) -> ScalarModel:
+    """A sequence-classification model of one label as a ScalarModel. ConfigError where it has no linear head."""
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype)
+    head = getattr(full, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
+    model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
+    model.head.load_state_dict(head.state_dict())
+    return model

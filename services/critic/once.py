@@ -1,0 +1,42 @@
+"""Steps that run at most once, however often they are asked for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from services.common.errors import FailedPrecondition
+
+Result = TypeVar("Result")
+
+
+class Once(Generic[Result]):
+    """Remembers the last step's result, so that a retry after a lost reply is answered from memory.
+
+    A caller that goes away does not stop a step: half a training step cannot be taken back.
+    """
+
+    def __init__(self) -> None:
+        self.last_step = 0
+        self._result: asyncio.Future[Result] | None = None
+
+    async def run(self, step: int, action: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `step`, running `action` only if it is new.
+
+        A step that failed may be tried again.
+
+        Raises:
+            FailedPrecondition: `step` is older than the last one.
+        """
+        if step < self.last_step:
+            raise FailedPrecondition(f"step: {step} is older than the last one trained, {self.last_step}")
+        if step > self.last_step or self._failed():
+            if self._result is not None and not self._result.done():
+                await asyncio.wait([self._result])
+            self.last_step = step
+            self._result = asyncio.ensure_future(action())
+        assert self._result is not None
+        return await asyncio.shield(self._result)
+
+    def _failed(self) -> bool:
+        result = self._result
+        return result is None or (result.done() and (result.cancelled() or result.exception() is not None))

@@ -1,0 +1,196 @@
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from orchestrator.config import LogConfig
+from orchestrator.metrics import MetricsLog, WandbSink, judges, load_wandb, read_metrics
+from services.common.config import ConfigError
+
+QUIET = LogConfig(tensorboard=False)
+
+
+class FakeSink:
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.written.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class BrokenSink(FakeSink):
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+class FakeWandb:
+    """The module and its run in one."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def init(self, **arguments: Any) -> "FakeWandb":
+        self.calls.append(("init", arguments))
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (metrics, step)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+def test_each_step_is_one_line_written_at_once_and_handed_on(tmp_path: Path) -> None:
+    path, sink = tmp_path / "metrics.jsonl", FakeSink()
+    times = iter([1000.5, 1001.23456])
+    with MetricsLog(path, [sink], clock=lambda: next(times)) as log:
+        log.write(0, {"eval/score": -0.25})
+        log.write(1, {"score/mean": np.float64(0.5), "policy/version": 1})
+        # Not yet closed, and yet on disk.
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 0, "time": 1000.5, "eval/score": -0.25},
+        {"step": 1, "time": 1001.235, "score/mean": 0.5, "policy/version": 1.0},
+    ]
+    assert sink.written == [(0, {"eval/score": -0.25}), (1, {"score/mean": 0.5, "policy/version": 1.0})]
+    assert sink.closed
+
+
+def test_what_is_not_finite_is_null_on_disk_and_nan_when_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write(1, {"a": math.nan, "b": math.inf, "c": 2.0})
+    assert '"a": null, "b": null, "c": 2.0' in path.read_text()
+    (line,) = read_metrics(path)
+    assert math.isnan(line["a"])
+    assert math.isnan(line["b"])
+    assert line["c"] == 2.0
+
+
+def test_names_that_the_line_has_already_are_refused(tmp_path: Path) -> None:
+    with (
+        MetricsLog(tmp_path / "metrics.jsonl") as log,
+        pytest.raises(ValueError, match="metrics: step, time cannot be the name of a metric"),
+    ):
+        log.write(1, {"time": 1.0, "step": 2.0, "loss": 3.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_sink_that_fails_to_close_does_not_keep_the_others_open(tmp_path: Path) -> None:
+    first, last = FakeSink(), FakeSink()
+    with pytest.raises(OSError, match="gone"):
+        MetricsLog(tmp_path / "metrics.jsonl", [first, BrokenSink(), last]).close()
+    assert first.closed
+    assert last.closed
+
+
+def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 2}\n{"step": 2, "ti')
+    assert read_metrics(path) == [{"step": 1, "time": 2}]
+    path.write_text('{"step": 1}\n{"step": 2, "ti\n{"step": 3}\n')
+    with pytest.raises(
+        ConfigError, match=r"metrics.jsonl, line 2: should be a JSON object, got '{\"step\": 2, \"ti'"
+    ):
+        read_metrics(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"line 1: should be a JSON object, got '\[1\]'"):
+        read_metrics(path)
+    with pytest.raises(ConfigError, match=r"none.jsonl: no such file; is .* the folder of a run\?"):
+        read_metrics(tmp_path / "none.jsonl")
+
+
+def test_open_keeps_the_configuration_and_writes_tensorboard(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    with MetricsLog.open(run, LogConfig(), {"name": "demo", "betas": (0.9, 0.95)}) as log:
+        log.write(3, {"score/mean": 0.5})
+    assert yaml.safe_load((run / "config.yaml").read_text()) == {"name": "demo", "betas": [0.9, 0.95]}
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    (event,) = events.Scalars("score/mean")
+    assert (event.step, event.value) == (3, 0.5)
+
+
+def earlier_run(run: Path) -> None:
+    for name in ("tensorboard/events", "evaluations/step-000000.jsonl", "report.html", "policy/config.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("old")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    message = f"{tmp_path} already holds a run; choose another name, or --overwrite"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MetricsLog.open(tmp_path, QUIET, {})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_overwrite_removes_the_measurements_of_the_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    MetricsLog.open(tmp_path, QUIET, {}, overwrite=True).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "policy"]
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_evaluations_without_a_run_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    MetricsLog.open(tmp_path, QUIET, {}).close()
+    assert (tmp_path / "evaluations").is_dir()
+
+
+def test_wandb_is_given_the_run_and_its_metrics(tmp_path: Path) -> None:
+    wandb = FakeWandb()
+    sink = WandbSink(wandb, "quartet", tmp_path / "demo", {"seed": 1})
+    sink.write(2, {"score/mean": 0.5})
+    sink.close()
+    assert wandb.calls == [
+        (
+            "init",
+            {"project": "quartet", "name": "demo", "dir": str(tmp_path / "demo"), "config": {"seed": 1}},
+        ),
+        ("log", ({"score/mean": 0.5}, 2)),
+        ("finish", None),
+    ]
+
+
+def test_wandb_that_is_not_installed_is_named_before_anything_is_removed(tmp_path: Path) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    earlier_run(tmp_path)
+    message = (
+        "log.wandb_project is set, but wandb is not installed; install it with "
+        "`pip install 'quartet-ppo[wandb]'`, or set log.wandb_project to null"
+    )
+    config = LogConfig(tensorboard=False, wandb_project="quartet")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MetricsLog.open(tmp_path, config, {}, overwrite=True, load=missing)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    wandb = FakeWandb()
+    MetricsLog.open(tmp_path, config, {}, overwrite=True, load=lambda name: wandb).close()
+    assert [name for name, _ in wandb.calls] == ["init", "finish"]
+    assert load_wandb(lambda name: name) == "wandb"
+
+
+def test_judges_are_what_an_evaluation_does_not_measure_itself() -> None:
+    names = ["eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eval/length", "eval/truncated"]
+    assert judges(names) == []
+    assert judges(
+        ["eval/gold_low", "eval/gold", "score/mean", "eval/gold_high", *names, "eval/sentiment"]
+    ) == [
+        "gold",
+        "sentiment",
+    ]

@@ -1,0 +1,275 @@
+import io
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from orchestrator.charts import sections
+from orchestrator.comparison import read_comparison
+from orchestrator.drawing import PALETTE
+from orchestrator.report import sample_pairs, summary_table, write_report
+from services.common.config import ConfigError
+
+HOSTILE = '<script>alert(1)</script></pre><img src="http://evil.test/x" onerror=alert(2)> & "quoted"'
+
+
+def sample(row: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "row": row,
+        "prompt": f"prompt {row}",
+        "response": f"response {row}",
+        "label": "",
+        "ended": True,
+        "score": 0.0,
+        "kl": 0.0,
+        "length": 10,
+        "judges": {},
+        **fields,
+    }
+
+
+def evaluate(run: Path, step: int, samples: list[dict[str, Any]]) -> None:
+    (run / "evaluations").mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(one) + "\n" for one in samples)
+    (run / "evaluations" / f"step-{step:06d}.jsonl").write_text(lines)
+
+
+def measure(run: Path, lines: list[dict[str, Any]]) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    stamped = ({"time": 1.7e9 + line["step"], **line} for line in lines)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in stamped))
+
+
+def every_metric(judges: tuple[str, ...] = ("gold",)) -> list[str]:
+    charts = [chart for group in sections(judges).values() for chart in group]
+    return [line.metric for chart in charts for panel in chart.panels for line in panel.lines]
+
+
+def full_run(run: Path, steps: int = 4) -> Path:
+    held_out = {
+        "eval/score": 0.1,
+        "eval/score_low": 0.0,
+        "eval/score_high": 0.2,
+        "eval/gold": -0.2,
+        "eval/kl": 0.0,
+    }
+    trained = [
+        {"step": step, "seconds/step": 30.0, **dict.fromkeys(every_metric(), 0.5)} for step in range(1, steps)
+    ]
+    measure(run, [{"step": 0, **held_out}, *trained])
+    evaluate(run, 0, [sample(row, score=-1.0, judges={"gold": -0.5}) for row in range(8)])
+    evaluate(run, 2, [sample(row, score=9.0, judges={"gold": 9.0}) for row in range(8)])
+    evaluate(run, 10, [sample(row, score=1.0, judges={"gold": 0.25}, kl=3.5) for row in range(8)])
+    (run / "config.yaml").write_text("name: demo\n")
+    return run
+
+
+class Page(HTMLParser):
+    """Tags, their attributes, and the visible text of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def printed(run: Path) -> str:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(summary_table(run))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_page_holds_every_part_and_refers_to_nothing_outside(tmp_path: Path) -> None:
+    path = write_report(full_run(tmp_path / "demo"))
+    assert path == tmp_path / "demo" / "report.html"
+    page = Page(path)
+    for heading in (
+        "demo",
+        "Result",
+        "Learning",
+        "Policy",
+        "Value function",
+        "Time",
+        "Samples",
+        "Configuration",
+    ):
+        assert heading in page.text
+    # Ten charts; 3 steps of 30 seconds; metrics of step 3, at 1.7e9 + 3 seconds, are the last.
+    assert page.tags["svg"] == page.tags["figure"] == 10
+    assert "3 PPO steps · 1 min 30 s · 14 November 2023, 22:13 UTC" in page.text
+    assert page.tags["script"] == page.tags["link"] == page.tags["img"] == page.tags["iframe"] == 0
+    assert "http://" not in path.read_text()
+    assert "https://" not in path.read_text()
+    references = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
+    assert references
+    assert all(value.startswith("#") for value in references)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_ids_are_unique_and_every_reference_to_one_is_answered(tmp_path: Path) -> None:
+    path = write_report(full_run(tmp_path))
+    ids = Counter(value for name, value in Page(path).attributes if name == "id")
+    assert max(ids.values()) == 1
+    used = set(re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', path.read_text()))
+    assert {one or other for one, other in used} <= ids.keys()
+
+
+def test_colours_are_variables_that_the_page_defines_for_both_schemes(tmp_path: Path) -> None:
+    text = write_report(full_run(tmp_path)).read_text()
+    style, body = text.split("</style>", 1)
+    assert not re.search(r"#[0-9a-f]{6}\b", re.sub(r'(url\(|href="|id=")#?\w+', "", body))
+    light, dark = style.split("prefers-color-scheme: dark")
+    used = set(re.findall(r"var\((--\w+)\)", body))
+    assert {"--blue", "--ink", "--muted", "--grid"} <= used
+    for name in used | {f"--{colour}" for colour in PALETTE}:
+        assert f"{name}: #" in light
+        assert f"{name}: #" in dark
+
+
+def test_text_written_by_a_model_stays_text(tmp_path: Path) -> None:
+    run = tmp_path / "<b>run"
+    measure(run, [{"step": 0, f"eval/{HOSTILE}": 0.5}])
+    hostile = {"prompt": HOSTILE, "response": HOSTILE, "judges": {HOSTILE: 0.5}}
+    evaluate(run, 0, [sample(0, **hostile), sample(1, **hostile)])
+    evaluate(run, 1, [sample(0, **hostile), sample(1, **hostile)])
+    (run / "config.yaml").write_text(HOSTILE)
+    page = Page(write_report(run))
+    assert page.tags["script"] == page.tags["img"] == page.tags["b"] == 0
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    # Two samples with prompt and two responses each, a row of the table, the facts of four responses,
+    # a legend and the configuration.
+    assert page.text.count(HOSTILE) == 2 * 3 + 1 + 4 + 1 + 1
+    assert "<b>run" in page.text
+
+
+def test_names_stay_text_in_the_terminal(tmp_path: Path) -> None:
+    evaluate(tmp_path, 0, [sample(0, judges={"[red]gold": 1.0})])
+    assert "[red]gold" in printed(tmp_path)
+
+
+def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
+    measure(tmp_path, [{"step": 1, "score/mean": 0.5, "policy/entropy": None}])
+    page = Page(write_report(tmp_path))
+    assert page.tags["svg"] == 1
+    assert "Score" in page.text
+    for absent in ("Result", "Samples", "Configuration", "Entropy", "Judges", "Value function"):
+        assert absent not in page.text
+    measure(tmp_path, [])
+    assert "Nothing was recorded." in Page(write_report(tmp_path)).text
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: no such file; is .* the folder of a run\?"):
+        write_report(tmp_path)
+    evaluate(tmp_path, 0, [sample(0), {"row": 1}])
+    with pytest.raises(ConfigError, match=r"step-000000.jsonl, line 2: not a sample of an evaluation"):
+        read_comparison(tmp_path)
+
+
+def test_measures_compare_the_first_and_the_last_evaluation(tmp_path: Path) -> None:
+    evaluate(tmp_path, 0, [sample(0, score=0.0), sample(1, score=2.0, ended=False), sample(2, score=1.0)])
+    evaluate(tmp_path, 5, [sample(0, score=100.0)])
+    # In another order; row 0 wins, row 1 ties, row 2 loses.
+    evaluate(tmp_path, 20, [sample(2, score=0.5), sample(1, score=2.0), sample(0, score=2.0, length=16)])
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    assert comparison.after is not None
+    assert (comparison.before.step, comparison.after.step) == (0, 20)
+    score, kl, length, truncated = comparison.measures()
+    assert score.name == "held-out score"
+    assert score.before is not None
+    assert score.after is not None
+    assert score.change is not None
+    assert score.wins is not None
+    assert (score.before.mean, score.after.mean, score.change.mean) == (1.0, 1.5, 0.5)
+    assert score.wins.mean == 0.5
+    # Before, s = 1 and n = 3: half the width is 4.30265 / sqrt(3).
+    assert score.before.high == pytest.approx(1 + 2.484138, abs=1e-4)
+    # Differences 2, 0, -0.5 have s = sqrt(1.75) = 1.322876: 4.30265 · 1.322876 / sqrt(3) = 3.286206.
+    assert score.change.high == pytest.approx(0.5 + 3.286206, abs=1e-4)
+    assert kl.wins is None
+    assert length.after is not None
+    assert length.after.mean == 12.0
+    assert truncated.before is not None
+    assert truncated.before.mean == pytest.approx(100 / 3)
+
+
+def test_several_responses_to_a_prompt_are_paired_in_order_and_averaged(tmp_path: Path) -> None:
+    before = [sample(0, score=0.0), sample(0, score=2.0), sample(1, score=5.0), sample(7, score=9.0)]
+    after = [sample(1, score=6.0), sample(0, score=1.0), sample(0, score=1.0), sample(1, score=0.0)]
+    evaluate(tmp_path, 0, before)
+    evaluate(tmp_path, 1, after)
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    scores = [(pair.before.row, pair.before.score, pair.after.score) for pair in comparison.pairs()]
+    # The second response to row 1, and row 7, have no counterpart.
+    assert scores == [(0, 0.0, 1.0), (0, 2.0, 1.0), (1, 5.0, 6.0)]
+    score = comparison.measures()[0]
+    assert score.before is not None
+    assert score.change is not None
+    assert score.wins is not None
+    # Over the prompts' means 1, 5 and 9, and over the differences' means 0 and 1.
+    assert score.before.mean == 5.0
+    assert score.change.mean == 0.5
+    assert score.wins.mean == pytest.approx(2 / 3)
+
+
+def test_values_that_are_missing_do_not_count(tmp_path: Path) -> None:
+    evaluate(tmp_path, 0, [sample(0, score=None, judges={"gold": 1.0}), sample(1, score=1.0)])
+    evaluate(tmp_path, 1, [sample(0, score=3.0), sample(1, score=2.0)])
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    score, gold, *_ = comparison.measures()
+    assert score.before is not None
+    assert score.change is not None
+    assert (score.before.mean, score.change.mean) == (1.0, 1.0)
+    assert gold.before is not None
+    assert gold.before.mean == 1.0
+    assert (gold.name, gold.after, gold.change, gold.wins) == ("gold", None, None, None)
+
+
+def test_the_summary_states_values_intervals_and_win_rates(tmp_path: Path) -> None:
+    text = printed(full_run(tmp_path))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    (heading,) = (line for line in text.splitlines() if "Before" in line)
+    assert heading.split() == ["Before", "Step", "10", "Change", "Win", "rate"]
+    (score,) = (line for line in text.splitlines() if "held-out score" in line)
+    assert score.split() == ["held-out", "score", "−1.00", "1.00", "+2.00", "100", "%"]
+    (gold,) = (line for line in text.splitlines() if "gold" in line)
+    assert gold.split() == ["gold", "−0.50", "0.25", "+0.75", "100", "%"]
+    # Wilson's lower bound for 8 of 8 is 8 / (8 + 3.8415) = 67.6 %.
+    assert "[68, 100]" in text
+    assert "KL to reference" in text
+
+
+def test_the_summary_of_one_evaluation_or_none(tmp_path: Path) -> None:
+    assert "No evaluation was recorded" in printed(tmp_path)
+    evaluate(tmp_path, 0, [sample(0, score=-0.001)])
+    (score,) = (line for line in printed(tmp_path).splitlines() if "held-out score" in line)
+    # No minus sign before a zero, and no interval from one prompt.
+    assert score.split() == ["held-out", "score", "0.00", "–", "–", "–"]
+    assert sample_pairs(tmp_path) == []
+
+
+def test_sample_pairs_are_taken_at_even_distances(tmp_path: Path) -> None:
+    assert sample_pairs(tmp_path / "none") == []
+    for step in (0, 1):
+        evaluate(tmp_path, step, [sample(row) for row in range(10)])
+    assert [pair.before.row for pair in sample_pairs(tmp_path)] == [0, 2, 4, 6, 8]
+    assert [pair.after.row for pair in sample_pairs(tmp_path, n=3)] == [0, 3, 6]
+    assert len(sample_pairs(tmp_path, n=99)) == 10
