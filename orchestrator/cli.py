@@ -104,19 +104,25 @@ def evaluate(
     from orchestrator.standalone import evaluate_model
 
     deployment = Deployment.load(config)
-    table = asyncio.run(evaluate_model(deployment.orchestrator, model, split, output))
+    table = asyncio.run(evaluate_model(deployment, model, split, output))
     Console().print(table)
 
 
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
+    samples: Annotated[int, typer.Option(help="How many prompts to show the responses to.")] = 0,
 ) -> None:
     """Write report.html for a run and print its summary."""
-    from orchestrator.report import summary_table, write_report
+    from orchestrator.report import sample_pairs, summary_table, write_report
 
     page = write_report(run_dir)
-    Console().print(summary_table(run_dir))
+    console = Console(highlight=False)
+    console.print(summary_table(run_dir))
+    for pair in sample_pairs(run_dir, samples) if samples else []:
+        console.print(f"\n[bold]{escape(pair.before.prompt)}[/bold]")
+        console.print(f"  before  {pair.before.score:+.2f}  {escape(pair.before.response)}")
+        console.print(f"  after   {pair.after.score:+.2f}  {escape(pair.after.response)}")
     _say(f"wrote {page}")
 
 

@@ -204,17 +204,50 @@ def _reason(application: Mapping[str, Any]) -> str:
     return "\n".join(lines[-12:]) or str(application["status"])
 
 
-def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 20) -> None:
+def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:
     """Ends the head and every process under it, and nothing else."""
     try:
         head = psutil.Process(cluster.pid)
         family = [head, *head.children(recursive=True)] if cluster.alive else []
     except psutil.NoSuchProcess:
         family = []
-    for process in family[:1]:
-        process.terminate()
-    _, left = psutil.wait_procs(family, timeout=patience_s)
-    for process in left:
-        process.kill()
-    psutil.wait_procs(left, timeout=patience_s)
+    # Ray's daemons end in order when asked to; what is left after that are workers with a model to drop.
+    for process in family:
+        if process.pid == cluster.pid or _name(process) in ("raylet", "gcs_server"):
+            _signal(process.terminate)
+    for process in _alive_after(family, patience_s):
+        _signal(process.kill)
+    _alive_after(family, patience_s)
     state.unlink(missing_ok=True)
+
+
+def _alive_after(family: list[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    """Those that still run when all have ended or patience has. A zombie has ended: its parent is just slow."""
+    end = time.monotonic() + patience_s
+    while alive := [process for process in family if _runs(process)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _signal(send: Callable[[], None]) -> None:
+    """Sends, unless the process has just ended by itself."""
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        return

@@ -1,6 +1,5 @@
 """Two evaluations of a run side by side: the first, usually before training, and the last."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -8,35 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from orchestrator.judged import Judged, read_rows
 from orchestrator.statistics import Interval, mean_interval, win_rate
-from services.common.config import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One response of an evaluation."""
-
-    row: int
-    """The prompt's row in its split."""
-    prompt: str
-    response: str
-    ended: bool
-    """It ended by itself and was not cut off at the length limit."""
-    score: float
-    """From the reward service."""
-    kl: float
-    """To the reference, in nats, summed over the response."""
-    length: int
-    """In tokens."""
-    judges: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two responses to the same prompt."""
 
-    before: Sample
-    after: Sample
+    before: Judged
+    after: Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +38,7 @@ class Evaluation:
     """The samples taken after a step."""
 
     step: int
-    samples: list[Sample]
+    samples: list[Judged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +50,7 @@ class Comparison:
 
     def pairs(self) -> list[Pair]:
         """Responses to the same prompt: the first with the first, the second with the second, and so on."""
-        later: defaultdict[int, list[Sample]] = defaultdict(list)
+        later: defaultdict[int, list[Judged]] = defaultdict(list)
         for sample in self.after.samples if self.after else []:
             later[sample.row].append(sample)
         queues = {row: iter(samples) for row, samples in later.items()}
@@ -92,7 +72,7 @@ class Comparison:
         ]
 
     def _measure(
-        self, name: str, unit: str, value: Callable[[Sample], float], *, more_is_better: bool = False
+        self, name: str, unit: str, value: Callable[[Judged], float], *, more_is_better: bool = False
     ) -> Measure:
         valued = [(pair.before.row, value(pair.before), value(pair.after)) for pair in self.pairs()]
         valued = [triple for triple in valued if math.isfinite(triple[1] + triple[2])]
@@ -118,7 +98,7 @@ def read_comparison(run_dir: Path) -> Comparison | None:
     files = sorted((run_dir / "evaluations").glob("step-*.jsonl"), key=_step)
     if not files:
         return None
-    before, *later = (Evaluation(_step(file), _read_samples(file)) for file in (files[0], *files[1:][-1:]))
+    before, *later = (Evaluation(_step(file), read_rows(file)) for file in (files[0], *files[1:][-1:]))
     return Comparison(before, later[0] if later else None)
 
 
@@ -126,33 +106,7 @@ def _step(file: Path) -> int:
     return int(file.stem.removeprefix("step-"))
 
 
-def _read_samples(file: Path) -> list[Sample]:
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line]
-
-
-def _parse(line: str, where: str) -> Sample:
-    try:
-        raw = json.loads(line)
-        return Sample(
-            row=raw["row"],
-            prompt=raw["prompt"],
-            response=raw["response"],
-            ended=raw["ended"],
-            score=_number(raw["score"]),
-            kl=_number(raw["kl"]),
-            length=raw["length"],
-            judges={name: _number(value) for name, value in raw["judges"].items()},
-        )
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: not a sample of an evaluation: {error!r}") from None
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _judged_by(name: str) -> Callable[[Sample], float]:
+def _judged_by(name: str) -> Callable[[Judged], float]:
     return lambda sample: sample.judges.get(name, math.nan)
 
 

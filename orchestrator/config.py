@@ -143,7 +143,7 @@ class EvaluationConfig(Config):
     """Use the first so many prompts of eval_split. Null: all."""
     samples_per_prompt: Count = 1
     """Responses to each prompt, sampled at the training temperature."""
-    judges: dict[str, str] = {}
+    judges: dict[str, str] = Field(default_factory=dict)
     """Functions that score the evaluation's samples beside the reward service, by name: an import path such as
     `recipes.reviews.gold:score`. They are never trained on."""
 

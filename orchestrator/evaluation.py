@@ -1,8 +1,6 @@
 """Evaluation on held-out prompts: the deployed reward service scores, judges look on."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import numpy as np
 
 from orchestrator.data import Prompt
 from orchestrator.experience import Collector, Experience
+from orchestrator.judged import Judged, write_rows
 from orchestrator.statistics import mean_interval
 from services.common.pairs import Pair
 
@@ -18,26 +17,6 @@ Judge = Callable[[Sequence[Pair]], Sequence[float]]
 SEED_STEP = 2**31
 """Stands for the step in an evaluation's sampling seeds: the same for every evaluation of a run, so that two
 checkpoints differ by their weights and not by their luck, and no training step's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One evaluated response."""
-
-    row: int
-    prompt: str
-    response: str
-    label: str
-    ended: bool
-    score: float
-    kl: float
-    length: int
-    judges: dict[str, float]
-
-    def to_json(self) -> str:
-        """One line of an evaluation file."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps(fields, ensure_ascii=False)
 
 
 class Evaluator:
@@ -93,21 +72,17 @@ def judge(experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str
 
 
 def summarise(rows: Sequence[Judged]) -> dict[str, float]:
-    """The evaluation's metrics, the score with its 95 % interval."""
-    score = mean_interval([row.score for row in rows])
-    metrics = {
-        "eval/score": score.mean,
-        "eval/score_low": score.low,
-        "eval/score_high": score.high,
+    """The evaluation's metrics, the score and the judges with their 95 % intervals."""
+    metrics = _with_interval("eval/score", [row.score for row in rows]) | {
         "eval/kl": float(np.mean([row.kl for row in rows])),
         "eval/length": float(np.mean([row.length for row in rows])),
         "eval/truncated": float(np.mean([not row.ended for row in rows])),
     }
-    names = rows[0].judges if rows else {}
-    return metrics | {f"eval/{name}": float(np.mean([row.judges[name] for row in rows])) for name in names}
+    for name in rows[0].judges if rows else {}:
+        metrics |= _with_interval(f"eval/{name}", [row.judges[name] for row in rows])
+    return metrics
 
 
-def write_rows(path: Path, rows: Sequence[Judged]) -> None:
-    """One JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(row.to_json() + "\n" for row in rows))
+def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    interval = mean_interval(values)
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

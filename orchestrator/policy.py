@@ -141,14 +141,19 @@ class PolicyTrainer:
 
     def join(self, epoch: int, world_size: int) -> bytes:
         """Forms the push group together with the replicas; the packed manifest of what will be sent."""
-        assert self._sender is not None and self._manifest is not None
-        self._sender.join(epoch, world_size)
-        return self._manifest.pack()
+        sender, manifest = self._ready()
+        sender.join(epoch, world_size)
+        return manifest.pack()
 
     def send(self) -> str:
         """Sends the current weights; their checksum, empty where receivers keep none."""
-        assert self._sender is not None and self._manifest is not None
-        return self._sender.send(self._weights(), self._manifest)
+        sender, manifest = self._ready()
+        return sender.send(self._weights(), manifest)
+
+    def _ready(self) -> tuple[Sender, Manifest]:
+        if self._sender is None or self._manifest is None:
+            raise RuntimeError("rendezvous comes before join and send")
+        return self._sender, self._manifest
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return dict(self._learner.module.named_parameters())

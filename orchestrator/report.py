@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.charts import sections
-from orchestrator.comparison import Comparison, Measure, Pair, Sample, read_comparison
+from orchestrator.comparison import Comparison, Measure, Pair, read_comparison
 from orchestrator.drawing import Metrics, draw
+from orchestrator.judged import Judged
 from orchestrator.metrics import FILE, judges, read_metrics
 from orchestrator.progress import duration
 from orchestrator.statistics import Interval
@@ -148,7 +149,7 @@ def _samples(pairs: list[Pair]) -> str:
     return f'<section><h2>Samples</h2><p class="note">{_ABOUT_SAMPLES}</p>\n{cards}</section>'
 
 
-def _response(heading: str, sample: Sample) -> str:
+def _response(heading: str, sample: Judged) -> str:
     facts = [f"score {_number(sample.score)}"]
     facts += [f"{name} {_number(value)}" for name, value in sample.judges.items()]
     facts += [f"KL {_number(sample.kl)}", f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 
 from orchestrator.cluster import running
 from orchestrator.config import OrchestratorConfig
@@ -82,8 +81,7 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
                 f"the critic was trained for {infos.critic.last_step} steps before; "
                 "for a fresh one, `quartet down` and `quartet up`"
             )
-        with MetricsLog.open(run_dir, config.log, config.model_dump(), overwrite=overwrite) as log:
-            (run_dir / "config.yaml").write_text(yaml.safe_dump(deployment.raw, sort_keys=False))
+        with MetricsLog.open(run_dir, config.log, deployment.raw, overwrite=overwrite) as log:
             connect_ray()
             policy = await Policy.start(config)
             progress.note(f"policy learner ready after {time.monotonic() - began:.0f} s")

@@ -20,7 +20,6 @@ from orchestrator.services import Services
 from orchestrator.weights import PushReport
 from services.common.arrays import Floats, Ints
 
-
 Result = TypeVar("Result")
 
 

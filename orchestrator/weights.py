@@ -4,13 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestrator.config import WeightsConfig
 from protos import rollout_pb2 as pb
 from services.common.errors import ServiceError, Unavailable
 from services.rollout.client import RolloutClient
-
 
 Left = TypeVar("Left")
 Right = TypeVar("Right")
@@ -121,7 +120,7 @@ class WeightPusher:
             self._manifest = b""
             self._port = await self._source.rendezvous(self._backend)
 
-    async def _phase(self, **phase: object) -> list[pb.WeightReport]:
+    async def _phase(self, **phase: Any) -> list[pb.WeightReport]:
         """One phase on all members; Unavailable unless each took part and succeeded."""
         reports = await self._rollout.update_weights(self._config.timeout_s, **phase)
         failures = [f"{report.replica}: {report.error}" for report in reports if not report.ok]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.common.errors import ResourceExhausted
 
@@ -19,10 +19,10 @@ class Batcher(Generic[Item, Result]):
     a thread of its own, so that health checks and new calls are answered meanwhile.
     """
 
-    def __init__(self, run: Callable[[Sequence[Item]], Sequence[Result]], *, max_items: int) -> None:
+    def __init__(self, run: Callable[[Sequence[Item]], Any], *, max_items: int) -> None:
         """
         Args:
-            run: one result per item, in order; never runs twice at the same time.
+            run: a sequence or array of one result per item, in order; never runs twice at the same time.
             max_items: most items that may wait; more are refused with RESOURCE_EXHAUSTED.
         """
         self._run = run

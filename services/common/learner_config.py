@@ -70,7 +70,7 @@ class PolicyConfig(LearnerConfig):
     """Logical CPUs that Ray reserves for it."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     """GPUs that Ray reserves for it."""
-    env_vars: dict[str, str] = {}
+    env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment of its process, for instance OMP_NUM_THREADS."""
 
 

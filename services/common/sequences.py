@@ -29,7 +29,7 @@ class PaddedPairs:
     @property
     def width(self) -> int:
         """T."""
-        return self.action_mask.shape[1]
+        return int(self.action_mask.shape[1])
 
     @property
     def response_ids(self) -> torch.Tensor:

@@ -104,4 +104,4 @@ class Critic(HealthMixin):
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application, from the `args:` of the YAML file."""
-    return Critic.bind(CriticConfig.parse(args, "critic.args"))
+    return Critic.bind(CriticConfig.parse(args, "critic.args"))  # type: ignore[attr-defined, no-any-return]

@@ -10,7 +10,7 @@ from ray import serve
 
 from protos import common_pb2
 from protos import reference_pb2 as pb
-from services.common.arrays import pack_floats, unpack_pairs
+from services.common.arrays import Floats, pack_floats, unpack_pairs
 from services.common.errors import InvalidArgument, translated
 from services.common.replica import HealthMixin
 from services.reference.config import ReferenceConfig
@@ -33,7 +33,7 @@ class Reference(HealthMixin):
 
         frozen = FrozenModel(config.model, config.dtype, config.batch_tokens, default_device())
         self._question = Question
-        self._batcher = Batcher(frozen.logprobs, max_items=config.max_waiting)
+        self._batcher: Batcher[Question, Floats] = Batcher(frozen.logprobs, max_items=config.max_waiting)
         self._model = describe_model(
             config.model,
             load_tokenizer(config.model),
@@ -68,4 +68,4 @@ class Reference(HealthMixin):
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application, from the `args:` of the YAML file."""
-    return Reference.bind(ReferenceConfig.parse(args, "reference.args"))
+    return Reference.bind(ReferenceConfig.parse(args, "reference.args"))  # type: ignore[attr-defined, no-any-return]

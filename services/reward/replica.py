@@ -34,7 +34,7 @@ class Reward(HealthMixin):
         tokenizer = load_tokenizer(config.tokenizer)
         scorer = make_scorer(config.scorer, tokenizer, default_device())
         self._scorer = scorer.identity
-        self._batcher = Batcher(scorer.score, max_items=config.max_waiting)
+        self._batcher: Batcher[Scored, np.float32] = Batcher(scorer.score, max_items=config.max_waiting)
         self._model = describe_model(
             config.tokenizer,
             tokenizer,
@@ -64,4 +64,4 @@ class Reward(HealthMixin):
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application, from the `args:` of the YAML file."""
-    return Reward.bind(RewardConfig.parse(args, "reward.args"))
+    return Reward.bind(RewardConfig.parse(args, "reward.args"))  # type: ignore[attr-defined, no-any-return]

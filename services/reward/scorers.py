@@ -16,7 +16,7 @@ from services.common.arrays import Floats, Ints
 from services.common.config import ConfigError
 from services.common.functions import load_function
 from services.common.identity import model_hash, tokenizer_hash
-from services.common.models import ScalarModel, load_scalar, load_tokenizer, max_length
+from services.common.models import load_scalar, load_tokenizer, max_length
 from services.common.pairs import Pair
 from services.common.sequences import length_batches, pad_pairs
 from services.reward.config import (

@@ -1,6 +1,7 @@
 """Client of the rollout service."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 
@@ -101,7 +102,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
         info: pb.RolloutInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
         return info
 
-    async def update_weights(self, timeout_s: float, **phase: object) -> list[pb.WeightReport]:
+    async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
         """Has every replica carry out one phase, given as `prepare=Prepare(...)`; each one's report.
 
         Not repeated when the fan-out's own replica is lost on the way: the caller aborts and pushes again.

@@ -1,6 +1,5 @@
 """The vLLM engine behind a rollout replica: sampling, and taking new weights."""
 
-import asyncio
 import itertools
 import os
 from typing import Any

@@ -1,10 +1,12 @@
 """What a replica needs of an engine. Tests inject a fake; the real one is engine.py."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.arrays import Ints
-from services.common.weight_transfer.manifest import Manifest
 from services.rollout.sample import Sample, Sampling
+
+if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
+    from services.common.weight_transfer.manifest import Manifest
 
 
 class Engine(Protocol):
@@ -37,7 +39,7 @@ class Engine(Protocol):
     async def pause(self, in_flight: str) -> None:
         """Stops generation and opens a weight update."""
 
-    async def receive(self, manifest: Manifest) -> str:
+    async def receive(self, manifest: "Manifest") -> str:
         """Receives the weights; returns their checksum."""
 
     async def commit(self, version: int) -> None:
@@ -45,3 +47,6 @@ class Engine(Protocol):
 
     async def abort(self) -> None:
         """Drops them and resumes generation."""
+
+    def shutdown(self) -> None:
+        """Ends the engine and its processes."""

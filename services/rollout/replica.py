@@ -13,12 +13,10 @@ from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.arrays import Ints, unpack_longs, unpack_sequences
 from services.common.errors import FailedPrecondition, InvalidArgument, translated, translated_stream
-from services.common.identity import describe_model
 from services.common.replica import HealthMixin
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
-from services.rollout.weights import WeightMember
 
 
 @serve.deployment(
@@ -27,9 +25,11 @@ from services.rollout.weights import WeightMember
 class Rollout(HealthMixin):
     """One replica, one engine."""
 
-    async def __init__(self, config: RolloutConfig) -> None:
+    async def __init__(self, config: RolloutConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         # Here and not above: Serve builds the application in a process that needs no engine, seconds sooner.
+        from services.common.identity import describe_model
         from services.rollout.engine import VLLMEngine
+        from services.rollout.weights import WeightMember
 
         engine = await VLLMEngine.start(config)
         self._engine: Engine = engine
@@ -44,6 +44,11 @@ class Rollout(HealthMixin):
             max_length=engine.max_length,
             dtype=config.dtype,
         )
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.shutdown()
 
     async def check_health(self) -> None:
         """Serve restarts the replica when its engine is dead."""
@@ -70,8 +75,8 @@ class Rollout(HealthMixin):
         for index, prompt in enumerate(prompts):
             if len(prompt) > longest:
                 raise InvalidArgument(
-                    f"prompts[{index}]: {len(prompt)} tokens + sampling.max_new_tokens {sampling.max_new_tokens} "
-                    f"exceed the model's max_length of {self._engine.max_length}"
+                    f"prompts[{index}]: {len(prompt)} tokens + sampling.max_new_tokens "
+                    f"{sampling.max_new_tokens} exceed the model's max_length of {self._engine.max_length}"
                 )
         for token in sampling.stop_token_ids:
             if not 0 <= token < self._engine.vocab_size:
@@ -143,5 +148,4 @@ async def _as_finished(
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application, from the `args:` of the YAML file."""
-    config = RolloutConfig.parse(args, "rollout.args")
-    return Rollout.bind(config)
+    return Rollout.bind(RolloutConfig.parse(args, "rollout.args"))  # type: ignore[attr-defined, no-any-return]

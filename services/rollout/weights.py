@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from protos import rollout_pb2 as pb
@@ -26,16 +27,16 @@ class WeightMember:
     async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
         """Never raises: a phase that fails is rolled back here and its report says what went wrong."""
         name = phase.WhichOneof("phase")
-        step = {
+        steps: dict[str, Callable[[Any], Awaitable[str]]] = {
             "discover": self._discover,
             "prepare": self._prepare,
             "transfer": self._transfer,
             "commit": self._commit,
             "abort": self._abort,
-        }[name]
+        }
         try:
             async with asyncio.timeout(phase.timeout_s):
-                checksum = await step(getattr(phase, name))
+                checksum = await steps[name](getattr(phase, name))
             return self._report(ok=True, checksum=checksum)
         except Exception as error:
             log.warning("push: %s failed on %s: %s", name, self._replica, error)
@@ -93,7 +94,7 @@ class WeightMember:
 
     def _expect(self, epoch: int) -> None:
         if not self._open or epoch != self._epoch:
-            raise FailedPrecondition(f"epoch {epoch} is not open on {self._replica}, which is in {self._epoch}")
+            raise FailedPrecondition(f"epoch {epoch} is not open here; this replica is in {self._epoch}")
 
     async def _roll_back(self, timeout_s: float) -> None:
         """Back to generating with the old weights, so that a failed push never leaves a replica paused."""

@@ -106,10 +106,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def _repack_tied_head(self) -> None:
         """With tied embeddings on a CPU, oneDNN's packed copy of lm_head does not follow the new embeddings."""
-        head = getattr(self.model, "lm_head", None)
-        embedding = getattr(getattr(self.model, "model", None), "embed_tokens", None)
+        head: Any = getattr(self.model, "lm_head", None)
+        embedding: Any = getattr(getattr(self.model, "model", None), "embed_tokens", None)
         tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        if self.device.type == "cpu" and tied and head is not None and embedding is not None and head is not embedding:
+        if self.device.type == "cpu" and tied and None not in (head, embedding) and head is not embedding:
             head.quant_method.tie_weights(head, embedding)
             head.quant_method.process_weights_after_loading(head)
 

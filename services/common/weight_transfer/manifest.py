@@ -65,7 +65,7 @@ class Manifest:
 
     def size(self, index: int) -> int:
         """Tensor `index`'s size in bytes."""
-        return math.prod(self.shapes[index]) * self.dtype(index).itemsize
+        return int(math.prod(self.shapes[index]) * self.dtype(index).itemsize)
 
     @property
     def total_bytes(self) -> int:

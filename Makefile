@@ -1,0 +1,61 @@
+# The two commands are `make demo` and `make test`. Everything is installed into .venv; nothing else is touched.
+VENV ?= .venv
+PYTHON ?= python3
+EXTRA ?= cpu
+SEED ?= 0
+BIN := $(VENV)/bin
+QUARTET := $(BIN)/quartet
+CONFIG ?= deploy/ppo.yaml
+
+# A CPU build of torch is on no default index. Where pip was given a folder of wheels, uv takes it from there,
+# elsewhere from PyTorch's own index.
+ifeq ($(EXTRA),cpu)
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+else
+UV_TORCH := --torch-backend cpu
+endif
+endif
+export PATH := $(abspath $(BIN)):$(PATH)
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install demo test lint format protos clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet $(UV_TORCH) -e '.[$(EXTRA),dev]'
+	touch $@
+
+# Models and data, services up, PPO, evaluation through the same reward service, report, services down.
+demo: install
+	$(BIN)/python -m recipes.reviews --out models/reviews --seed $(SEED)
+	trap '$(QUARTET) down' EXIT; \
+	$(QUARTET) up $(CONFIG) && \
+	$(QUARTET) train --overwrite $(CONFIG) && \
+	$(QUARTET) evaluate --config $(CONFIG) --model current --split eval && \
+	$(QUARTET) report --samples 5 runs/demo
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: install
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+clean:
+	-test ! -x $(QUARTET) || $(QUARTET) down
+	rm -rf $(VENV) .quartet .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,153 @@
+"""`quartet evaluate`: a model against a split, scored by the reward service that is deployed already."""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from orchestrator.data import Prompt, load_prompts
+from orchestrator.deployment import Deployment
+from orchestrator.evaluation import SEED_STEP, judge
+from orchestrator.experience import Collector
+from orchestrator.judged import Judged, write_rows
+from orchestrator.run import RUNS, evaluation_prompts, load_judges
+from orchestrator.services import Services
+from orchestrator.statistics import Interval, mean_interval
+from services.common.arrays import Ints
+from services.common.config import ConfigError
+from services.common.errors import Internal
+from services.common.identity import tokenizer_hash
+from services.common.models import load_tokenizer
+from services.rollout.config import RolloutConfig
+from services.rollout.offline import pack_request, unpack_samples
+from services.rollout.sample import Sample, Sampling
+
+CURRENT = "current"
+_ROLLOUT = "services.rollout.replica:build"
+
+
+async def evaluate_model(deployment: Deployment, model: str, split: str, output: Path | None) -> Table:
+    """Generates, scores, writes the samples as JSONL and returns the table.
+
+    Args:
+        deployment: whose services are up; its sampling settings and judges are used.
+        model: a model folder, or "current" for what the rollout service serves now.
+        split: of the configured data set, such as "eval" or "train[:100]".
+        output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
+
+    Raises:
+        ConfigError: no such model or split, or a model with another tokenizer.
+        ServiceError: a service fails or is out of time.
+    """
+    config = deployment.orchestrator
+    tokenizer = load_tokenizer(config.policy.model)
+    prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
+    judges = load_judges(config)
+    services = Services.connect(config.target)
+    try:
+        if model != CURRENT:
+            services = replace(services, rollout=OfflineRollout(model, deployment, tokenizer))  # type: ignore[arg-type]
+        scorer = (await services.reward.info(config.timeouts.info_s)).scorer.name
+        repeated: list[Prompt] = [p for p in prompts for _ in range(config.evaluation.samples_per_prompt)]
+        # One call holds everything: an engine that is started for this is started once.
+        everything = config.model_copy(update={"prompts_per_call": len(repeated)})
+        collector = Collector(services, config if model == CURRENT else everything)
+        collected = await collector.collect(repeated, step=SEED_STEP, min_version=0, with_values=False)
+    finally:
+        await services.reward.close()
+    rows = judge(collected.experiences, tokenizer, judges)
+    path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
+    write_rows(path, rows)
+    return table(rows, f"{model} on {split}", scorer, str(path))
+
+
+def _plain(split: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in split)
+
+
+class OfflineRollout:
+    """Stands in for the rollout client: generates with a model folder, in a process that ends afterwards."""
+
+    def __init__(self, model: str, deployment: Deployment, tokenizer: Any) -> None:
+        self._config = rollout_config(deployment, model)
+        if tokenizer_hash(load_tokenizer(model)) != tokenizer_hash(tokenizer):
+            raise ConfigError(
+                f"--model {model}: its tokenizer is not that of orchestrator.policy.model "
+                f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
+            )
+        self._env = _env_vars(deployment)
+
+    async def generate(
+        self,
+        prompts: Sequence[Ints],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        min_version: int = 0,
+        timeout_s: float,
+    ) -> AsyncIterator[list[Sample]]:
+        """As RolloutClient.generate; all samples come at once."""
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder, "request"), Path(folder, "samples")
+            source.write_bytes(pack_request(self._config, prompts, sampling, seeds or range(len(prompts))))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "services.rollout.offline", str(source), str(target)),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **self._env},
+            )
+            try:
+                async with asyncio.timeout(timeout_s):
+                    _, log = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            if process.returncode:
+                raise Internal(f"generating with {self._config.model} failed:\n{log.decode()[-2000:]}")
+            yield unpack_samples(target.read_bytes())
+
+
+def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:
+    """The deployed rollout service's configuration with another model. ConfigError if there is none such."""
+    return RolloutConfig.parse(_rollout(deployment).get("args", {}) | {"model": model}, "--model: rollout")
+
+
+def _rollout(deployment: Deployment) -> dict[str, Any]:
+    for application in deployment.raw.get("applications", []):
+        if application.get("import_path") == _ROLLOUT:
+            found: dict[str, Any] = application
+            return found
+    raise ConfigError(f"{deployment.path}: no application with import_path {_ROLLOUT}")
+
+
+def _env_vars(deployment: Deployment) -> dict[str, str]:
+    return dict((_rollout(deployment).get("runtime_env") or {}).get("env_vars") or {})
+
+
+def table(rows: Sequence[Judged], title: str, scorer: str, path: str) -> Table:
+    """Means with 95 % confidence intervals."""
+    drawn = Table(title=title, caption=f"{len(rows)} samples, written to {path}", title_justify="left")
+    drawn.add_column("measure")
+    drawn.add_column("mean", justify="right")
+    drawn.add_column("95 % interval", justify="right")
+    columns = {f"score ({scorer})": [row.score for row in rows]}
+    for name in rows[0].judges:
+        columns[name] = [row.judges[name] for row in rows]
+    columns |= {
+        "KL to reference, nats": [row.kl for row in rows],
+        "response length, tokens": [float(row.length) for row in rows],
+        "cut off by the limit": [float(not row.ended) for row in rows],
+    }
+    for name, values in columns.items():
+        interval: Interval = mean_interval(values)
+        drawn.add_row(name, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
+    return drawn
+
+
