@@ -1,0 +1,1 @@
+"""Commands that measure Quartet against something else, both sides in one run."""
