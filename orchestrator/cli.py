@@ -132,13 +132,14 @@ def main() -> None:
 
 
 def _guarded(command: Callable[[], Any]) -> int:
-    from orchestrator.cluster import ClusterError
-    from orchestrator.policy_actor import PolicyError
-
-    actionable = (ConfigError, ServiceError, ClusterError, PolicyError)
     try:
         command()
-    except (*actionable, ExceptionGroup) as error:
+    except Exception as error:
+        # Not before: these bring Ray and torch, seconds that most commands can do without.
+        from orchestrator.cluster import ClusterError
+        from orchestrator.policy_actor import PolicyError
+
+        actionable = (ConfigError, ServiceError, ClusterError, PolicyError)
         leaves = _leaves(error)
         if not all(isinstance(leaf, actionable) for leaf in leaves):
             raise
@@ -153,3 +154,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ class DataConfig(Config):
     `train`, `train[:1000]`, `train[500:]`, `train[:90%]`."""
     eval_split: str = "eval"
     """What to evaluate on, in the same form. Must share no row with prompt_split."""
-    split_seed: int | None = None
+    split_seed: Annotated[int, Field(ge=0)] | None = None
     """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
     chat_template: bool = False
     """Apply the tokenizer's chat template to the prompt."""
@@ -45,6 +45,14 @@ class SamplingConfig(Config):
     """No end-of-sequence token before this many tokens."""
     seeded: bool = True
     """Give each request a seed of its own, derived from `seed`, the step and the row."""
+
+    @model_validator(mode="after")
+    def _least_fits(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"
+            )
+        return self
 
 
 class KLConfig(Config):
@@ -66,6 +74,12 @@ class KLConfig(Config):
     def _k1_has_no_gradient(self) -> Self:
         if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError("estimator k1 in the loss has an expected gradient of zero; choose k2 or k3")
+        return self
+
+    @model_validator(mode="after")
+    def _zero_stays_zero(self) -> Self:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target adapts the coefficient by factors, so coef must be more than 0")
         return self
 
 
@@ -164,7 +178,7 @@ class OrchestratorConfig(Config):
     """The run's name: results go to runs/<name>."""
     target: str = "127.0.0.1:19000"
     """host:port of Serve's gRPC proxy, the same for all four services."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the prompt order, the sampling seeds and the minibatch order."""
     steps: Count = 100
     """PPO steps: one batch generated, one update of policy and critic, one weight push."""
@@ -197,5 +211,15 @@ class OrchestratorConfig(Config):
         if self.ppo.minibatch_size > self.batch_size:
             raise ValueError(
                 f"ppo.minibatch_size ({self.ppo.minibatch_size}) must not exceed batch_size ({self.batch_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _coefficient_stays_positive(self) -> Self:
+        kl = self.ppo.kl
+        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (ppo.AdaptiveKL).
+        if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
+            raise ValueError(
+                f"ppo.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
             )
         return self

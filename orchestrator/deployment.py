@@ -42,8 +42,16 @@ class Deployment:
             ConfigError: every wrong field of every section, a line each.
         """
         raw = read_yaml(path)
-        problems = [f"{path}: no such section: {key}" for key in raw if key not in _SERVE_KEYS | _OTHER_KEYS]
+        known = _SERVE_KEYS | _OTHER_KEYS
+        problems = [
+            f"{path}: no such section: {key}; the sections are {', '.join(sorted(known))}"
+            for key in raw
+            if key not in known
+        ]
         applications = raw.get("applications") or []
+        if not (isinstance(applications, list) and all(isinstance(entry, dict) for entry in applications)):
+            problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
+            applications = []
         if check_services:
             for application in applications:
                 problems += _problems_of(application)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,11 +78,13 @@ class Collector:
         start = time.monotonic()
         finished: dict[int, Experience] = {}
         size = self._config.prompts_per_call
-        async with asyncio.TaskGroup() as judging:
-            async with asyncio.TaskGroup() as generating:
-                for first in range(0, len(prompts), size):
-                    call = self._generate(prompts, first, step, min_version, with_values, finished, judging)
-                    generating.create_task(call)
+        # One group for both kinds of calls: with two, a failure in one would race with new tasks from the other.
+        async with asyncio.TaskGroup() as group:
+            calls = [
+                group.create_task(self._generate(prompts, first, step, min_version, with_values, finished, group))
+                for first in range(0, len(prompts), size)
+            ]
+            await asyncio.gather(*calls, return_exceptions=True)
             generated = time.monotonic()
         experiences = [finished[index] for index in range(len(prompts))]
         return Collected(experiences, generated - start, time.monotonic() - generated)
@@ -95,7 +97,7 @@ class Collector:
         min_version: int,
         with_values: bool,
         finished: dict[int, Experience],
-        judging: asyncio.TaskGroup,
+        group: asyncio.TaskGroup,
     ) -> None:
         asked = prompts[first : first + self._config.prompts_per_call]
         sampling = self._config.sampling
@@ -111,7 +113,7 @@ class Collector:
             timeout_s=self._config.timeouts.generate_s,
         )
         async for samples in stream:
-            judging.create_task(self._judge(asked, first, samples, with_values, finished))
+            group.create_task(self._judge(asked, first, samples, with_values, finished))
 
     def _seeds(self, step: int, first: int, count: int) -> list[int] | None:
         """One seed per sample, different for every step and row of the batch."""
@@ -133,25 +135,21 @@ class Collector:
         labels = [asked[sample.index].label for sample in samples]
         deadline = self._config.timeouts.score_s
         temperature = self._config.sampling.temperature
-        scores, ref_logprobs, values = await asyncio.gather(
-            self._services.reward.score(prompts, responses, labels=labels, timeout_s=deadline),
-            self._services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=deadline),
-            self._services.critic.values(prompts, responses, timeout_s=deadline)
-            if with_values
-            else _nothing(len(samples)),
-        )
+        async with asyncio.TaskGroup() as group:
+            scores = group.create_task(
+                self._services.reward.score(prompts, responses, labels=labels, timeout_s=deadline)
+            )
+            reference = group.create_task(
+                self._services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=deadline)
+            )
+            if with_values:
+                critic = group.create_task(self._services.critic.values(prompts, responses, timeout_s=deadline))
+        values = critic.result() if with_values else [np.empty(0, np.float32)] * len(samples)
         for row, sample in enumerate(samples):
             finished[first + sample.index] = Experience(
                 prompt=asked[sample.index],
                 sample=sample,
-                score=float(scores.values[row]),
-                ref_logprobs=ref_logprobs[row],
+                score=float(scores.result().values[row]),
+                ref_logprobs=reference.result()[row],
                 values=values[row],
             )
-
-
-def _nothing(count: int) -> Awaitable[list[Floats]]:
-    async def empty() -> list[Floats]:
-        return [np.empty(0, np.float32)] * count
-
-    return empty()

@@ -1,7 +1,7 @@
 """Putting a run together: the loop's collaborators, made from the configuration."""
 
 import os
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,14 @@ import ray
 
 from orchestrator.cluster import running
 from orchestrator.config import OrchestratorConfig
-from orchestrator.data import PromptSet, PromptStream, check_disjoint, load_prompts
+from orchestrator.data import Prompt, PromptSet, PromptStream, check_disjoint, load_prompts
 from orchestrator.deployment import Deployment
 from orchestrator.evaluation import Evaluator, Judge
 from orchestrator.experience import Collector
 from orchestrator.metrics import MetricsLog
 from orchestrator.policy_actor import Policy
 from orchestrator.progress import Progress
-from orchestrator.services import Services, check_compatible
+from orchestrator.services import Infos, Services, check_compatible
 from orchestrator.trainer import Start, Trainer
 from orchestrator.weights import WeightPusher
 from services.common.config import ConfigError
@@ -39,22 +39,34 @@ def connect_ray() -> None:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that a run reads before it starts anything."""
+
+    tokenizer: Any
+    train: PromptSet
+    held_out: PromptSet | None
+    """None when evaluation is off."""
+    judges: dict[str, Judge]
+
+
+def load_inputs(config: OrchestratorConfig) -> Inputs:
+    """Tokenizer, prompts and judges. ConfigError on anything wrong with them."""
+    tokenizer = load_tokenizer(config.policy.model)
+    train = load_prompts(config.data, tokenizer, config.data.prompt_split, vocab_size=len(tokenizer))
+    held_out = None
+    if config.evaluation.every:
+        held_out = load_prompts(config.data, tokenizer, config.data.eval_split, vocab_size=len(tokenizer))
+        check_disjoint(train, held_out)
+    return Inputs(tokenizer, train, held_out, load_judges(config))
+
+
 def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
     """The evaluation's judges by name. ConfigError if one cannot be imported."""
     return {name: load_function(path) for name, path in config.evaluation.judges.items()}
 
 
-def load_splits(config: OrchestratorConfig, tokenizer: Any) -> tuple[PromptSet, PromptSet | None]:
-    """Training prompts, and those for evaluation unless it is off. ConfigError on anything wrong with them."""
-    train = load_prompts(config.data, tokenizer, config.data.prompt_split)
-    if not config.evaluation.every:
-        return train, None
-    held_out = load_prompts(config.data, tokenizer, config.data.eval_split)
-    check_disjoint(train, held_out)
-    return train, held_out
-
-
-def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Any]:
+def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:
     """Those of the held-out prompts that are used."""
     return list(held_out.prompts[: config.evaluation.max_prompts])
 
@@ -63,40 +75,27 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
     """One PPO run, start to end; the run's folder.
 
     Everything that can be wrong with the input is found before the policy learner starts.
+
+    Raises:
+        ConfigError: the configuration, the data or the services do not fit together.
+        ServiceError, PolicyError: a service or the learner failed beyond what is repeated.
     """
     config = deployment.orchestrator
-    began = time.monotonic()
-    tokenizer = load_tokenizer(config.policy.model)
-    train_set, held_out = load_splits(config, tokenizer)
-    judges = load_judges(config)
+    inputs = load_inputs(config)
     services = Services.connect(config.target)
     run_dir = RUNS / config.name
     try:
         infos = await services.infos(config.timeouts.info_s)
-        check_compatible(infos, tokenizer, config)
-        if train_set.too_long:
-            progress.note(f"{train_set.too_long} prompts are longer than data.max_prompt_length and left out")
-        if infos.critic.last_step:
-            progress.note(
-                f"the critic was trained for {infos.critic.last_step} steps before; "
-                "for a fresh one, `quartet down` and `quartet up`"
-            )
+        check_compatible(infos, inputs.tokenizer, config)
+        _tell(progress, inputs, infos)
+        connect_ray()
         with MetricsLog.open(run_dir, config.log, deployment.raw, overwrite=overwrite) as log:
-            connect_ray()
             policy = await Policy.start(config)
-            progress.note(f"policy learner ready after {time.monotonic() - began:.0f} s")
             try:
                 pusher = WeightPusher(services.rollout, policy, infos.rollout.weight_backend, config.weights)
-                trainer = Trainer(
-                    config,
-                    services,
-                    policy,
-                    pusher,
-                    PromptStream(train_set.prompts, config.batch_size, config.seed),
-                    _evaluator(config, services, held_out, tokenizer, judges, run_dir),
-                    log,
-                    progress,
-                )
+                prompts = PromptStream(inputs.train.prompts, config.batch_size, config.seed)
+                evaluator = _evaluator(config, services, inputs, run_dir)
+                trainer = Trainer(config, services, policy, pusher, prompts, evaluator, log, progress)
                 start = Start(infos.rollout.policy_version, infos.critic.last_step)
                 await trainer.run(start, Path(config.save or run_dir / "policy"))
             finally:
@@ -107,21 +106,25 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
     return run_dir
 
 
-def _evaluator(
-    config: OrchestratorConfig,
-    services: Services,
-    held_out: PromptSet | None,
-    tokenizer: Any,
-    judges: dict[str, Judge],
-    run_dir: Path,
-) -> Evaluator | None:
-    if held_out is None:
+def _tell(progress: Progress, inputs: Inputs, infos: Infos) -> None:
+    """What a user should know before the run, though none of it is an error."""
+    if inputs.train.too_long:
+        progress.note(f"{inputs.train.too_long} prompts are longer than data.max_prompt_length and left out")
+    if infos.critic.last_step:
+        progress.note(
+            f"the critic was trained for {infos.critic.last_step} steps before; "
+            "for a fresh one, `quartet down` and `quartet up`"
+        )
+
+
+def _evaluator(config: OrchestratorConfig, services: Services, inputs: Inputs, run_dir: Path) -> Evaluator | None:
+    if inputs.held_out is None:
         return None
     return Evaluator(
         Collector(services, config),
-        evaluation_prompts(held_out, config),
-        tokenizer,
-        judges,
+        evaluation_prompts(inputs.held_out, config),
+        inputs.tokenizer,
+        inputs.judges,
         run_dir / "evaluations",
         config.evaluation.samples_per_prompt,
     )

@@ -115,7 +115,8 @@ class WeightPusher:
         members = {report.replica: report.workers for report in sorted(reports, key=lambda r: r.replica)}
         together = all(report.epoch == self._epoch for report in reports)
         if members != self._members or not together or not self._epoch:
-            self._epoch += 1
+            # Above every epoch that anyone is in: replicas may still be in one of an earlier run.
+            self._epoch = 1 + max(self._epoch, *(report.epoch for report in reports))
             self._members = members
             self._manifest = b""
             self._port = await self._source.rendezvous(self._backend)

@@ -1,1 +1,1 @@
-"""Sums of two numbers below 100: a policy that is often wrong, and a rule that tells when."""
+"""Sums of two-digit numbers: a policy that is often wrong, and a rule that tells when."""

@@ -20,7 +20,7 @@ def make(out: Path, settings: Settings, console: Console) -> bool:
     """Fills `out` unless it is there already; returns whether anything was made.
 
     policy/  LlamaForCausalLM that adds carelessly, and its tokenizer
-    prompts/train.jsonl, prompts/eval.jsonl   rows of prompt and label; the policy has not seen the eval prompts
+    prompts/train.jsonl, prompts/eval.jsonl   rows of prompt and label; eval is unseen by the policy
     recipe.json   settings, measures, seconds per stage
 
     Raises FileExistsError when `out` holds other things.

@@ -25,7 +25,7 @@ def make_policy(
     settings: Settings,
     stages: Stages,
 ) -> dict[str, float]:
-    """Writes policy/ into `directory`; returns what sampled answers to `held_out` score and how many are exact."""
+    """Writes policy/ into `directory`; returns mean score and share of exact sums, sampled on `held_out`."""
     quiet_and_seeded(settings.seed)
     rng = random.Random(settings.seed)
     tokenizer = character_tokenizer(CHARACTERS, MAX_LENGTH)
@@ -46,6 +46,7 @@ def make_policy(
 
 
 def _answered(problems: Sequence[Problem], settings: Settings, rng: random.Random) -> Iterator[list[Pair]]:
-    while True:
+    for step in range(settings.steps):
+        slip = settings.slip if step >= settings.careful * settings.steps else 0.0
         asked = rng.choices(problems, k=settings.batch)
-        yield [Pair(problem.text, careless_answer(problem, settings.slip, rng)) for problem in asked]
+        yield [Pair(problem.text, careless_answer(problem, slip, rng)) for problem in asked]

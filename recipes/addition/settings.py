@@ -11,16 +11,18 @@ class Settings:
 
     seed: int = 0
     """Seed of the split, the data and the weights."""
-    train_problems: int = 4096
-    held_out_problems: int = 512
+    train_problems: int = 2700
+    held_out_problems: int = 500
     """Problems that the policy is not trained on."""
-    shape: Shape = field(default_factory=Shape)
+    shape: Shape = field(default_factory=lambda: Shape(hidden=96, heads=3))
     """Size of the policy."""
     max_new_tokens: int = 8
     """Longest answer, `<eos>` included."""
 
-    slip: float = 0.5
-    """Share of the training answers that are wrong."""
-    steps: int = 700
+    steps: int = 550
     batch: int = 128
-    rate: float = 3e-3
+    rate: float = 4e-3
+    careful: float = 0.7
+    """Share of the steps, the first ones, that show right answers only: noise alone does not teach to add."""
+    slip: float = 0.55
+    """Share of wrong answers in the steps after that. PPO has them to win back."""

@@ -33,14 +33,14 @@ def fingerprint(settings: Any, sources: Iterable[Path]) -> str:
 def make_once(out: Path, settings: Any, sources: Sequence[Path], build: Build, console: Console) -> bool:
     """Runs `build` unless `out` already holds what it would make; returns whether it ran.
 
-    An earlier output with other settings or from other sources is replaced, at the very end. Beside the build's
-    own files `out` gets RECORD: the settings, the digest, the measures, seconds per stage and the size of each
+    An earlier output with other settings or from other sources is replaced, at the very end. Beside the
+    build's own files `out` gets RECORD: settings, digest, measures, seconds per stage and the size of each
     file. Raises FileExistsError when `out` is neither new, nor empty, nor made by a recipe.
     """
     out = out.resolve()
     digest = fingerprint(settings, sources)
     if _is_made(out, digest):
-        console.print(f"{out.name}: found as made before in {out}", highlight=False)
+        console.print(f"{out.name}: found as made before in {out}")
         return False
     _refuse_foreign(out)
     with _aside(out) as directory:
@@ -55,7 +55,7 @@ def make_once(out: Path, settings: Any, sources: Sequence[Path], build: Build, c
         }
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     for name, value in measures.items():
-        console.print(f"{name:<32} {value:7.3f}", highlight=False)
+        console.print(f"{name:<32} {value:7.3f}")
     return True
 
 
@@ -82,9 +82,10 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its place when the block ends well, and is gone when it does not."""
+    """A directory beside `out` that takes its place when the block ends well, and else is removed."""
     directory = out.with_name(f".{out.name}.new-{os.getpid()}")
     replaced = out.with_name(f".{out.name}.old-{os.getpid()}")
+    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     try:
         yield directory

@@ -13,26 +13,26 @@ PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 Read when torch is first imported, so set before that.
 """
 
+Make = Callable[[Path, int, Console], bool]
+"""A recipe: fills a folder for a seed, reports to a console, and says whether there was anything to do."""
 
-def run(
-    recipe: str, make: Callable[[Path, int, Console], bool], arguments: Sequence[str] | None = None
-) -> None:
-    """Reads `--out` and `--seed` and calls `make(out, seed, console)`; a bad argument ends the program with 2."""
+
+def run(recipe: str, make: Make, arguments: Sequence[str] | None = None) -> None:
+    """Calls `make` as `--out` and `--seed` say; a bad argument ends the program with status 2."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m recipes.{recipe}", description=f"Makes the models and prompts of the recipe {recipe}."
+        prog=f"python -m recipes.{recipe}", description=f"Makes the models and prompts of {recipe}."
     )
     parser.add_argument("--out", type=Path, default=Path("models") / recipe, help="folder to write to")
     parser.add_argument("--seed", type=_seed, default=0, help="seed of split, data and weights, from 0 up")
     chosen = parser.parse_args(arguments)
     os.environ.update(PATIENT | os.environ)
     try:
-        make(chosen.out, chosen.seed, Console())
+        make(chosen.out, chosen.seed, Console(highlight=False, markup=False, soft_wrap=True))
     except FileExistsError as error:
         parser.error(str(error))
 
 
 def _seed(text: str) -> int:
-    seed = int(text)
-    if seed < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative; name a whole number from 0 up")
-    return seed
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    return int(text)

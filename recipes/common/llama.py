@@ -35,7 +35,5 @@ def tiny_config(vocabulary: int, shape: Shape, **overrides: Any) -> LlamaConfig:
 def tiny_policy(vocabulary: int, shape: Shape) -> LlamaForCausalLM:
     """A policy with random weights (torch's global generator) and the three special ids in its settings."""
     policy = LlamaForCausalLM(tiny_config(vocabulary, shape))
-    policy.generation_config = GenerationConfig(
-        pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID
-    )
+    policy.generation_config = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     return policy

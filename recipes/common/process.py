@@ -10,7 +10,11 @@ THREADS = 2
 
 
 def quiet_and_seeded(seed: int) -> None:
-    """Fixes torch's seed and threads, and keeps transformers from drawing bars for files of a megabyte."""
+    """Fixes torch's seed and threads, and keeps transformers from drawing bars for files of a megabyte.
+
+    OMP_NUM_THREADS, where it is set, is the caller's word on threads and stays.
+    """
     torch.manual_seed(seed)
-    torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
     logging.disable_progress_bar()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.common.tokenizer import EOS_ID
@@ -35,7 +34,6 @@ def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[Sa
     ]
 
 
-@torch.no_grad()
 def sample(
     policy: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -49,16 +47,14 @@ def sample(
         texts = list(prompts[start : start + batch_size])
         prompt_ids = tokenizer(texts).input_ids
         inputs = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt")
-        outputs = policy.generate(
-            **inputs, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=max_new_tokens
-        )
+        outputs = policy.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
         for text, ids, row in zip(texts, prompt_ids, outputs.tolist(), strict=True):
-            samples.append(_finished(text, ids, row[inputs.input_ids.shape[1] :], tokenizer))
+            response_ids = _finished(row[inputs.input_ids.shape[1] :])
+            response = tokenizer.decode(response_ids, skip_special_tokens=True)
+            samples.append(Sample(Pair(text, response, ended=EOS_ID in response_ids), ids, response_ids))
     return samples
 
 
-def _finished(prompt: str, prompt_ids: list[int], row: list[int], tokenizer: PreTrainedTokenizerFast) -> Sample:
-    ended = EOS_ID in row
-    response_ids = row[: row.index(EOS_ID) + 1] if ended else row
-    response = tokenizer.decode(response_ids, skip_special_tokens=True)
-    return Sample(Pair(prompt, response, ended=ended), prompt_ids, response_ids)
+def _finished(row: list[int]) -> list[int]:
+    """The tokens up to the first `<eos>`; what follows is padding."""
+    return row[: row.index(EOS_ID) + 1] if EOS_ID in row else row

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A linear rise to `peak` over `warmup` updates, then down with the updates left, no lower than `floor * peak`."""
+    """A linear rise over `warmup` updates to `peak`, which falls with the updates left to `floor * peak`."""
 
     steps: int
     peak: float

@@ -21,4 +21,4 @@ class Stages:
         with self._console.status(f"{name} ..."):
             yield
         self.seconds[name] = round(perf_counter() - start, 2)
-        self._console.print(f"{name:<32} {self.seconds[name]:6.1f} s", highlight=False)
+        self._console.print(f"{name:<32} {self.seconds[name]:6.1f} s")

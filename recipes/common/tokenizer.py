@@ -31,7 +31,7 @@ def _vocabulary(entries: Sequence[str]) -> models.WordLevel:
     ids = {entry: index for index, entry in enumerate((*SPECIALS, *entries))}
     if len(ids) != len(SPECIALS) + len(entries):
         twice = sorted({entry for entry in entries if entry in SPECIALS or entries.count(entry) > 1})
-        raise ValueError(f"vocabulary: each entry must occur once, but these are repeated: {', '.join(twice)}")
+        raise ValueError(f"vocabulary: each entry must occur once; repeated: {', '.join(twice)}")
     return models.WordLevel(vocab=ids, unk_token=SPECIALS[UNK_ID])
 
 

@@ -12,7 +12,10 @@ Batch = TypeVar("Batch")
 
 
 def fit(
-    model: nn.Module, batches: Iterable[Batch], loss_of: Callable[[Batch], Tensor], schedule: Schedule
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss_of: Callable[[Batch], Tensor],
+    schedule: Schedule,
 ) -> float:
     """Trains `model` by AdamW for one update per batch, `schedule.steps` at most; returns the last loss.
 
@@ -28,11 +31,11 @@ def fit(
         loss = loss_of(batch)
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss at step {step} is {loss.item()}; a lower learning rate may help")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
     if loss is None:
         raise ValueError("batches: at least one is needed to train on")
-    return loss.item()
+    return float(loss.detach())

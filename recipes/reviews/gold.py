@@ -7,9 +7,9 @@ A review's worth is the mean over its sentences of
   min(polarity, 0) - f / 4. Faults: the sentence is about no aspect of the product or its adjective belongs to
   another aspect; an earlier sentence was about the same aspect.
 
-Off that mean come 1/2 when the review does not end properly (an unfinished last sentence, or cut off by the length
-limit) and 1/4 when it has fewer than 2 or more than 4 finished sentences. The result is clamped to [-1, 1]; a
-review without a finished sentence is worth -1.
+Off that mean come 1/2 when the review does not end properly (an unfinished last sentence, or cut off by the
+length limit) and 1/4 when it has fewer than 2 or more than 4 finished sentences. The result is clamped to
+[-1, 1]; a review without a finished sentence is worth -1.
 """
 
 from collections.abc import Sequence

@@ -20,8 +20,8 @@ def make(out: Path, settings: Settings, console: Console) -> bool:
     """Fills `out` unless it is there already; returns whether anything was made.
 
     policy/  LlamaForCausalLM, supervised only, and the tokenizer
-    reward/  LlamaForSequenceClassification with one output, and the tokenizer; `reward_mean` and `reward_std` in its
-             config.json are the mean and standard deviation of its output on the policy's responses
+    reward/  LlamaForSequenceClassification with one output, and the tokenizer; `reward_mean` and `reward_std`
+             in its config.json are the mean and standard deviation of its output on the policy's responses
     prompts/train.jsonl, prompts/eval.jsonl   rows of prompt, tone, product and audience
     recipe.json   settings, measures, seconds per stage
 

@@ -17,7 +17,7 @@ from recipes.common.tokenizer import word_tokenizer
 from recipes.reviews import gold
 from recipes.reviews.grammar import WORDS, Prompt, write_review
 from recipes.reviews.preferences import Preference, collect
-from recipes.reviews.reward_model import raw_scores, reward_model_from, train_reward_model
+from recipes.reviews.reward_model import judge, reward_model_from, train_reward_model
 from recipes.reviews.settings import Settings
 from services.common.pairs import Pair
 
@@ -25,7 +25,10 @@ from services.common.pairs import Pair
 def make_models(
     directory: Path, train: Sequence[Prompt], held_out: Sequence[Prompt], settings: Settings, stages: Stages
 ) -> dict[str, float]:
-    """Writes policy/ and reward/ into `directory`; returns the measures, those of the models on `held_out`."""
+    """Writes policy/ and reward/ into `directory`; returns their measures, taken on `held_out`.
+
+    The held-out prompts come last, so that what is written does not depend on them in any way.
+    """
     quiet_and_seeded(settings.seed)
     rng = random.Random(settings.seed)
     tokenizer = word_tokenizer(WORDS, MAX_LENGTH)
@@ -35,16 +38,13 @@ def make_models(
         fine_tune(policy, tokenizer, _written(train, settings, rng), schedule)
     with stages("preferences"):
         preferences = collect(policy, tokenizer, train, settings.preferences, settings, rng)
-        unseen = collect(policy, tokenizer, held_out, settings.measured, settings, rng)
     reward_model = reward_model_from(policy, settings)
     with stages("reward model"):
         train_reward_model(reward_model, preferences, settings, rng)
     with stages("measures"):
-        seen_samples, unseen_samples = (
-            _respond(policy, tokenizer, prompts, settings, rng) for prompts in (train, held_out)
-        )
-        _set_scale(reward_model, seen_samples)
-        measures = _measure(reward_model, unseen, unseen_samples)
+        _set_scale(reward_model, _respond(policy, tokenizer, train, settings, rng))
+        unseen = collect(policy, tokenizer, held_out, settings.measured, settings, rng)
+        measures = _measure(reward_model, unseen, _respond(policy, tokenizer, held_out, settings, rng))
     for model, name in ((policy, "policy"), (reward_model, "reward")):
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
@@ -52,7 +52,7 @@ def make_models(
 
 
 def _written(prompts: Sequence[Prompt], settings: Settings, rng: random.Random) -> Iterator[list[Pair]]:
-    while True:
+    for _ in range(settings.supervised_steps):
         asked = rng.choices(prompts, k=settings.supervised_batch)
         yield [Pair(prompt.text, write_review(prompt, settings.style, rng)) for prompt in asked]
 
@@ -68,22 +68,20 @@ def _respond(
     return sample(policy, tokenizer, texts, settings.max_new_tokens)
 
 
-@torch.no_grad()
 def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> None:
-    scores = raw_scores(model, samples)
+    scores = judge(model, samples)
     model.config.reward_mean = scores.mean().item()
     model.config.reward_std = scores.std().item()
 
 
-@torch.no_grad()
 def _measure(
     model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[Sample]
 ) -> dict[str, float]:
-    chosen = raw_scores(model, [preference.chosen for preference in preferences])
-    rejected = raw_scores(model, [preference.rejected for preference in preferences])
+    chosen = judge(model, [preference.chosen for preference in preferences])
+    rejected = judge(model, [preference.rejected for preference in preferences])
     truth = torch.tensor([preference.margin > 0 for preference in preferences])
     golds = torch.tensor(gold.score([sample.pair for sample in samples]))
-    together = torch.stack([raw_scores(model, samples), golds])
+    together = torch.stack([judge(model, samples), golds])
     return {
         "reward_accuracy": ((chosen > rejected) == truth).float().mean().item(),
         "reward_gold_correlation": torch.corrcoef(together)[0, 1].item(),

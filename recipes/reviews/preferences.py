@@ -32,8 +32,8 @@ def prefer(
 ) -> list[Preference]:
     """One preference for each two samples of unequal gold score, in order.
 
-    `first` is chosen with probability sigmoid(sharpness * (gold of first - gold of second)): Bradley and Terry
-    (1952), with the gold score as the strength.
+    `first` is chosen with probability sigmoid(sharpness * (gold of first - gold of second)): the model of
+    Bradley and Terry (1952), with the gold score as the strength.
     """
     preferences = []
     golds = zip(*(gold.score([sample.pair for sample in side]) for side in (first, second)), strict=True)
@@ -58,8 +58,8 @@ def collect(
 ) -> list[Preference]:
     """`count` preferences on random `prompts`: the policy's review against another.
 
-    Half of the others are the policy's too. The rest are written by the grammar, each in a style of its own, so
-    that the reward model has also seen reviews much better and much worse than the policy's: PPO will go there.
+    Half of the others are the policy's too. The rest are written by the grammar, each in a style of its own,
+    so that the reward model has also seen reviews much better and worse than the policy's: PPO will go there.
     """
     preferences: list[Preference] = []
     while len(preferences) < count:
@@ -67,11 +67,11 @@ def collect(
         texts = [prompt.text for prompt in asked]
         first = sample(policy, tokenizer, texts, settings.max_new_tokens)
         second = sample(policy, tokenizer, texts[: ROUND // 2], settings.max_new_tokens)
-        written = [Pair(prompt.text, write_review(prompt, _any_style(rng), rng)) for prompt in asked[ROUND // 2 :]]
-        second += encode(written, tokenizer)
+        second += encode([_written(prompt, rng) for prompt in asked[ROUND // 2 :]], tokenizer)
         preferences += prefer(first, second, settings.sharpness, rng)
     return preferences[:count]
 
 
-def _any_style(rng: random.Random) -> Style:
-    return Style(praise=rng.random(), slip=0.3 * rng.random(), neutral=0.3 * rng.random())
+def _written(prompt: Prompt, rng: random.Random) -> Pair:
+    style = Style(praise=rng.random(), slip=0.3 * rng.random(), neutral=0.3 * rng.random())
+    return Pair(prompt.text, write_review(prompt, style, rng))

@@ -34,6 +34,12 @@ def raw_scores(model: LlamaForSequenceClassification, samples: Sequence[Sample])
     return scores
 
 
+def judge(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> Tensor:
+    """`raw_scores` [N] of a model that is not being trained."""
+    with torch.no_grad():
+        return raw_scores(model, samples)
+
+
 def train_reward_model(
     model: LlamaForSequenceClassification,
     preferences: Sequence[Preference],

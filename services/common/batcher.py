@@ -31,6 +31,11 @@ class Batcher(Generic[Item, Result]):
         self._waiting: list[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]] = []
         self._working: asyncio.Task[None] | None = None
 
+    @property
+    def busy(self) -> bool:
+        """It computes."""
+        return self._working is not None
+
     async def submit(self, items: Sequence[Item]) -> Sequence[Result]:
         """The results for `items`, in order. Cancelling drops them if their batch has not begun.
 
@@ -39,7 +44,9 @@ class Batcher(Generic[Item, Result]):
         """
         waiting = sum(len(queued) for queued, future in self._waiting if not future.done())
         if waiting + len(items) > self._max_items:
-            raise ResourceExhausted(f"{waiting} items wait already and at most {self._max_items} may; try later")
+            raise ResourceExhausted(
+                f"{len(items)} items: {waiting} wait already and only {self._max_items} may; send fewer or try later"
+            )
         future: asyncio.Future[Sequence[Result]] = asyncio.get_running_loop().create_future()
         self._waiting.append((items, future))
         if self._working is None:
@@ -54,6 +61,7 @@ class Batcher(Generic[Item, Result]):
                 self._waiting.clear()
                 everything = [item for items, _ in calls for item in items]
                 if not everything:
+                    _hand_out(calls, [])
                     continue
                 try:
                     results = await loop.run_in_executor(self._thread, self._run, everything)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +33,8 @@ class Config(BaseModel):
         Raises:
             ConfigError: one line for each wrong field, as `where.field: what is wrong`.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{where}: should be a mapping of fields to values, got {values!r}")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -42,26 +45,56 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """Pydantic's findings as lines a user can act on."""
     lines = []
     for finding in error.errors():
-        path = ".".join([where, *(str(part) for part in finding["loc"])])
+        path = ".".join([where, *_written(model, finding["loc"])])
         if finding["type"] == "extra_forbidden":
             known = ", ".join(sorted(_fields_at(model, finding["loc"][:-1])))
             lines.append(f"{path}: no such field" + (f"; the fields here are {known}" if known else ""))
         elif finding["type"] == "missing":
             lines.append(f"{path}: required")
         else:
-            lines.append(f"{path}: {finding['msg']}, got {finding['input']!r}")
+            message = finding["msg"].removeprefix("Value error, ")
+            # What is wrong with a whole section needs no copy of the section.
+            given = "" if isinstance(finding["input"], dict) else f", got {finding['input']!r}"
+            lines.append(f"{path}: {message}{given}")
     return "\n".join(lines)
 
 
+def _written(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """`path` as it stands in the file: pydantic also names the variant that a section's `kind` chose."""
+    kinds = [model, *(_kind_at(model, path[:end]) for end in range(1, len(path)))]
+    return [str(part) for part, kind in zip(path, kinds, strict=False) if _variant(kind, part) is None]
+
+
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
-    """Names of the fields of the section at `path`, or none where it is not a plain section."""
+    """Names of the fields of the section at `path`, or none where it is no section."""
+    kind = _kind_at(model, path)
+    return set(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else set()
+
+
+def _kind_at(kind: Any, path: tuple[int | str, ...]) -> Any:
+    """The type of what stands at `path` below `kind`, or None where that is not known."""
     for part in path:
-        field = model.model_fields.get(str(part))
-        kind = field.annotation if field else None
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            return set()
-        model = kind
-    return set(model.model_fields)
+        if variant := _variant(kind, part):
+            kind = variant
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            field = kind.model_fields.get(str(part))
+            kind = field.annotation if field else None
+        else:
+            kind = get_args(kind)[0] if get_origin(kind) is list else None
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+    return kind
+
+
+def _variant(kind: Any, tag: int | str) -> type[BaseModel] | None:
+    """The section of the union `kind` whose discriminator has the value `tag`."""
+    sections = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    for section in sections:
+        fields = section.model_fields.values() if isinstance(section, type) and issubclass(section, BaseModel) else ()
+        if any(tag in get_args(field.annotation) for field in fields):
+            found: type[BaseModel] = section
+            return found
+    return None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -71,10 +104,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: there is no such file, it is not YAML, or it does not hold a mapping.
     """
     try:
-        loaded = yaml.safe_load(Path(path).read_text())
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: should hold a mapping at the top level, got {type(loaded).__name__}")

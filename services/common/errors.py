@@ -1,9 +1,11 @@
 """The errors that cross the wire, and the one place where they become gRPC status codes and come back."""
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
@@ -96,15 +98,17 @@ def translated(
 
 
 def translated_stream(
-    method: Callable[..., AsyncIterator[Any]],
+    method: Callable[..., AsyncGenerator[Any, None]],
 ) -> Callable[..., AsyncIterator[Any]]:
     """Like `translated`, for an RPC that streams its responses."""
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, grpc_context: Context) -> AsyncIterator[Any]:
         try:
-            async for response in method(self, request):
-                yield response
+            # A caller that goes away closes this generator only; the method's own must end with it, not some day.
+            async with contextlib.aclosing(method(self, request)) as responses:
+                async for response in responses:
+                    yield response
         except Exception as error:
             raise _reported(error, method.__name__, grpc_context) from None
 
@@ -131,10 +135,17 @@ def _reported(error: Exception, method: str, context: Context) -> Exception:
     return error if isinstance(error, ServiceError) else Internal(details)
 
 
+# Serve's proxy reports a replica that died under a call as INTERNAL, in the words of Ray's ActorDiedError and
+# ActorUnavailableError; to the caller it is one more failure that another replica can make good.
+_REPLICA_LOST = re.compile(r"The actor (died unexpectedly|[0-9a-f]+ is unavailable)")
+
+
 def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
     """The ServiceError that a gRPC error stands for, with the name of the call in front."""
     code = error.code()  # type: ignore[attr-defined]
     details = error.details()  # type: ignore[attr-defined]
+    if code is grpc.StatusCode.INTERNAL and _REPLICA_LOST.match(details or ""):
+        return Unavailable(f"{call}: the replica died while it answered")
     kind = _BY_CODE.get(code, Internal)
     prefix = "" if kind is not Internal or code is grpc.StatusCode.INTERNAL else f"{code.name}: "
     return kind(f"{call}: {prefix}{details}")

@@ -12,9 +12,11 @@ def load_function(path: str) -> Callable[[Sequence[Pair]], Sequence[float]]:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"function: {path} cannot be imported: {error}") from None
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"function: {path!r} should be package.module:name, but cannot be imported: {error}"
+        ) from None
     if not callable(function):
-        raise ConfigError(f"function: {path} is no function")
+        raise ConfigError(f"function: {path!r} is no function")
     loaded: Callable[[Sequence[Pair]], Sequence[float]] = function
     return loaded

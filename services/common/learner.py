@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from services.common.errors import InvalidArgument
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
 from services.common.schedule import rate_factor
 
@@ -121,15 +122,30 @@ class Learner:
         return float(nn.utils.get_total_norm(gradients))
 
     def save(self, folder: str | Path, write: Callable[[Path], None]) -> Path:
-        """Writes through `write` beside `folder` and renames at the end, so that no half model is ever seen."""
+        """Writes through `write` beside `folder` and renames at the end, so that no half model is ever seen.
+
+        Raises:
+            InvalidArgument: something other than a model or an empty folder is there, which would be lost, or
+                no folder can be made there.
+        """
         target = Path(folder).resolve()
+        if target.exists() and not _may_go(target):
+            raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
         aside = target.with_name(f".{target.name}.writing")
         _remove(aside)
-        aside.mkdir(parents=True)
+        try:
+            aside.mkdir(parents=True)
+        except OSError as error:
+            raise InvalidArgument(f"path: {target} cannot be written: {error.strerror}") from None
         write(aside)
         _remove(target)
         aside.rename(target)
         return target
+
+
+def _may_go(target: Path) -> bool:
+    """It is a model, or an empty folder."""
+    return (target / "config.json").is_file() or (target.is_dir() and not any(target.iterdir()))
 
 
 def _remove(folder: Path) -> None:

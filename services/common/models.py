@@ -84,6 +84,10 @@ class ScalarModel(nn.Module):
         scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
         return scalars
 
+    def gradient_checkpointing_enable(self) -> None:
+        """As the body's own."""
+        self.body.gradient_checkpointing_enable()  # type: ignore[operator]
+
     def values(self, pairs: PaddedPairs) -> torch.Tensor:
         """[B, T]: at column t the value of the prefix before response token t."""
         return self(pairs)[:, -pairs.width - 1 : -1]

@@ -27,13 +27,15 @@ class Once(Generic[Result]):
         Raises:
             FailedPrecondition: `step` is older than the last one.
         """
+        while step > self.last_step or (step == self.last_step and self._failed()):
+            if self._result is None or self._result.done():
+                self.last_step = step
+                self._result = asyncio.ensure_future(action())
+                break
+            # Whoever else waits here for the step before may be the one to begin the next: look again.
+            await asyncio.wait([self._result])
         if step < self.last_step:
             raise FailedPrecondition(f"step: {step} is older than the last one trained, {self.last_step}")
-        if step > self.last_step or self._failed():
-            if self._result is not None and not self._result.done():
-                await asyncio.wait([self._result])
-            self.last_step = step
-            self._result = asyncio.ensure_future(action())
         assert self._result is not None
         return await asyncio.shield(self._result)
 

@@ -67,9 +67,9 @@ class Critic(HealthMixin):
             values=split(unpack_finite(request.values, "values"), lengths, "values"),
             returns=split(unpack_finite(request.returns, "returns"), lengths, "returns"),
         )
-        for field in ("step", "epochs", "minibatch_size"):
-            if getattr(request, field) < 1:
-                raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least 1")
+        for field, least in (("step", 1), ("epochs", 1), ("minibatch_size", 1), ("seed", 0)):
+            if getattr(request, field) < least:
+                raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {least}")
 
         def train() -> dict[str, float]:
             metrics: dict[str, float] = self._trainer.train(

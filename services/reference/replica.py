@@ -45,8 +45,9 @@ class Reference(HealthMixin):
         self._probe = [Question(one, one, 1.0)]
 
     async def check_health(self) -> None:
-        """The model answers, not just the process."""
-        await self._batcher.submit(self._probe)
+        """The model answers, not just the process. One that works is not asked: a long queue is no illness."""
+        if not self._batcher.busy:
+            await self._batcher.submit(self._probe)
 
     @translated
     async def Logprobs(self, request: pb.LogprobsRequest) -> pb.LogprobsResponse:

@@ -3,6 +3,7 @@
 Import path for Serve: `services.reward.replica:build`.
 """
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ class Reward(HealthMixin):
         from services.common.batcher import Batcher
         from services.common.identity import describe_model
         from services.common.models import default_device, load_tokenizer
-        from services.common.pairs import Pair
         from services.reward.encoding import Encoder
         from services.reward.scorers import Scored, make_scorer
 
@@ -43,12 +43,12 @@ class Reward(HealthMixin):
             dtype=getattr(config.scorer, "dtype", "float32"),
         )
         self._encoder = Encoder(tokenizer, len(tokenizer), self._model.max_length)
-        one = np.zeros(1, np.int32)
-        self._probe = [Scored(one, one, Pair("", ""))]
+        self._check = scorer.check
 
     async def check_health(self) -> None:
-        """The scorer answers, not just the process."""
-        await self._batcher.submit(self._probe)
+        """The scorer answers, not just the process. One that works is not asked: a long queue is no illness."""
+        if not self._batcher.busy:
+            await asyncio.to_thread(self._check)
 
     @translated
     async def Score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:

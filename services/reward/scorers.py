@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,6 +44,9 @@ class Scorer(Protocol):
     def score(self, pairs: Sequence[Scored]) -> Floats:
         """[B] float32, one score per pair."""
 
+    def check(self) -> None:
+        """Raises when the scorer cannot score; for health checks."""
+
 
 class ModelScorer:
     """The scalar that a sequence-classification model gives at the response's last token."""
@@ -81,6 +83,11 @@ class ModelScorer:
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
 
+    def check(self) -> None:
+        """See Scorer: a forward pass over one pair."""
+        one = np.zeros(1, np.int32)
+        self.score([Scored(one, one, Pair("", ""))])
+
 
 class FunctionScorer:
     """Whatever a Python function makes of the texts."""
@@ -89,7 +96,12 @@ class FunctionScorer:
         self._function = load_function(config.function)
         self._name = config.function
         self.max_length = 1 << 30
-        source = inspect.getsource(inspect.getmodule(self._function) or self._function)
+        try:
+            source = inspect.getsource(inspect.getmodule(self._function) or self._function)
+        except (OSError, TypeError):
+            raise ConfigError(
+                f"reward.args.scorer.function: {config.function} has no Python source to identify it by"
+            ) from None
         self.identity = pb.ScorerIdentity(
             name=f"function:{config.function}",
             model_hash=hashlib.sha256(source.encode()).hexdigest(),
@@ -101,9 +113,14 @@ class FunctionScorer:
         scores = self._function([scored.pair for scored in pairs])
         if len(scores) != len(pairs):
             raise RuntimeError(f"{self._name} gave {len(scores)} scores for {len(pairs)} pairs")
-        if not all(math.isfinite(score) for score in scores):
-            raise RuntimeError(f"{self._name} gave a score that is not finite")
-        return np.asarray(scores, np.float32)
+        with np.errstate(over="ignore"):
+            values = np.asarray(scores, np.float32)
+        if not np.isfinite(values).all():
+            raise RuntimeError(f"{self._name} gave a score that is not finite in float32")
+        return values
+
+    def check(self) -> None:
+        """See Scorer: nothing, since a function may rightly refuse a pair that was made up."""
 
 
 class BlendScorer:
@@ -126,6 +143,11 @@ class BlendScorer:
         for weight, scorer in self._parts:
             total += np.float32(weight) * scorer.score(pairs)
         return total
+
+    def check(self) -> None:
+        """See Scorer: every part's."""
+        for _, scorer in self._parts:
+            scorer.check()
 
 
 def make_scorer(config: ScorerConfig, tokenizer: Any, device: torch.device) -> Scorer:

@@ -59,14 +59,17 @@ class RolloutClient(ServiceClient[RolloutStub]):
         missing = set(range(len(prompts)))
         while missing:
             asked = sorted(missing)
+            stream = self._stream(prompts, asked, sampling, seeds, min_version, backoff.left_s)
             try:
-                async for response in self._stream(prompts, asked, sampling, seeds, min_version, backoff.left_s):
+                async for response in stream:
                     samples = [_renumbered(sample, asked) for sample in response.samples]
                     missing.difference_update(sample.index for sample in samples)
                     yield samples
                 failure: ServiceError = Unavailable(f"rollout.Generate: ended with {len(missing)} samples missing")
             except grpc.RpcError as error:
                 failure = from_rpc(error, "rollout.Generate")
+            finally:
+                stream.cancel()  # whoever leaves early must not leave the replica sampling
             if missing:
                 await self._retry(failure, backoff, timeout_s, len(missing))
 
@@ -78,17 +81,14 @@ class RolloutClient(ServiceClient[RolloutStub]):
         seeds: Sequence[int] | None,
         min_version: int,
         timeout_s: float,
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> grpc.aio.UnaryStreamCall:
         request = pb.GenerateRequest(
             prompts=pack_sequences([prompts[index] for index in asked]),
             sampling=sampling.to_wire(),
             seeds=pack_longs(seeds[index] for index in asked) if seeds else b"",
             min_version=min_version,
         )
-        stream: AsyncIterator[pb.GenerateResponse] = self._stub.Generate(
-            request, metadata=self._metadata, timeout=timeout_s
-        )
-        return stream
+        return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 
     async def _retry(self, failure: ServiceError, backoff: Backoff, timeout_s: float, missing: int) -> None:
         if isinstance(failure, DeadlineExceeded):

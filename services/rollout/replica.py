@@ -4,7 +4,8 @@ Import path for Serve: `services.rollout.replica:build`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray import serve
@@ -17,6 +18,10 @@ from services.common.replica import HealthMixin
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
+
+LINGER_S = 0.02
+"""Between two messages of a stream. Each costs milliseconds on its way through Serve, whatever it holds, and small
+models finish a sample with every engine step."""
 
 
 @serve.deployment(
@@ -55,7 +60,7 @@ class Rollout(HealthMixin):
         await self._engine.check_health()
 
     @translated_stream
-    async def Generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See rollout.proto."""
         if request.min_version > self._engine.version:
             raise FailedPrecondition(
@@ -65,8 +70,9 @@ class Rollout(HealthMixin):
         sampling = Sampling.from_wire(request.sampling)
         seeds = _seeds(request.seeds, len(prompts))
         self._check_fit(prompts, sampling)
-        async for samples in _as_finished(self._engine, prompts, sampling, seeds):
-            yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+        async with contextlib.aclosing(_as_finished(self._engine, prompts, sampling, seeds)) as finished:
+            async for samples in finished:
+                yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
 
     def _check_fit(self, prompts: list[Ints], sampling: Sampling) -> None:
         if not prompts:
@@ -122,13 +128,16 @@ def _seeds(data: bytes, prompts: int) -> list[int | None]:
     seeds = unpack_longs(data, "seeds").tolist()
     if len(seeds) != prompts:
         raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; send one each, or none")
+    if negative := [index for index, seed in enumerate(seeds) if seed < 0]:
+        # The engine would take -1 for no seed at all.
+        raise InvalidArgument(f"seeds[{negative[0]}]: {seeds[negative[0]]}; must be 0 or more")
     return list(seeds)
 
 
 async def _as_finished(
     engine: Engine, prompts: list[Ints], sampling: Sampling, seeds: list[int | None]
-) -> AsyncIterator[list[Sample]]:
-    """Every sample once, each list holding those that finished since the last.
+) -> AsyncGenerator[list[Sample], None]:
+    """Every sample once, each list holding those that finished since the last, at most one list in LINGER_S.
 
     However this ends (exhausted, cancelled, failed), no request of it is left in the engine.
     """
@@ -139,7 +148,11 @@ async def _as_finished(
     try:
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            yield [task.result() for task in done]
+            failed = [error for task in done if (error := task.exception())]
+            if samples := [task.result() for task in done if not task.exception()]:
+                yield samples  # also beside a failure: what is finished need not be sampled again
+            if failed:
+                raise failed[0]
     finally:
         for task in pending:
             task.cancel()

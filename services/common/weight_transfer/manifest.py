@@ -52,11 +52,21 @@ class Manifest:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"no weight manifest: {error!r}") from None
-        if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
-            raise ValueError("manifest: names, dtypes and shapes must be of one length")
-        if unknown := sorted({d for d in manifest.dtypes if not isinstance(getattr(torch, d, None), torch.dtype)}):
-            raise ValueError(f"manifest.dtypes: {unknown} are no torch dtypes")
+        manifest._check()
         return manifest
+
+    def _check(self) -> None:
+        """ValueError naming the first field that cannot be."""
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError("manifest: names, dtypes and shapes must be of one length")
+        if not all(isinstance(name, str) for name in self.names) or len(set(self.names)) < len(self.names):
+            raise ValueError("manifest.names: must be text, each once")
+        if unknown := [name for name in self.dtypes if not _is_dtype(name)]:
+            raise ValueError(f"manifest.dtypes: {unknown} are no torch dtypes")
+        if not all(isinstance(side, int) and side >= 0 for shape in self.shapes for side in shape):
+            raise ValueError("manifest.shapes: sides must be whole numbers, 0 or more")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"manifest.bucket_bytes: {self.bucket_bytes}; must be at least 1")
 
     def dtype(self, index: int) -> torch.dtype:
         """Tensor `index`'s dtype."""
@@ -94,6 +104,10 @@ class Manifest:
                 piece = piece.clone()
             yield self.names[index], piece.view(self.dtype(index)).view(self.shapes[index])
             offset += size
+
+
+def _is_dtype(name: object) -> bool:
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def fill(bucket: range, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,199 @@
+"""A whole quartet for tests: a Ray head of its own, the four services with tiny models, and clients of them."""
+
+import asyncio
+import os
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from orchestrator import cluster as ray_cluster
+from orchestrator.services import Services
+from services.common.client import open_channel
+
+REPO = Path(__file__).parents[1]
+PROMPTS = 24
+EVALUATED = 4
+SERVICES = ("rollout", "reward", "reference", "critic")
+START_S = 240
+_MARK = "QUARTET_TEST_CLUSTER"
+
+
+@dataclass(frozen=True, slots=True)
+class Quartet:
+    """What runs, and how to reach it."""
+
+    folder: Path
+    config: Path
+    """The deployed YAML: deploy/ppo.yaml with the tests' models, ports and sizes."""
+    raw: dict[str, Any]
+    """The same as plain values."""
+    cluster: ray_cluster.Cluster
+    target: str
+    policy: Path
+    reward: Path
+    channel: grpc.aio.Channel
+    services: Services
+
+    async def call(self, method: str, request: Any, reply: Any, application: str, timeout_s: float = 60) -> Any:
+        """One unary RPC as any gRPC client would make it; `request` a message or raw bytes."""
+        ask = self.channel.unary_unary(method, request_serializer=_wire, response_deserializer=reply.FromString)
+        return await ask(request, metadata=(("application", application),), timeout=timeout_s)
+
+    async def stream(self, method: str, request: Any, reply: Any, application: str) -> list[Any]:
+        """Like `call`, for an RPC that streams its responses."""
+        ask = self.channel.unary_stream(method, request_serializer=_wire, response_deserializer=reply.FromString)
+        return [part async for part in ask(request, metadata=(("application", application),), timeout=60)]
+
+    async def health(self, service: str) -> Any:
+        """The status that grpc.health.v1 gives, asked without any metadata."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)).status
+
+    async def replicas(self) -> dict[str, Any]:
+        """RolloutInfo of every rollout replica, by its name. Info reaches any one, so ask until all have answered."""
+        found: dict[str, Any] = {}
+
+        async def all_seen() -> bool:
+            info = await self.services.rollout.info(30)
+            found[info.replica] = info
+            return len(found) == self.rollout_replicas
+
+        await eventually(all_seen, 30)
+        return found
+
+    @property
+    def rollout_replicas(self) -> int:
+        """How many were deployed."""
+        return int(self.raw["applications"][0]["deployments"][0]["num_replicas"])
+
+    def deploy(self, applications: list[dict[str, Any]], name: str) -> None:
+        """Deploys `applications` beside the four services; an empty list takes them away again."""
+        path = self.folder / f"{name}.yaml"
+        raw = self.raw | {"applications": self.raw["applications"] + applications}
+        path.write_text(yaml.safe_dump(raw))
+        ray_cluster.deploy(self.cluster, path)
+
+
+def _wire(request: Any) -> bytes:
+    return request if isinstance(request, bytes) else bytes(request.SerializeToString())
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float) -> float:
+    """Waits until `check` holds; the seconds it took. Fails the test after `timeout_s`."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    while not await check():
+        assert clock() - start < timeout_s, f"not within {timeout_s:g} s: {check.__qualname__}"
+        await asyncio.sleep(0.05)
+    return clock() - start
+
+
+async def refused(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    """Code and message with which a raw RPC is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), str(caught.value.details())
+
+
+@asynccontextmanager
+async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIterator[Quartet]:
+    """Starts everything; at the end stops it and makes sure that no process is left."""
+    http, grpc_port = _free_ports(2)
+    raw = _configuration(policy, reward, _write_prompts(folder), http, grpc_port)
+    config = folder / "ppo.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    target = f"127.0.0.1:{grpc_port}"
+    channel = open_channel(target)
+    mark = uuid.uuid4().hex
+    os.environ[_MARK] = mark  # inherited by every process of the cluster, wherever it ends up in the process tree
+    cluster = ray_cluster.start(_say, state=folder / ".quartet" / "ray.json")
+    del os.environ[_MARK]
+    try:
+        ray_cluster.deploy(cluster, config)
+        ray_cluster.await_running(cluster, SERVICES, _say, START_S)
+        services = Services.connect(target)
+        await services.infos(60)
+        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, services)
+        await services.close()
+    finally:
+        await channel.close()
+        ray_cluster.stop(cluster, state=folder / ".quartet" / "ray.json")
+    assert left_behind(mark) == []
+
+
+def left_behind(mark: str) -> list[str]:
+    """Command lines of the living processes that inherited `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _write_prompts(folder: Path) -> Path:
+    """Prompts of three to six words, the last few for evaluation."""
+    texts = [" ".join(f"w{4 + (7 * row + 5 * i) % 60}" for i in range(3 + row % 4)) for row in range(PROMPTS)]
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    return path
+
+
+def _configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_port: int) -> dict[str, Any]:
+    """The shipped deploy/ppo.yaml with other models, ports and sizes, so that the tests run what users run."""
+    raw: dict[str, Any] = yaml.safe_load((REPO / "deploy" / "ppo.yaml").read_text())
+    raw["http_options"]["port"], raw["grpc_options"]["port"] = http, grpc_port
+    rollout, scorer, reference, critic = raw["applications"]
+    rollout["args"] |= {"model": str(policy), "max_length": 128}
+    rollout["deployments"][0]["num_replicas"] = 2
+    scorer["args"] = {"tokenizer": str(policy), "scorer": _model_scorer(reward)}
+    reference["args"]["model"] = str(policy)
+    critic["args"]["model"] = str(reward)
+    raw["orchestrator"] |= {
+        "name": "three-steps",
+        "target": f"127.0.0.1:{grpc_port}",
+        "steps": 3,
+        "batch_size": 16,
+        "prompts_per_call": 4,
+        "data": {
+            "path": str(prompts),
+            "prompt_split": f"train[:{PROMPTS - EVALUATED}]",
+            "eval_split": f"train[{PROMPTS - EVALUATED}:]",
+            "max_prompt_length": 16,
+        },
+        "evaluation": {"every": 2, "judges": {"words": "tests.scorers:words"}},
+    }
+    raw["orchestrator"]["ppo"]["minibatch_size"] = 8
+    raw["orchestrator"]["policy"]["model"] = str(policy)
+    return raw
+
+
+def _model_scorer(reward: Path) -> Mapping[str, str]:
+    return {"kind": "model", "model": str(reward), "dtype": "float32"}

@@ -1,0 +1,107 @@
+"""The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from orchestrator.weights import PushFailed
+from protos import rollout_pb2 as pb
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.models import make_policy
+from tests.pushing import TIMEOUT_S, EngineHost, ModelSource, OneEngine, perturbed, push
+
+PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
+GREEDY = Sampling(max_new_tokens=40, temperature=0)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine, and the model it was loaded from in transformers."""
+
+    model: Any
+    host: Any
+
+    @property
+    def rollout(self) -> OneEngine:
+        return OneEngine(self.host)
+
+    async def greedy(self) -> list[list[int]]:
+        samples = await self.host.generate.remote(PROMPTS, GREEDY)
+        return [sample.response_ids.tolist() for sample in samples]
+
+    async def check(self, version: int) -> None:
+        """Greedy tokens equal transformers', sampled tokens' log-probs too, and all are of this version."""
+        assert await self.greedy() == plain.greedy(self.model, PROMPTS, GREEDY.max_new_tokens)
+        for temperature in (1.0, 0.7):
+            samples = await self.host.generate.remote(PROMPTS, Sampling(max_new_tokens=40, temperature=temperature))
+            expected = plain.logprobs(self.model, PROMPTS, [s.response_ids for s in samples], temperature)
+            assert plain.furthest([sample.logprobs for sample in samples], expected) < 1e-4
+            assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)],
+    ids=["llama", "llama-tied", "qwen2", "qwen2-tied"],
+)
+async def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, on_ray: None
+) -> AsyncIterator[Loaded]:
+    """One engine at a time."""
+    kind, tied = request.param
+    folder: Path = make_policy(tmp_path_factory.mktemp("engine") / "policy", kind=kind, tied=tied, seed=5)
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    host: Any = ray.remote(EngineHost).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
+    await host.start.remote({"model": str(folder), "dtype": "float32", "max_length": 128, "kv_cache_mib": 64})
+    yield Loaded(plain.language_model(folder), host)
+    await host.shutdown.remote()
+    ray.kill(host)
+
+
+async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded) -> None:
+    await loaded.check(version=0)
+    before = await loaded.greedy()
+    source = ModelSource(loaded.model)
+    for version in (3, 4):
+        perturbed(loaded.model, seed=version)
+        report = await push(loaded.rollout, source, version)
+        assert (report.policy_version, report.replicas, report.attempts) == (version, ("only",), 1)
+        await loaded.check(version)
+        after = await loaded.greedy()
+        assert after != before
+        before = after
+
+
+async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
+    """After the first of several buckets; then the same weights arrive with the next push."""
+    [old] = await loaded.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    seeded = Sampling(max_new_tokens=40)
+    before = await loaded.host.generate.remote(PROMPTS, seeded)
+    perturbed(loaded.model, seed=99)
+    source = ModelSource(loaded.model)
+    source.fails = True
+    with pytest.raises(PushFailed, match=r"version 50 after 1 attempts: only: transfer: \w+"):
+        await push(loaded.rollout, source, 50)
+    after = await loaded.host.generate.remote(PROMPTS, seeded)
+    for left, right in zip(before, after, strict=True):
+        assert np.array_equal(left.response_ids, right.response_ids)
+        assert np.array_equal(left.logprobs, right.logprobs)
+        assert right.policy_version == old.policy_version
+    report = await push(loaded.rollout, source, 51)
+    assert report.attempts == 1
+    await loaded.check(version=51)
+
+
+async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
+    perturbed(loaded.model, seed=100)
+    source = ModelSource(loaded.model)
+    source.fails = True
+    report = await push(loaded.rollout, source, 60, attempts=2)
+    assert report.attempts == 2
+    await loaded.check(version=60)

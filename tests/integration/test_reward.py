@@ -1,0 +1,185 @@
+"""The reward service over gRPC: a model, a function and a blend as scorers."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from orchestrator import cluster as ray_cluster
+from protos import common_pb2, reward_pb2
+from services.common.arrays import pack_pairs, unpack_floats
+from services.common.errors import Internal
+from services.common.identity import model_hash
+from services.reward.client import RewardClient
+from tests import plain
+from tests.cluster import SERVICES, Quartet, refused
+from tests.integration.malformed import MALFORMED
+from tests.models import EOS, MAX_LENGTH, WORDS
+
+METHOD = "/quartet.v1.Reward/Score"
+Texts = reward_pb2.TextPairs
+
+
+async def ask(quartet: Quartet, application: str = "reward", **fields: Any) -> reward_pb2.ScoreResponse:
+    return await quartet.call(METHOD, reward_pb2.ScoreRequest(**fields), reward_pb2.ScoreResponse, application)
+
+
+async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
+    info = await quartet.services.reward.info(30)
+    assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
+    assert info.scorer.name == f"model:{quartet.reward}"
+    assert info.scorer.model_hash == model_hash(quartet.reward)
+
+
+async def test_scores_are_the_heads_output_at_the_last_token(quartet: Quartet) -> None:
+    prompts, responses = plain.random_pairs(40)
+    found = await quartet.services.reward.score(prompts, responses, timeout_s=60)
+    assert plain.furthest([found.values], [plain.scores(quartet.reward, prompts, responses)]) < 1e-4
+    assert found.model_hash == model_hash(quartet.reward)
+
+
+async def test_texts_score_as_their_ids_do(quartet: Quartet) -> None:
+    """<bos> before the prompt, <eos> after the response: w5 is id 5."""
+    reward = quartet.services.reward
+    ids = await reward.score([np.asarray([1, 5, 6])], [np.asarray([7, 8, EOS])], timeout_s=60)
+    texts = await reward.score_texts(["w5 w6"], ["w7 w8"], timeout_s=60)
+    assert texts.values == pytest.approx(ids.values, abs=1e-6)
+
+
+async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
+    prompts, responses = plain.random_pairs(20)
+    found = await quartet.services.reward.score(prompts * 100, responses * 100, timeout_s=120)
+    expected = np.tile(plain.scores(quartet.reward, prompts, responses), 100)
+    assert plain.furthest([found.values], [expected]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+async def test_malformed_ids_are_refused_by_name(quartet: Quartet, kind: str) -> None:
+    pairs, message = MALFORMED[kind]
+    code, details = await refused(ask(quartet, tokens=pairs))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "tokens" + message in details
+    assert len((await ask(quartet, tokens=pack_pairs([[5]], [[6]]))).scores) == 4
+
+
+_LONG = " ".join(["w5"] * MAX_LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "pairs: set tokens or texts"),
+        ({"texts": Texts()}, "texts: empty; send at least one"),
+        ({"texts": Texts(prompts=["w5"])}, "texts: 1 prompts but 0 responses"),
+        ({"texts": Texts(prompts=["w5"], responses=[_LONG])}, "texts[0]: 2 prompt + 129 response tokens exceed"),
+        ({"tokens": pack_pairs([[5]], [[6]]), "labels": ["a", "b"]}, "labels: 2 for 1 pairs"),
+    ],
+)
+async def test_malformed_requests_are_refused_by_name(quartet: Quartet, fields: Any, message: str) -> None:
+    code, details = await refused(ask(quartet, **fields))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in details
+
+
+async def test_more_pairs_than_may_wait_are_refused(quartet: Quartet) -> None:
+    """max_waiting is 4096."""
+    code, details = await refused(ask(quartet, tokens=pack_pairs([[5]] * 4097, [[6]] * 4097)))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "4097 items: 0 wait already and only 4096 may; send fewer" in details
+
+
+def application(name: str, **args: Any) -> dict[str, Any]:
+    """One more reward application for the YAML."""
+    return {
+        "name": name,
+        "route_prefix": f"/{name}",
+        "import_path": "services.reward.replica:build",
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+        "args": args,
+        "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
+    }
+
+
+@pytest.fixture(scope="module")
+def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
+    """Deploys other scorers and broken configurations beside the four services; what Serve says of each then."""
+    policy, reward = str(quartet.policy), str(quartet.reward)
+    model = {"kind": "model", "model": reward, "dtype": "float32"}
+    function = {"kind": "function", "function": "tests.scorers:words"}
+    parts = [{"weight": 2.0, "scorer": model}, {"weight": -0.5, "scorer": function}]
+    before = ray_cluster.applications(quartet.cluster)
+    quartet.deploy(
+        [
+            application("words", tokenizer=policy, scorer=function),
+            application("blend", tokenizer=policy, scorer={"kind": "blend", "parts": parts}),
+            application("typo", tokenizer=policy, scorer=model, max_lenght=64),
+            application("nowhere", tokenizer=policy, scorer=model | {"model": "/no/such/model"}),
+        ],
+        "scorers",
+    )
+    ray_cluster.await_running(quartet.cluster, ("words", "blend"), print, 120)
+    after = ray_cluster.applications(quartet.cluster)
+    for name in SERVICES:  # what was there has not even been restarted
+        assert _processes(after[name]) == _processes(before[name])
+    yield after
+    quartet.deploy([], "as-before")
+
+
+def _processes(application: dict[str, Any]) -> set[int]:
+    deployments = application["deployments"].values()
+    return {replica["pid"] for deployment in deployments for replica in deployment["replicas"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("typo", "reward.args.max_lenght: no such field; the fields here are max_length, max_waiting, scorer"),
+        ("nowhere", "reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)"),
+    ],
+)
+def test_a_broken_configuration_fails_alone_and_says_where(scorers: Any, name: str, message: str) -> None:
+    assert scorers[name]["status"] == "DEPLOY_FAILED"
+    assert message in scorers[name]["message"]
+    assert {scorers[service]["status"] for service in SERVICES} == {"RUNNING"}
+
+
+@pytest.mark.usefixtures("scorers")
+async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
+    """0.1 per word, 100 for a label, 1000 for an end: of two words, labelled, ended; and of one, cut off."""
+    words = RewardClient(quartet.channel, "words")
+    prompts, responses = [np.asarray([1, 5])] * 2, [np.asarray([7, 8, EOS]), np.asarray([9])]
+    found = await words.score(prompts, responses, labels=["yes", ""], timeout_s=30)
+    assert found.values == pytest.approx([1100.2, 0.1])
+    assert found.scorer == "function:tests.scorers:words"
+    assert (await words.score_texts(["w5"], ["w7 w8 w9"], timeout_s=30)).values == pytest.approx([1000.3])
+
+
+@pytest.mark.usefixtures("scorers")
+async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secrets(quartet: Quartet) -> None:
+    words = RewardClient(quartet.channel, "words")
+    good = [words.score_texts(["w5"], ["w7"], timeout_s=30) for _ in range(8)]
+    bad = words.score_texts(["w5"], ["w13"], timeout_s=30)
+    failed, *fine = await asyncio.gather(bad, *good, return_exceptions=True)
+    assert isinstance(failed, Internal)
+    assert "1234" not in str(failed)
+    assert [scores.values.tolist() for scores in fine] == [[pytest.approx(1000.1)]] * 8
+
+
+@pytest.mark.usefixtures("scorers")
+async def test_a_blend_is_the_weighted_sum_of_its_parts(quartet: Quartet) -> None:
+    prompts, responses = plain.random_pairs(10)
+    scores = {
+        name: await RewardClient(quartet.channel, name).score(prompts, responses, timeout_s=30)
+        for name in ("reward", "words", "blend")
+    }
+    expected = 2.0 * scores["reward"].values - 0.5 * scores["words"].values
+    assert scores["blend"].values == pytest.approx(expected, abs=1e-4)
+    request = common_pb2.InfoRequest()
+    info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "blend")
+    assert [(part.name, part.weight) for part in info.scorer.parts] == [
+        (f"model:{quartet.reward}", 2.0),
+        ("function:tests.scorers:words", -0.5),
+    ]

@@ -1,0 +1,145 @@
+"""Pushes to all replicas of the deployed rollout service, and the log-probs of all that compute them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from orchestrator import cluster as ray_cluster
+from orchestrator.config import OrchestratorConfig
+from orchestrator.policy import PolicyBatch
+from orchestrator.policy_actor import Policy
+from protos import rollout_pb2 as pb
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.cluster import Quartet, eventually
+from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
+
+PROMPTS, _ = plain.random_pairs(32, seed=21, longest=20)
+
+
+@pytest.fixture(scope="module")
+async def learner(quartet: Quartet, on_ray: None) -> AsyncIterator[Policy]:
+    """The policy learner as the orchestrator starts it, with a learning rate that shows."""
+    raw = quartet.raw["orchestrator"]
+    raw = raw | {
+        "policy": raw["policy"] | {"optimizer": {"learning_rate": 0.01}},
+        "sampling": {"temperature": 0.7, "max_new_tokens": 30},
+    }
+    policy = await Policy.start(OrchestratorConfig.parse(raw, "orchestrator"))
+    yield policy
+    policy.stop()
+
+
+async def next_version(quartet: Quartet) -> int:
+    reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    assert len(reports) == 2
+    return 1 + max(report.policy_version for report in reports)
+
+
+async def sample(quartet: Quartet, version: int, temperature: float) -> tuple[list[Any], list[Any]]:
+    """Responses to PROMPTS from weights of this version, and their log-probs as vLLM gives them."""
+    stream = quartet.services.rollout.generate(
+        PROMPTS, Sampling(max_new_tokens=30, temperature=temperature), min_version=version, timeout_s=60
+    )
+    samples = sorted([s async for some in stream for s in some], key=lambda s: s.index)
+    return [s.response_ids for s in samples], [s.logprobs for s in samples]
+
+
+async def test_rollout_reference_and_learner_agree_until_training_moves_the_policy(
+    quartet: Quartet, learner: Policy
+) -> None:
+    version = await next_version(quartet)
+    await push(quartet.services.rollout, learner, version)
+    responses, sampled = await sample(quartet, version, 0.7)
+    reference = await quartet.services.reference.logprobs(PROMPTS, responses, temperature=0.7, timeout_s=60)
+    learned = await learner.logprobs(PROMPTS, responses)
+    assert plain.furthest(sampled, learned) < 1e-4
+    assert plain.furthest(sampled, reference) < 1e-4
+
+    advantages = [np.linspace(-1, 1, len(row), dtype=np.float32) for row in responses]
+    await learner.train(PolicyBatch(PROMPTS, responses, sampled, learned, reference, advantages, 0.0), seed=0)
+    await push(quartet.services.rollout, learner, version + 1)
+    responses, sampled = await sample(quartet, version + 1, 0.7)
+    reference = await quartet.services.reference.logprobs(PROMPTS, responses, temperature=0.7, timeout_s=60)
+    assert plain.furthest(sampled, await learner.logprobs(PROMPTS, responses)) < 1e-4
+    assert plain.furthest(sampled, reference) > 0.1
+
+
+async def test_a_push_brings_every_replica_to_the_same_bytes(quartet: Quartet) -> None:
+    report = await push_model(quartet.services.rollout, perturbed(plain.language_model(quartet.policy), seed=1))
+    infos = await quartet.replicas()
+    assert report.attempts == 1
+    assert set(report.replicas) == set(infos)
+    assert {info.policy_version for info in infos.values()} == {report.policy_version}
+    assert {info.weights_checksum for info in infos.values()} == {report.checksum}
+
+
+async def test_responses_in_the_engine_are_finished_under_the_new_weights(quartet: Quartet) -> None:
+    """in_flight: keep. Each token's span names its weights, and pushes cost no token."""
+    version = await next_version(quartet)
+    source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=2))
+    long = Sampling(max_new_tokens=100, ignore_eos=True)
+    begun = asyncio.Event()
+    samples = []
+
+    async def listen() -> None:
+        async for some in quartet.services.rollout.generate(PROMPTS * 30, long, timeout_s=60):
+            samples.extend(some)
+            begun.set()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(listen())
+        await begun.wait()
+        await push(quartet.services.rollout, source, version)
+    assert {len(s.response_ids) for s in samples} == {100}
+    assert len(samples) == 2 * len(PROMPTS) * 30
+    assert {tuple(v for v, _, _ in s.spans) for s in samples} >= {(version - 1, version), (version,)}
+    for s in samples:
+        assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), 100]
+
+
+async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_pushes(quartet: Quartet) -> None:
+    rollout = quartet.services.rollout
+    await push_model(rollout, plain.language_model(quartet.policy))
+    victim = psutil.Process(processes(quartet)[0])
+    engine = victim.children(recursive=True)
+    long = Sampling(max_new_tokens=100, ignore_eos=True)
+    killed = asyncio.Event()
+
+    async def listen() -> list[int]:
+        seen = []
+        async for some in rollout.generate(PROMPTS * 8, long, timeout_s=90):
+            seen += [s.index for s in some]
+            if not killed.is_set():
+                killed.set()
+                os.kill(victim.pid, signal.SIGKILL)
+        return seen
+
+    everything = await asyncio.gather(*(listen() for _ in range(4)))
+    for seen in everything:
+        assert sorted(seen) == list(range(len(PROMPTS) * 8))
+
+    async def engine_gone() -> bool:
+        return not any(process.is_running() and process.status() != "zombie" for process in engine)
+
+    async def replaced() -> bool:
+        return len(processes(quartet)) == 2 and victim.pid not in processes(quartet)
+
+    await eventually(engine_gone, 10)
+    await eventually(replaced, 90)
+    report = await push_model(rollout, plain.language_model(quartet.policy))
+    assert set(report.replicas) == set(await quartet.replicas())
+    assert {info.policy_version for info in (await quartet.replicas()).values()} == {report.policy_version}
+
+
+def processes(quartet: Quartet) -> list[int]:
+    """Process ids of the rollout replicas that run."""
+    rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
+    return [replica["pid"] for replica in rollout["replicas"] if replica["state"] == "RUNNING"]

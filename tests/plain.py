@@ -1,0 +1,85 @@
+"""What plain transformers says, one sequence at a time and without padding: the answers to compare with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from services.common.arrays import Floats, Ints
+from tests.models import REWARD_MEAN, REWARD_STD, WORDS
+
+
+def random_pairs(count: int, seed: int = 0, longest: int = 40) -> tuple[list[Ints], list[Ints]]:
+    """Prompts and responses of 1 to `longest` random ids, special tokens among them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, (2, count))
+    prompts, responses = ([rng.integers(0, len(WORDS), n).astype(np.int32) for n in row] for row in lengths)
+    return prompts, responses
+
+
+def language_model(folder: Path | str) -> Any:
+    """The causal model in `folder`, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def logprobs(
+    model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], temperature: float = 1.0
+) -> list[Floats]:
+    """For each pair [T]: log softmax(logits / temperature) at each response token."""
+    answers = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        logits = model(_row(prompt, response)).logits[0, len(prompt) - 1 : -1]
+        every = (logits / temperature).log_softmax(-1).numpy()
+        answers.append(every[np.arange(len(response)), response])
+    return answers
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompts: Sequence[Ints], max_new_tokens: int) -> list[list[int]]:
+    """For each prompt the tokens of largest logit, until and with the end of the text."""
+    answers = []
+    for prompt in prompts:
+        row = _row(prompt)
+        # Without a mask transformers would leave out the prompt's pad tokens.
+        whole = model.generate(
+            row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=max_new_tokens
+        )
+        answers.append(whole[0, len(prompt) :].tolist())
+    return answers
+
+
+@torch.inference_mode()
+def scores(folder: Path, prompts: Sequence[Ints], responses: Sequence[Ints]) -> Floats:
+    """[B]: the reward model's head at the last token, normalised."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    pairs = zip(prompts, responses, strict=True)
+    raw = [float(model.score(model.model(_row(*pair)).last_hidden_state[0, -1])) for pair in pairs]
+    return (np.asarray(raw, np.float32) - REWARD_MEAN) / REWARD_STD
+
+
+@torch.inference_mode()
+def values(folder: Path | str, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+    """For each pair [T], from a saved critic: the value head at the token before each response token."""
+    body = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    head = load_file(Path(folder) / "value_head.safetensors")
+    answers = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        hidden = body(_row(prompt, response)).last_hidden_state[0, len(prompt) - 1 : -1]
+        answers.append((hidden @ head["value_head.weight"][0] + head["value_head.bias"]).numpy())
+    return answers
+
+
+def _row(*parts: Ints) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))[None].long()
+
+
+def furthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
+    """Largest absolute difference between two lists of arrays; infinite where one is not finite."""
+    assert [len(row) for row in left] == [len(row) for row in right]
+    difference = np.abs(np.concatenate(left) - np.concatenate(right))
+    return float(np.nan_to_num(difference, nan=np.inf).max())

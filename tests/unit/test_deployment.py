@@ -1,0 +1,149 @@
+"""The YAML file as a whole, and the orchestrator's own rules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.batch import make_controller
+from orchestrator.config import OrchestratorConfig
+from orchestrator.deployment import Deployment
+from services.common.config import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.fixture
+def section(model: str) -> dict[str, Any]:
+    """The least that an `orchestrator:` section needs."""
+    policy = {"model": model, "optimizer": {"learning_rate": 1e-4}}
+    return {"name": "run", "data": {"path": "prompts"}, "policy": policy}
+
+
+def refusal(section: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OrchestratorConfig.parse(section, "orchestrator")
+    return str(caught.value)
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"batch_size": 16, "ppo": {"minibatch_size": 17}},
+            "orchestrator: ppo.minibatch_size (17) must not exceed batch_size (16)",
+        ),
+        (
+            {"ppo": {"kl": {"placement": "loss"}}},
+            "orchestrator.ppo.kl: estimator k1 in the loss has an expected gradient of zero; choose k2 or k3",
+        ),
+        (
+            {"ppo": {"kl": {"target": 6, "coef": 0}}},
+            "orchestrator.ppo.kl: target adapts the coefficient by factors, so coef must be more than 0",
+        ),
+        (
+            {"batch_size": 100, "ppo": {"kl": {"target": 6, "horizon": 20}}},
+            "orchestrator: ppo.kl.horizon (20) must be more than 0.2 * batch_size (100)",
+        ),
+        (
+            {"sampling": {"min_new_tokens": 9, "max_new_tokens": 8}},
+            "orchestrator.sampling: min_new_tokens (9) must not exceed max_new_tokens (8)",
+        ),
+        ({"seed": -1}, "orchestrator.seed: Input should be greater than or equal to 0, got -1"),
+        ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: Input should be greater than 0, got 0"),
+        ({"ppo": {"dual_clip": 1}}, "orchestrator.ppo.dual_clip: Input should be greater than 1, got 1"),
+        ({"ppo": {"importance_cap": 0.5}}, "orchestrator.ppo.importance_cap: Input should be greater than or equal to"),
+        ({"steps": 0}, "orchestrator.steps: Input should be greater than or equal to 1, got 0"),
+        ({"ppo": 3}, "orchestrator.ppo: Input should be a valid dictionary"),
+    ],
+)
+def test_runs_that_cannot_be(section: dict[str, Any], values: dict[str, Any], message: str) -> None:
+    said = refusal(section | values)
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+def test_runs_that_can_be(section: dict[str, Any]) -> None:
+    kl = {"placement": "loss", "estimator": "k2"}
+    config = OrchestratorConfig.parse(section | {"batch_size": 16, "ppo": {"minibatch_size": 16, "kl": kl}}, "o")
+    assert (config.ppo.minibatch_size, config.ppo.kl.estimator) == (16, "k2")
+    # k1 in a loss that is turned off does no harm.
+    OrchestratorConfig.parse(section | {"ppo": {"kl": {"placement": "loss", "coef": 0}}}, "o")
+
+
+def test_an_adaptive_coefficient_that_is_accepted_survives_the_largest_error(section: dict[str, Any]) -> None:
+    values = {"batch_size": 100, "ppo": {"kl": {"target": 6, "horizon": 20.1}}}
+    config = OrchestratorConfig.parse(section | values, "o")
+    # e is -0.2 at most: 0.1 * (1 - 0.2 * 100 / 20.1) > 0.
+    assert make_controller(config.ppo).update(0.0, config.batch_size).coef == pytest.approx(0.1 * 0.1 / 20.1)
+
+
+def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:
+    applications = [{"name": "reward", "import_path": "services.reward.replica:build", "args": {"tokenizer": "no"}}]
+    content = {"shared": {"x": 1}, "grpc_options": {"port": 1}, "applications": applications, "orchestrator": section}
+    loaded = Deployment.load(write(tmp_path / "a.yaml", content))
+    assert loaded.applications == ("reward",)
+    assert loaded.orchestrator.name == "run"
+    assert loaded.raw == content
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], model: str) -> None:
+    content = {
+        "aplications": [],
+        "applications": [
+            {"name": "critic", "import_path": "services.critic.replica:build", "args": {"modle": "x"}},
+            {"name": "mine", "import_path": "elsewhere:build", "args": {"any": "thing"}},
+            {"name": "rollout", "import_path": "services.rollout.replica:build", "args": {"model": model, "port": 1}},
+            {"name": "reference", "import_path": "services.reference.replica:build"},
+            {"name": "reward", "import_path": "services.reward.replica:build", "args": ["scorer"]},
+        ],
+        "orchestrator": section | {"step": 3},
+    }
+    path = write(tmp_path / "a.yaml", content)
+    with pytest.raises(ConfigError) as caught:
+        Deployment.load(path, check_services=True)
+    lines = str(caught.value).splitlines()
+    expected = [
+        f"{path}: no such section: aplications; the sections are applications, ",
+        "applications.critic.args.model: required",
+        "applications.critic.args.optimizer: required",
+        "applications.critic.args.modle: no such field; the fields here are ",
+        "applications.rollout.args.port: no such field; the fields here are ",
+        "applications.reference.args.model: required",
+        "applications.reward.args: should be a mapping of fields to values, got ['scorer']",
+        "orchestrator.step: no such field; the fields here are ",
+    ]
+    assert len(lines) == len(expected)
+    for line, start in zip(lines, expected, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize("applications", [3, {"name": "reward"}, ["reward"]])
+def test_applications_are_a_list_of_sections(tmp_path: Path, section: dict[str, Any], applications: Any) -> None:
+    path = write(tmp_path / "a.yaml", {"applications": applications, "orchestrator": section})
+    with pytest.raises(ConfigError, match="applications: should be a list, each with a name and an import_path"):
+        Deployment.load(path, check_services=True)
+
+
+def test_a_file_without_an_orchestrator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Deployment.load(write(tmp_path / "a.yaml", {"applications": []}))
+    assert str(caught.value).splitlines() == [
+        "orchestrator.name: required",
+        "orchestrator.data: required",
+        "orchestrator.policy: required",
+    ]
+    with pytest.raises(ConfigError, match="orchestrator: should be a mapping of fields to values, got 5"):
+        Deployment.load(write(tmp_path / "a.yaml", {"orchestrator": 5}))
