@@ -116,9 +116,7 @@ def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampl
     return generate
 
 
-def _service(
-    target: str, deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling
-) -> Callable[[], int]:
+def _service(target: str, deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
     loop = asyncio.new_event_loop()
     size = deployment.orchestrator.prompts_per_call
 

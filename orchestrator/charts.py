@@ -119,9 +119,7 @@ SECONDS = Chart(
     (
         Panel(
             "seconds per step",
-            tuple(
-                Line(f"seconds/{name}", name, colour) for name, colour in zip(_STAGES, PALETTE, strict=False)
-            ),
+            tuple(Line(f"seconds/{name}", name, colour) for name, colour in zip(_STAGES, PALETTE, strict=False)),
             kind="stacked",
         ),
     ),

@@ -66,9 +66,7 @@ class Comparison:
             *(self._measure(name, "", _judged_by(name), more_is_better=True) for name in judges),
             self._measure("KL to reference", "nats per response", lambda sample: sample.kl),
             self._measure("response length", "tokens", lambda sample: sample.length),
-            self._measure(
-                "cut off at the limit", "% of responses", lambda sample: 100.0 * (not sample.ended)
-            ),
+            self._measure("cut off at the limit", "% of responses", lambda sample: 100.0 * (not sample.ended)),
         ]
 
     def _measure(

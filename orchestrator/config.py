@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config import Config, Seconds
 from services.common.learner_config import PolicyConfig
@@ -160,6 +160,15 @@ class EvaluationConfig(Config):
     judges: dict[str, str] = Field(default_factory=dict)
     """Functions that score the evaluation's samples beside the reward service, by name: an import path such as
     `recipes.reviews.gold:score`. They are never trained on."""
+
+    @field_validator("judges")
+    @classmethod
+    def _names_are_free(cls, judges: dict[str, str]) -> dict[str, str]:
+        if taken := {"score", "kl", "length", "truncated"} & judges.keys():
+            raise ValueError(
+                f"{', '.join(sorted(taken))}: measured by every evaluation; call the judge something else"
+            )
+        return judges
 
 
 class LogConfig(Config):

@@ -59,9 +59,7 @@ class Tokenizer(Protocol):
     ) -> Any: ...
 
 
-def load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_size: int | None = None
-) -> PromptSet:
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_size: int | None = None) -> PromptSet:
     """Reads, tokenises and filters the prompts of `split`: a name, with a range such as `[:90%]` if wanted.
 
     Args:

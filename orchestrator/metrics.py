@@ -36,9 +36,7 @@ class Sink(Protocol):
 class MetricsLog:
     """Appends to a metrics.jsonl and its sinks. Closing it closes them all."""
 
-    def __init__(
-        self, path: Path, sinks: Sequence[Sink] = (), clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Sink] = (), clock: Callable[[], float] = time.time) -> None:
         """`clock` gives the seconds since 1970 that go with each line."""
         self._sinks, self._clock, self._resources = sinks, clock, ExitStack()
         for sink in sinks:

@@ -78,9 +78,7 @@ class PolicyTrainer:
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """Trains on one batch and returns the means over its optimizer steps."""
         means = Means()
-        order = minibatches(
-            len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed
-        )
+        order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         for chosen in order:
             means.add(self._learner.step(list(self._micro_batches(batch, chosen)), self._loss))
         return means.result()

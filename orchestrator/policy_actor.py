@@ -94,5 +94,3 @@ class Policy:
             raise PolicyError(f"policy.{name}: the learner's process is gone: {error}") from None
         except ray.exceptions.RayTaskError as error:
             raise Internal(f"policy.{name}: {type(error.cause).__name__}: {error.cause}") from error
-
-

@@ -184,9 +184,7 @@ def _cells(measure: Measure) -> list[tuple[str, str]]:
     ]
 
 
-def _cell(
-    interval: Interval | None, *, digits: int = 2, unit: str = "", signed: bool = False
-) -> tuple[str, str]:
+def _cell(interval: Interval | None, *, digits: int = 2, unit: str = "", signed: bool = False) -> tuple[str, str]:
     if interval is None:
         return "–", ""
     low, high = _number(interval.low, digits), _number(interval.high, digits)

@@ -97,7 +97,8 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
                 evaluator = _evaluator(config, services, inputs, run_dir)
                 trainer = Trainer(config, services, policy, pusher, prompts, evaluator, log, progress)
                 start = Start(infos.rollout.policy_version, infos.critic.last_step)
-                await trainer.run(start, Path(config.save or run_dir / "policy"))
+                # The learner's process has a working directory of its own.
+                await trainer.run(start, Path(config.save or run_dir / "policy").resolve())
             finally:
                 policy.stop()
                 ray.shutdown()

@@ -149,5 +149,3 @@ def table(rows: Sequence[Judged], title: str, scorer: str, path: str) -> Table:
         interval: Interval = mean_interval(values)
         drawn.add_row(name, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
     return drawn
-
-

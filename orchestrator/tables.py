@@ -99,9 +99,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
         numbered = [(number, _decode(line, f"data.path {path}, line {number}")) for number, line in lines]
     for number, row in numbered:
         if not isinstance(row, dict):
-            raise ConfigError(
-                f"data.path {path}, {unit} {number}: should be a JSON object, got {type(row).__name__}"
-            )
+            raise ConfigError(f"data.path {path}, {unit} {number}: should be a JSON object, got {type(row).__name__}")
     return [row for _, row in numbered]
 
 

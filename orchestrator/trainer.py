@@ -100,9 +100,7 @@ class Trainer:
 
     async def _step(self, step: int) -> None:
         began = time.monotonic()
-        collected = await self._collector.collect(
-            self._prompts.batch(step), step=step, min_version=self._version
-        )
+        collected = await self._collector.collect(self._prompts.batch(step), step=step, min_version=self._version)
         prompts, responses = _sequences(collected.experiences)
         old_logprobs, logprobs_s = await _timed(self._policy.logprobs(prompts, responses))
         estimate = estimate_advantages(

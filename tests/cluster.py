@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,8 +26,9 @@ REPO = Path(__file__).parents[1]
 PROMPTS = 24
 EVALUATED = 4
 SERVICES = ("rollout", "reward", "reference", "critic")
-START_S = 240
+START_S = 300
 _MARK = "QUARTET_TEST_CLUSTER"
+"""Inherited by every process of the cluster, wherever it ends up in the process tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +108,39 @@ async def refused(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), str(caught.value.details())
 
 
+def command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The `quartet` command, run in `folder`: that is where it keeps .quartet/ and runs/."""
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("quartet")), *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+
+
 @asynccontextmanager
 async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIterator[Quartet]:
-    """Starts everything; at the end stops it and makes sure that no process is left."""
+    """`quartet up`, and at the end `quartet down`, which must leave no process behind."""
     http, grpc_port = _free_ports(2)
     raw = _configuration(policy, reward, _write_prompts(folder), http, grpc_port)
     config = folder / "ppo.yaml"
     config.write_text(yaml.safe_dump(raw))
     target = f"127.0.0.1:{grpc_port}"
-    channel = open_channel(target)
     mark = uuid.uuid4().hex
-    os.environ[_MARK] = mark  # inherited by every process of the cluster, wherever it ends up in the process tree
-    cluster = ray_cluster.start(_say, state=folder / ".quartet" / "ray.json")
-    del os.environ[_MARK]
     try:
-        ray_cluster.deploy(cluster, config)
-        ray_cluster.await_running(cluster, SERVICES, _say, START_S)
-        services = Services.connect(target)
-        await services.infos(60)
-        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, services)
-        await services.close()
-    finally:
+        up = command(folder, "up", str(config), **{_MARK: mark})
+        assert up.returncode == 0, up.stderr
+        cluster = ray_cluster.running(folder / ray_cluster.STATE)
+        assert cluster
+        channel = open_channel(target)
+        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, Services.connect(target))
         await channel.close()
-        ray_cluster.stop(cluster, state=folder / ".quartet" / "ray.json")
+    finally:
+        command(folder, "down")
     assert left_behind(mark) == []
 
 
@@ -142,10 +154,6 @@ def left_behind(mark: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -188,7 +196,7 @@ def _configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_po
             "eval_split": f"train[{PROMPTS - EVALUATED}:]",
             "max_prompt_length": 16,
         },
-        "evaluation": {"every": 2, "judges": {"words": "tests.scorers:words"}},
+        "evaluation": {"every": 2, "judges": {"words": "tests.scorers:count"}},
     }
     raw["orchestrator"]["ppo"]["minibatch_size"] = 8
     raw["orchestrator"]["policy"]["model"] = str(policy)

@@ -1,4 +1,4 @@
-"""A function scorer for tests, found by Serve's replicas under its import path."""
+"""A function scorer and a judge for tests, found under their import path."""
 
 from collections.abc import Sequence
 
@@ -13,3 +13,8 @@ def words(pairs: Sequence[Pair]) -> list[float]:
     if any("w13" in pair.response.split() for pair in pairs):
         raise RuntimeError("the password is 1234")
     return [0.1 * len(pair.response.split()) + 100 * bool(pair.label) + 1000 * pair.ended for pair in pairs]
+
+
+def count(pairs: Sequence[Pair]) -> list[float]:
+    """Words of the response."""
+    return [float(len(pair.response.split())) for pair in pairs]

@@ -36,9 +36,13 @@ def _load(kind: Any, path: str, dtype: str, **options: Any) -> nn.Module:
 def load_tokenizer(path: str) -> Any:
     """The tokenizer in `path`. ConfigError if the folder holds none that loads."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"tokenizer: {path} holds no tokenizer that loads: {error}") from None
+    # For some architectures transformers makes up an empty tokenizer where the folder holds none.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(f"tokenizer: {path} holds no tokenizer; its files belong beside the model's")
+    return tokenizer
 
 
 def max_length(model: nn.Module) -> int:

@@ -35,9 +35,7 @@ class _Health(health_pb2_grpc.HealthServicer):
     def __init__(self, server: Any) -> None:
         from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-        self._ask = server.service_handler_factory(
-            f"/{health.SERVICE_NAME}/Check", gRPCStreamingType.UNARY_UNARY
-        )
+        self._ask = server.service_handler_factory(f"/{health.SERVICE_NAME}/Check", gRPCStreamingType.UNARY_UNARY)
 
     async def Check(self, request: Any, context: Any) -> Any:
         """`quartet.v1.Rollout` or just `rollout`; an empty name asks whether the proxy itself serves."""

@@ -42,9 +42,7 @@ class PaddedPairs:
         return [row[:length] for row, length in zip(rows, self.lengths, strict=True)]
 
 
-def pad_pairs(
-    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
-) -> PaddedPairs:
+def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PaddedPairs:
     """Pads B pairs. The padding's id is 0 and means nothing: it is masked out."""
     wide_p = max(len(prompt) for prompt in prompts)
     wide_t = max(len(response) for response in responses)
@@ -73,9 +71,7 @@ def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str 
     return torch.from_numpy(padded).to(device)
 
 
-def length_batches(
-    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int
-) -> Iterator[list[int]]:
+def length_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
     """Indices of pairs of like length, batch by batch, each of at most `max_tokens` after padding.
 
     A single pair that is longer makes a batch of its own.

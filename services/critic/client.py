@@ -17,9 +17,7 @@ class CriticClient(ServiceClient[CriticStub]):
     def __init__(self, channel: grpc.aio.Channel, application: str = "critic") -> None:
         super().__init__(channel, CriticStub, application)
 
-    async def values(
-        self, prompts: Sequence[Ints], responses: Sequence[Ints], *, timeout_s: float
-    ) -> list[Floats]:
+    async def values(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, timeout_s: float) -> list[Floats]:
         """For each pair [T]: V(prefix) before each response token.
 
         Raises:

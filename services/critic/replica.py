@@ -18,9 +18,7 @@ from services.critic.config import CriticConfig
 from services.critic.once import Once
 
 
-@serve.deployment(
-    name="Critic", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10
-)
+@serve.deployment(name="Critic", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10)
 class Critic(HealthMixin):
     """One replica, one value model."""
 
@@ -91,9 +89,7 @@ class Critic(HealthMixin):
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.CriticInfo:
         """See critic.proto."""
-        return pb.CriticInfo(
-            model=self._model, last_step=self._once.last_step, initialised_from=self._config.model
-        )
+        return pb.CriticInfo(model=self._model, last_step=self._once.last_step, initialised_from=self._config.model)
 
     def _pairs(self, pairs: common_pb2.Pairs) -> Any:
         return unpack_pairs(pairs, vocab_size=self._model.vocab_size, max_length=self._model.max_length)

@@ -16,9 +16,7 @@ from services.common.replica import HealthMixin
 from services.reference.config import ReferenceConfig
 
 
-@serve.deployment(
-    name="Reference", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10
-)
+@serve.deployment(name="Reference", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10)
 class Reference(HealthMixin):
     """One replica, one frozen model."""
 

@@ -17,9 +17,7 @@ from services.common.replica import HealthMixin
 from services.reward.config import RewardConfig
 
 
-@serve.deployment(
-    name="Reward", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10
-)
+@serve.deployment(name="Reward", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10)
 class Reward(HealthMixin):
     """One replica, one scorer."""
 

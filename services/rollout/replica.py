@@ -24,9 +24,7 @@ LINGER_S = 0.02
 models finish a sample with every engine step."""
 
 
-@serve.deployment(
-    name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10
-)
+@serve.deployment(name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10)
 class Rollout(HealthMixin):
     """One replica, one engine."""
 

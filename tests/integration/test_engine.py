@@ -1,6 +1,6 @@
 """The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,23 +45,29 @@ class Loaded:
             assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
 
 
+@pytest.fixture(scope="module")
+def host(on_ray: None) -> Iterator[Any]:
+    """A process for engines, one after the other."""
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    actor: Any = ray.remote(EngineHost).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
+    yield actor
+    ray.kill(actor)
+
+
 @pytest.fixture(
     scope="module",
     params=[("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)],
     ids=["llama", "llama-tied", "qwen2", "qwen2-tied"],
 )
 async def loaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, on_ray: None
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, host: Any
 ) -> AsyncIterator[Loaded]:
-    """One engine at a time."""
+    """An engine with each kind of model."""
     kind, tied = request.param
     folder: Path = make_policy(tmp_path_factory.mktemp("engine") / "policy", kind=kind, tied=tied, seed=5)
-    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    host: Any = ray.remote(EngineHost).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
     await host.start.remote({"model": str(folder), "dtype": "float32", "max_length": 128, "kv_cache_mib": 64})
     yield Loaded(plain.language_model(folder), host)
     await host.shutdown.remote()
-    ray.kill(host)
 
 
 async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded) -> None:

@@ -120,7 +120,8 @@ def test_a_minibatch_in_parts_is_the_same_step(policy_folder: Path, zero_stage: 
 def test_metrics_are_summed_and_maxima_kept(policy_folder: Path) -> None:
     learner = make_learner(policy_folder)
     before = copy.deepcopy(learner.module)
-    errors = squared_error(before)(batches(1)[0])[1]
+    with torch.no_grad():
+        errors = squared_error(before)(batches(1)[0])[1]
     measured = train(learner, [parts(batches(1)[0], 1, 5)])[0]
     assert measured["loss"] == pytest.approx(float(errors["loss"]), abs=1e-6)
     assert measured["error_max"] == pytest.approx(float(errors["error_max"]), abs=1e-6)
@@ -130,17 +131,16 @@ def test_bfloat16_keeps_float32_master_weights(policy_folder: Path) -> None:
     # Thirty steps of 1e-4 are 3e-3 in all. Near 0.3 neighbours in bfloat16 lie 2e-3 apart, so that without
     # master weights each step would be rounded away.
     config = OptimizerConfig(learning_rate=1e-4)
-    plain, expected = train_plainly(batches(30), config)
+    plain, expected = train_plainly(batches(1) * 30, config)
     learner = make_learner(policy_folder, config, dtype="bfloat16", zero_stage=1)
     assert {parameter.dtype for parameter in learner.module.parameters()} == {torch.bfloat16}
-    measured = train(learner, [[(x.bfloat16(), target)] for x, target in batches(30)])
+    measured = train(learner, [[(x.bfloat16(), target)] for x, target in batches(1) * 30])
     for found, wanted in zip(measured, expected, strict=True):
         assert found == pytest.approx(wanted, rel=0.02)
     moved = weights(plain) - weights(network())
-    assert 2e-3 < float(moved.abs().median()) < 4e-3
-    found_moved = weights(learner.module) - weights(network())
-    assert float((found_moved - moved).abs().mean()) < 1e-3
-    assert float((found_moved * moved.sign()).mean()) == pytest.approx(float(moved.abs().mean()), rel=0.1)
+    assert 2e-3 < float(moved.abs().mean()) < 3e-3
+    along = (weights(learner.module) - weights(network())) * moved.sign()
+    assert float(along.mean()) == pytest.approx(float(moved.abs().mean()), rel=0.1)
 
 
 def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path) -> None:

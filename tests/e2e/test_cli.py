@@ -1,0 +1,46 @@
+"""`quartet check`, from outside."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import yaml
+
+from tests.cluster import REPO, Quartet, command
+
+
+def test_check_passes_the_file_that_is_deployed(quartet: Quartet, tmp_path: Path) -> None:
+    done = command(tmp_path, "check", str(quartet.config))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"{quartet.config}: fine\n"
+
+
+def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -> None:
+    raw = deepcopy(quartet.raw)
+    rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
+    rollout["max_lenght"] = 64
+    reward["scorer"]["model"] = "/no/such/model"
+    reference["dtype"] = "float16"
+    del critic["optimizer"]
+    raw["orchestrator"] |= {"steps": 0, "sampling": {"temperature": "warm"}}
+    raw["orchestrater"] = {}
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(yaml.safe_dump(raw))
+    done = command(tmp_path, "check", str(broken))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for problem in (
+        f"{broken}: no such section: orchestrater",
+        "applications.rollout.args.max_lenght: no such field; the fields here are dtype, enforce_eager,",
+        "applications.reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)",
+        "applications.reference.args.dtype: Input should be 'float32' or 'bfloat16', got 'float16'",
+        "applications.critic.args.optimizer: required",
+        "orchestrator.steps: Input should be greater than or equal to 1, got 0",
+        "orchestrator.sampling.temperature: Input should be a valid number, unable to parse string as a number",
+    ):
+        assert problem in done.stderr
+
+
+def test_check_of_no_file_says_so(tmp_path: Path) -> None:
+    done = command(tmp_path, "check", str(REPO / "deploy" / "quintet.yaml"))
+    assert done.returncode == 1
+    assert "quintet.yaml: cannot be read: No such file or directory" in done.stderr

@@ -1,0 +1,108 @@
+"""Three PPO steps by `quartet train` through the four deployed services, two rollout replicas among them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.metrics import read_metrics
+from protos import rollout_pb2 as pb
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.cluster import EVALUATED, Quartet, command
+
+STEPS = 3
+EVERY_STEP = {
+    *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef"),
+    *("policy/loss", "policy/entropy", "policy/approx_kl", "policy/ratio_mean", "policy/ratio_max"),
+    *("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/grad_norm", "policy/learning_rate"),
+    *("policy/version", "policy/staleness", "mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
+    *("value/loss", "value/clip_fraction", "value/explained_variance", "value/grad_norm", "value/learning_rate"),
+    *("response/length_mean", "response/length_max", "response/truncated"),
+    *("tokens_per_s/generation", "tokens_per_s/training"),
+    *(f"seconds/{stage}" for stage in ("generate", "score", "logprobs", "train", "push", "step")),
+}
+EVALUATION = {"eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eval/words", "seconds/evaluate"}
+
+
+@pytest.fixture(scope="module")
+async def run(quartet: Quartet) -> Path:
+    """The folder of a run that has ended well."""
+    before = (await quartet.services.rollout.info(30)).policy_version
+    done = command(quartet.folder, "train", str(quartet.config))
+    assert done.returncode == 0, done.stderr
+    folder = quartet.folder / "runs" / "three-steps"
+    (folder / "version-before").write_text(str(before))
+    return folder
+
+
+def test_every_step_is_logged_once_with_all_that_is_measured(run: Path) -> None:
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines[1:]:
+        assert EVERY_STEP <= line.keys()
+    for step in (0, 2, 3):  # before the first, every second, after the last
+        assert EVALUATION <= lines[step].keys()
+    assert not EVALUATION & lines[1].keys()
+    assert np.isfinite([value for line in lines for value in line.values()]).all()
+
+
+def test_the_policy_moves_and_its_version_rises_by_one_each_step(run: Path) -> None:
+    before = int((run / "version-before").read_text())
+    _, *steps = read_metrics(run / "metrics.jsonl")
+    # The push before the first step makes one version, each step another.
+    assert [line["policy/version"] for line in steps] == [before + 2, before + 3, before + 4]
+    assert [line["policy/staleness"] for line in steps] == [0, 0, 0]
+    # Sampled from the reference's weights at first, and from others after an update.
+    assert abs(steps[0]["kl/reference"]) < 1e-3
+    assert abs(steps[1]["kl/reference"]) > 1e-3
+    # vLLM and learner agree on the weights of every step, pushed ones included.
+    assert max(line["mismatch/max_abs"] for line in steps) < 1e-4
+
+
+def test_evaluations_are_written_as_text(run: Path) -> None:
+    files = sorted((run / "evaluations").iterdir())
+    assert [file.name for file in files] == ["step-000000.jsonl", "step-000002.jsonl", "step-000003.jsonl"]
+    rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    assert len(rows) == EVALUATED
+    assert all(row["prompt"].startswith("w") and row["judges"].keys() == {"words"} for row in rows)
+    assert list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.usefixtures("run")
+async def test_all_replicas_end_with_the_last_version_and_the_same_bytes(quartet: Quartet, run: Path) -> None:
+    last = read_metrics(run / "metrics.jsonl")[-1]["policy/version"]
+    infos = (await quartet.replicas()).values()
+    assert [info.policy_version for info in infos] == [last, last]
+    assert len({info.weights_checksum for info in infos}) == 1
+    assert all(info.weights_checksum and info.running == 0 for info in infos)
+    reports = await quartet.services.rollout.update_weights(10, discover=pb.Discover())
+    assert [report.policy_version for report in reports] == [last, last]
+    assert (await quartet.services.critic.info(10)).last_step >= STEPS
+
+
+async def test_the_saved_policy_is_the_one_that_is_served(quartet: Quartet, run: Path) -> None:
+    prompts, _ = plain.random_pairs(20, seed=31, longest=30)
+    stream = quartet.services.rollout.generate(prompts, Sampling(max_new_tokens=30, temperature=0), timeout_s=60)
+    samples = sorted([sample async for some in stream for sample in some], key=lambda sample: sample.index)
+    served = [sample.response_ids.tolist() for sample in samples]
+    assert served == plain.greedy(plain.language_model(run / "policy"), prompts, 30)
+    assert served != plain.greedy(plain.language_model(quartet.policy), prompts, 30)
+
+
+def test_the_saved_policy_is_evaluated_as_the_served_one_is(quartet: Quartet, run: Path) -> None:
+    """`quartet evaluate`, with the rollout service and with an engine of its own: the same seeds, the same samples."""
+    rows = []
+    for model in ("current", str(run / "policy")):
+        output = run / f"{Path(model).name}.jsonl"
+        where = ("--config", str(quartet.config), "--model", model, "--split", "train[:6]", "--output", str(output))
+        done = command(quartet.folder, "evaluate", *where)
+        assert done.returncode == 0, done.stderr
+        assert f"score (model:{quartet.reward})" in done.stdout.replace("\n", "")
+        rows.append([json.loads(line) for line in output.read_text().splitlines()])
+    served, saved = rows
+    assert len(served) == len(saved) == 6
+    for left, right in zip(served, saved, strict=True):
+        assert left["response"] == right["response"]
+        assert left["score"] == pytest.approx(right["score"], abs=1e-4)
