@@ -1,6 +1,7 @@
 """The `quartet` command."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,13 @@ def up(
     from orchestrator.deployment import Deployment
 
     deployment = Deployment.load(config, check_services=True)
+    if cluster.running() is None:
+        if os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(
+                f"RAY_ADDRESS is set: that cluster takes the file by `serve deploy {config}`; "
+                "unset it to have a local Ray head started"
+            )
+        cluster.check_ports(deployment.ports)
     ray = cluster.start(_say)
     cluster.deploy(ray, config)
     cluster.await_running(ray, deployment.applications, _say, timeout_s)

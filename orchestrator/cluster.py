@@ -94,6 +94,17 @@ def start(say: Say, state: Path = STATE, timeout_s: float = 90) -> Cluster:
     return cluster
 
 
+def check_ports(ports: Mapping[str, int]) -> None:
+    """Raises ClusterError if another program listens on one of these ports, given by the keys that set them."""
+    for key, port in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise ClusterError(f"{key}: {port} cannot be used: {error.strerror}; choose another") from None
+
+
 def _free_ports(count: int) -> list[int]:
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:

@@ -30,6 +30,15 @@ class Deployment:
     applications: tuple[str, ...]
     raw: dict[str, Any]
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports on which Serve will listen, by the key that sets them; Serve's defaults where none does."""
+        given = {"http_options": 8000, "grpc_options": 9000}
+        return {
+            f"{section}.port": int((self.raw.get(section) or {}).get("port", default))
+            for section, default in given.items()
+        }
+
     @classmethod
     def load(cls, path: str | Path, *, check_services: bool = False) -> Self:
         """Reads and validates.
@@ -60,10 +69,21 @@ class Deployment:
             orchestrator = OrchestratorConfig.parse(raw.get("orchestrator") or {}, "orchestrator")
         except ConfigError as error:
             problems.append(str(error))
+        else:
+            problems += _wrong_port(orchestrator.target, raw)
         if problems or orchestrator is None:
             raise ConfigError("\n".join(problems))
         names = tuple(str(application.get("name")) for application in applications)
         return cls(Path(path), orchestrator, names, raw)
+
+
+def _wrong_port(target: str, raw: dict[str, Any]) -> list[str]:
+    """A target on this machine must be the port on which Serve of the same file listens."""
+    host, _, port = target.rpartition(":")
+    served = (raw.get("grpc_options") or {}).get("port")
+    if host in ("127.0.0.1", "localhost") and served is not None and port != str(served):
+        return [f"orchestrator.target: {target}, but grpc_options.port is {served}; they must be the same port"]
+    return []
 
 
 def _problems_of(application: dict[str, Any]) -> list[str]:
