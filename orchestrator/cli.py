@@ -143,19 +143,24 @@ def _guarded(command: Callable[[], Any]) -> int:
     try:
         command()
     except Exception as error:
-        # Not before: these bring Ray and torch, seconds that most commands can do without.
-        from orchestrator.cluster import ClusterError
-        from orchestrator.policy_actor import PolicyError
-
-        actionable = (ConfigError, ServiceError, ClusterError, PolicyError)
         leaves = _leaves(error)
-        if not all(isinstance(leaf, actionable) for leaf in leaves):
+        if not all(_is_actionable(leaf) for leaf in leaves):
             raise
         # Calls that fail together usually fail for one reason.
         for text in dict.fromkeys(str(leaf) for leaf in leaves):
             _errors.print(f"[red]error:[/red] {escape(text)}")
         return 1
     return 0
+
+
+def _is_actionable(error: BaseException) -> bool:
+    if isinstance(error, ConfigError | ServiceError):
+        return True
+    # Not before: these bring Ray and torch, seconds that a wrong configuration need not cost.
+    from orchestrator.cluster import ClusterError
+    from orchestrator.policy_actor import PolicyError
+
+    return isinstance(error, ClusterError | PolicyError)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

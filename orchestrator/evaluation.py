@@ -10,6 +10,7 @@ from orchestrator.data import Prompt
 from orchestrator.experience import Collector, Experience
 from orchestrator.judged import Judged, write_rows
 from orchestrator.statistics import mean_interval
+from services.common.config import ConfigError
 from services.common.pairs import Pair
 
 Judge = Callable[[Sequence[Pair]], Sequence[float]]
@@ -54,7 +55,7 @@ def judge(experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str
         Pair(prompt=e.prompt.text, response=text, label=e.prompt.label, ended=not e.truncated)
         for e, text in zip(experiences, texts, strict=True)
     ]
-    verdicts = {name: list(function(pairs)) for name, function in judges.items()}
+    verdicts = {name: _verdict(name, function, pairs) for name, function in judges.items()}
     return [
         Judged(
             row=e.prompt.row,
@@ -65,10 +66,21 @@ def judge(experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str
             score=e.score,
             kl=e.kl,
             length=len(e.sample.response_ids),
-            judges={name: float(values[index]) for name, values in verdicts.items()},
+            judges={name: values[index] for name, values in verdicts.items()},
         )
         for index, (e, pair) in enumerate(zip(experiences, pairs, strict=True))
     ]
+
+
+def _verdict(name: str, judge: Judge, pairs: Sequence[Pair]) -> list[float]:
+    """One finite number per pair. ConfigError if the judge gives something else."""
+    values = [float(value) for value in judge(pairs)]
+    if len(values) != len(pairs) or not np.isfinite(values).all():
+        raise ConfigError(
+            f"evaluation.judges.{name}: should give one finite number per pair, "
+            f"got {len(values)} of which {int(np.isfinite(values).sum())} finite for {len(pairs)} pairs"
+        )
+    return values
 
 
 def summarise(rows: Sequence[Judged]) -> dict[str, float]:

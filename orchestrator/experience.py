@@ -116,11 +116,11 @@ class Collector:
             group.create_task(self._judge(asked, first, samples, with_values, finished))
 
     def _seeds(self, step: int, first: int, count: int) -> list[int] | None:
-        """One seed per sample, different for every step and row of the batch."""
+        """One seed per sample, different for every step and row of the batch, however it is cut into calls."""
         if not self._config.sampling.seeded:
             return None
-        draws = np.random.SeedSequence([self._config.seed, step, first]).generate_state(count, np.uint64)
-        return [int(draw >> 1) for draw in draws]
+        draws = np.random.SeedSequence([self._config.seed, step]).generate_state(first + count, np.uint64)
+        return [int(draw >> 1) for draw in draws[first:]]
 
     async def _judge(
         self,

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import psutil
 import pytest
 import yaml
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator import cluster as ray_cluster
@@ -23,6 +24,8 @@ from orchestrator.services import Services
 from services.common.client import open_channel
 
 REPO = Path(__file__).parents[1]
+Reply = TypeVar("Reply", bound=Message)
+
 PROMPTS = 24
 EVALUATED = 4
 SERVICES = ("rollout", "reward", "reference", "critic")
@@ -47,12 +50,13 @@ class Quartet:
     channel: grpc.aio.Channel
     services: Services
 
-    async def call(self, method: str, request: Any, reply: Any, application: str, timeout_s: float = 60) -> Any:
+    async def call(self, method: str, request: Any, reply: type[Reply], application: str) -> Reply:
         """One unary RPC as any gRPC client would make it; `request` a message or raw bytes."""
         ask = self.channel.unary_unary(method, request_serializer=_wire, response_deserializer=reply.FromString)
-        return await ask(request, metadata=(("application", application),), timeout=timeout_s)
+        answer: Reply = await ask(request, metadata=(("application", application),), timeout=60)
+        return answer
 
-    async def stream(self, method: str, request: Any, reply: Any, application: str) -> list[Any]:
+    async def stream(self, method: str, request: Any, reply: type[Reply], application: str) -> list[Reply]:
         """Like `call`, for an RPC that streams its responses."""
         ask = self.channel.unary_stream(method, request_serializer=_wire, response_deserializer=reply.FromString)
         return [part async for part in ask(request, metadata=(("application", application),), timeout=60)]

@@ -46,7 +46,7 @@ class ModelSource:
             return await asyncio.to_thread(self._sender.send, self._tensors, self._manifest)
         self.fails = False
         first = next(self._manifest.buckets())
-        broken = {name: None for name in self._manifest.names[first.stop :]}
+        broken = dict.fromkeys(self._manifest.names[first.stop :])
         try:
             return await asyncio.to_thread(self._sender.send, self._tensors | broken, self._manifest)
         finally:

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from protos import critic_pb2
-from services.common.arrays import Floats, Ints, pack_floats, pack_pairs
+from services.common.arrays import Floats, Ints, pack_floats
 from services.common.errors import FailedPrecondition, InvalidArgument
 from tests import plain
 from tests.cluster import Quartet, refused
-from tests.integration.malformed import MALFORMED
+from tests.integration.malformed import MALFORMED, pairs
 from tests.models import MAX_LENGTH, WORDS
 
 PAIRS = plain.random_pairs(12, seed=3)
 
 
-async def values(quartet: Quartet, pairs: tuple[list[Ints], list[Ints]] = PAIRS) -> list[Floats]:
-    return await quartet.services.critic.values(*pairs, timeout_s=60)
+async def values(quartet: Quartet, of: tuple[list[Ints], list[Ints]] = PAIRS) -> list[Floats]:
+    return await quartet.services.critic.values(*of, timeout_s=60)
 
 
 async def train(quartet: Quartet, step: int) -> dict[str, float]:
@@ -93,8 +93,8 @@ async def test_an_older_step_is_refused(quartet: Quartet) -> None:
 @pytest.mark.parametrize("kind", MALFORMED)
 @pytest.mark.parametrize("method", ["Values", "Train"])
 async def test_malformed_pairs_are_refused_by_name(quartet: Quartet, method: str, kind: str) -> None:
-    pairs, message = MALFORMED[kind]
-    request = getattr(critic_pb2, f"{method}Request")(pairs=pairs)
+    wrong, message = MALFORMED[kind]
+    request = getattr(critic_pb2, f"{method}Request")(pairs=wrong)
     code, details = await refused(ask(quartet, method, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "pairs" + message in details
@@ -127,7 +127,7 @@ async def test_a_malformed_batch_is_refused_by_name_and_trains_nothing(
 ) -> None:
     step = await last_step(quartet)
     batch = {"step": step + 1, "values": _TWO, "returns": _TWO, "epochs": 1, "minibatch_size": 1} | change
-    request = critic_pb2.TrainRequest(pairs=pack_pairs([[5]], [[6, 7]]), **batch)
+    request = critic_pb2.TrainRequest(pairs=pairs([[5]], [[6, 7]]), **batch)
     code, details = await refused(ask(quartet, "Train", request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message in details

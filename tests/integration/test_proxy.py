@@ -34,8 +34,9 @@ async def test_reflection_lists_the_services(quartet: Quartet) -> None:
 
 def test_the_grpc_port_listens_on_loopback_only(quartet: Quartet) -> None:
     port = quartet.raw["grpc_options"]["port"]
-    sockets = [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
-    assert {address.removeprefix("::ffff:") for address in sockets} == {"127.0.0.1"}
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    hosts = {address.ip.removeprefix("::ffff:") for address in listening if address and address.port == port}
+    assert hosts == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2
 
 from protos import common_pb2, reference_pb2
 from services.common.arrays import pack_pairs, unpack_floats
 from services.common.identity import model_hash
 from tests import plain
 from tests.cluster import Quartet, refused
-from tests.integration.malformed import MALFORMED
+from tests.integration.malformed import MALFORMED, ONE
 from tests.models import MAX_LENGTH, WORDS
 
 METHOD = "/quartet.v1.Reference/Logprobs"
@@ -62,11 +63,26 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     """Batched by length inside, answered in the order asked."""
     prompts, responses = plain.random_pairs(20)
-    found = await quartet.services.reference.logprobs(
-        prompts * 100, responses * 100, temperature=1.0, timeout_s=120
-    )
+    found = await quartet.services.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses)
     assert plain.furthest(found, expected * 100) < 1e-4
+
+
+async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
+    """max_waiting is 4096: one call computes, one waits, the third is refused, and health says SERVING throughout."""
+    prompts, responses = plain.random_pairs(16, longest=60)
+    ask_much = [
+        asyncio.create_task(
+            quartet.services.reference.logprobs(prompts * 256, responses * 256, temperature=1.0, timeout_s=120)
+        )
+        for _ in range(3)
+    ]
+    seen = set()
+    while not all(task.done() for task in ask_much):
+        seen.add(await quartet.health("reference"))
+    answers = await asyncio.gather(*ask_much, return_exceptions=True)
+    assert seen == {health_pb2.HealthCheckResponse.SERVING}
+    assert sorted(type(answer).__name__ for answer in answers) == ["ResourceExhausted", "list", "list"]
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -75,12 +91,12 @@ async def test_malformed_pairs_are_refused_by_name(quartet: Quartet, kind: str) 
     code, details = await refused(ask(quartet, pairs=pairs))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "pairs" + message in details
-    assert len((await ask(quartet, pairs=pack_pairs([[5]], [[6]]))).ref_logprobs) == 4
+    assert len((await ask(quartet, pairs=ONE)).ref_logprobs) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
 async def test_temperature_must_be_positive(quartet: Quartet, temperature: float) -> None:
-    code, details = await refused(ask(quartet, pairs=pack_pairs([[5]], [[6]]), temperature=temperature))
+    code, details = await refused(ask(quartet, pairs=ONE, temperature=temperature))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert f"temperature: {temperature:g}; must be more than 0" in details
 

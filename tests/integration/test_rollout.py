@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2
-from services.common.arrays import Ints, pack_longs, pack_sequences
+from services.common.arrays import Ints, pack_ints, pack_longs, pack_sequences
 from services.common.errors import DeadlineExceeded, FailedPrecondition
 from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually, refused
-from tests.integration.malformed import Sequences, pack_ints
+from tests.integration.malformed import ONE, Sequences
 from tests.models import EOS, MAX_LENGTH, WORDS
 
 PROMPTS, _ = plain.random_pairs(40, seed=7, longest=20)
@@ -136,9 +136,6 @@ async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet) -> None:
         await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=1)
 
 
-ONE = pack_sequences([[5]])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -166,7 +163,7 @@ async def test_malformed_requests_are_refused_by_name(quartet: Quartet, change: 
     sampling = change.get("sampling")
     if sampling:
         change = change | {"sampling": {"max_new_tokens": 4} | sampling}
-    request = rollout_pb2.GenerateRequest(**{"prompts": ONE, "sampling": {"max_new_tokens": 4}} | change)
+    request = rollout_pb2.GenerateRequest(**{"prompts": ONE.prompts, "sampling": {"max_new_tokens": 4}} | change)
     code, details = await refused(ask(quartet, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message in details

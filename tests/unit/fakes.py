@@ -1,0 +1,163 @@
+"""Services that answer by rule, for tests of the orchestrator."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.config import OrchestratorConfig
+from orchestrator.data import Prompt
+from orchestrator.services import Services
+from services.reward.client import Scores
+from services.rollout.sample import FinishReason, Sample, Sampling
+
+
+def make_config(folder: Path, **section: Any) -> OrchestratorConfig:
+    """A run with the policy in `folder`; dictionaries in `section` stand for nested sections."""
+    policy = {"model": str(folder), "optimizer": {"learning_rate": 1e-4}}
+    least = {"name": "run", "data": {"path": "prompts"}, "policy": policy, "ppo": {"minibatch_size": 1}}
+    return OrchestratorConfig.parse(least | section, "orchestrator")
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    """Prompt i is the token 10 + i, and its label is its row."""
+    return [Prompt(index, np.asarray([10 + index], np.int32), f"w{10 + index}", str(index)) for index in range(count)]
+
+
+def respond(index: int, prompt: Any, version: int = 1) -> Sample:
+    """As many tokens as the prompt's token less 9, each the prompt's token; even prompts end by themselves."""
+    length = int(prompt[0]) - 9
+    reason = FinishReason.LENGTH if prompt[0] % 2 else FinishReason.STOP
+    ids, logprobs = np.full(length, prompt[0], np.int32), np.full(length, -1.0, np.float32)
+    return Sample(index, ids, logprobs, reason, ((version, 0, length),))
+
+
+@dataclass
+class Journal:
+    """What was done, in order."""
+
+    events: list[Any] = field(default_factory=list)
+
+    def note(self, *event: Any) -> None:
+        self.events.append(event if len(event) > 1 else event[0])
+
+    def names(self) -> list[str]:
+        return [event[0] if isinstance(event, tuple) else event for event in self.events]
+
+
+class FakeRollout:
+    """Streams the samples last prompt first, one at a time; before each it awaits `gate`."""
+
+    def __init__(self, journal: Journal, lag: int = 0) -> None:
+        self.journal, self.lag = journal, lag
+        self.calls: list[dict[str, Any]] = []
+        self.gate: Callable[[int], Any] = lambda sent: asyncio.sleep(0)
+        self.cancelled = 0
+        self.closed = False
+
+    async def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None,
+        min_version: int,
+        timeout_s: float,
+    ) -> AsyncIterator[list[Sample]]:
+        self.journal.note("generate")
+        self.calls.append(
+            {"prompts": prompts, "sampling": sampling, "seeds": seeds, "min_version": min_version, "timeout_s": timeout_s}
+        )
+        try:
+            for sent, index in enumerate(reversed(range(len(prompts)))):
+                await self.gate(sent)
+                yield [respond(index, prompts[index], min_version - self.lag)]
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeAsk:
+    """One of the services that judge samples: answers at once unless it fails or hangs."""
+
+    name: str
+    journal: Journal
+    answer: Callable[[Any], Any]
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    failure: Exception | None = None
+    hangs: bool = False
+    cancelled: int = 0
+
+    async def ask(self, prompts: Sequence[Any], responses: Sequence[Any], **options: Any) -> list[Any]:
+        self.journal.note(self.name)
+        self.calls.append({"prompts": prompts, "responses": responses, **options})
+        if self.hangs:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if self.failure:
+            raise self.failure
+        return [self.answer(response) for response in responses]
+
+    def responses(self) -> list[list[int]]:
+        """Everything asked about."""
+        return sorted(response.tolist() for call in self.calls for response in call["responses"])
+
+
+class FakeReward(FakeAsk):
+    """The score of a response is its first token."""
+
+    async def score(self, prompts: Any, responses: Any, *, labels: Any, timeout_s: float) -> Scores:
+        scores = await self.ask(prompts, responses, labels=labels, timeout_s=timeout_s)
+        return Scores(np.asarray(scores, np.float32), "fake", "hash")
+
+
+class FakeReference(FakeAsk):
+    async def logprobs(self, prompts: Any, responses: Any, *, temperature: float, timeout_s: float) -> list[Any]:
+        return await self.ask(prompts, responses, temperature=temperature, timeout_s=timeout_s)
+
+
+@dataclass
+class FakeCritic(FakeAsk):
+    trained: list[dict[str, Any]] = field(default_factory=list)
+    meeting: asyncio.Barrier | None = None
+    """Where training waits for another."""
+
+    async def values(self, prompts: Any, responses: Any, *, timeout_s: float) -> list[Any]:
+        return await self.ask(prompts, responses, timeout_s=timeout_s)
+
+    async def train(
+        self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any
+    ) -> dict[str, float]:
+        self.journal.note("train critic", step)
+        if self.meeting:
+            await self.meeting.wait()
+        self.trained.append({"values": values, "returns": returns, "responses": responses, **options})
+        return {"loss": 0.25, "grad_norm": 2.0}
+
+
+@dataclass
+class Fakes:
+    """The four services, and what was asked of them in order."""
+
+    lag: int = 0
+    journal: Journal = field(default_factory=Journal)
+
+    def __post_init__(self) -> None:
+        self.rollout = FakeRollout(self.journal, self.lag)
+        self.reward = FakeReward("score", self.journal, lambda response: float(response[0]))
+        self.reference = FakeReference("logprobs", self.journal, lambda r: np.full(len(r), -1.5, np.float32))
+        self.critic = FakeCritic("values", self.journal, lambda r: np.full(len(r), 0.5, np.float32))
+
+    @property
+    def services(self) -> Services:
+        return Services(self.rollout, self.reward, self.reference, self.critic)  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""The check that the four services speak of the same tokens and take what will be sent."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.services import Infos, Services, check_compatible
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config import ConfigError
+from services.common.errors import Unavailable
+from services.common.identity import tokenizer_hash
+from tests.models import make_tokenizer
+from tests.unit.fakes import make_config
+
+# 16 + 32 tokens at most.
+LENGTHS = {"data": {"path": "x", "max_prompt_length": 16}, "sampling": {"max_new_tokens": 32}}
+
+
+def make_infos(**changes: dict[str, Any]) -> Infos:
+    """Infos that fit; `changes` by service, or for the rollout info itself."""
+    same = {"path": "m", "tokenizer_hash": tokenizer_hash(make_tokenizer()), "max_length": 48, "dtype": "float32"}
+    models = {
+        name: common_pb2.ModelInfo(**same | changes.get(name, {}))
+        for name in ("rollout", "reward", "reference", "critic")
+    }
+    return Infos(
+        rollout_pb2.RolloutInfo(model=models["rollout"], weight_backend="gloo"),
+        reward_pb2.RewardInfo(model=models["reward"]),
+        reference_pb2.ReferenceInfo(model=models["reference"]),
+        critic_pb2.CriticInfo(model=models["critic"]),
+    )
+
+
+def test_services_that_fit(policy_folder: Path) -> None:
+    for backend in ("auto", "gloo"):
+        config = make_config(policy_folder, **LENGTHS, weights={"backend": backend})
+        check_compatible(make_infos(reward={"dtype": "bfloat16"}), make_tokenizer(), config)
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward", "reference", "critic"])
+def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_folder: Path) -> None:
+    config = make_config(policy_folder, **LENGTHS)
+    with pytest.raises(ConfigError, match=rf"^{name}: the tokenizer of other is not that of .*{policy_folder}"):
+        check_compatible(make_infos(**{name: {"tokenizer_hash": "?", "path": "other"}}), make_tokenizer(), config)
+    expected = (
+        f"{name}: takes 47 tokens, but orchestrator.data.max_prompt_length + "
+        "orchestrator.sampling.max_new_tokens is 48"
+    )
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_compatible(make_infos(**{name: {"max_length": 47}}), make_tokenizer(), config)
+
+
+def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> None:
+    config = make_config(policy_folder, **LENGTHS)
+    with pytest.raises(ConfigError, match="orchestrator.policy.dtype: float32, but the rollout service has bfloat16"):
+        check_compatible(make_infos(rollout={"dtype": "bfloat16"}), make_tokenizer(), config)
+    config = make_config(policy_folder, **LENGTHS, weights={"backend": "nccl"})
+    expected = "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo"
+    with pytest.raises(ConfigError, match=expected):
+        check_compatible(make_infos(), make_tokenizer(), config)
+
+
+class FakeClient:
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.timeouts, self.closed = answer, [], False
+
+    async def info(self, timeout_s: float) -> Any:
+        self.timeouts.append(timeout_s)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_all_four_are_asked() -> None:
+    wanted = make_infos()
+    clients = [FakeClient(answer) for answer in (wanted.rollout, wanted.reward, wanted.reference, wanted.critic)]
+    services = Services(*clients)  # type: ignore[arg-type]
+    assert await services.infos(3) == wanted
+    assert [client.timeouts for client in clients] == [[3]] * 4
+    await services.close()
+    assert clients[0].closed
+
+
+async def test_one_that_is_not_there_is_an_error() -> None:
+    clients = [FakeClient(Unavailable("reward.Info: gone"))] * 4
+    with pytest.raises(ExceptionGroup) as caught:
+        await Services(*clients).infos(3)  # type: ignore[arg-type]
+    assert str(caught.value.exceptions[0]) == "reward.Info: gone"
+
+
+async def test_one_channel_serves_all_clients() -> None:
+    services = Services.connect("127.0.0.1:1")
+    clients = (services.rollout, services.reward, services.reference, services.critic)
+    assert len({id(client._channel) for client in clients}) == 1
+    assert [client._application for client in clients] == ["rollout", "reward", "reference", "critic"]
+    await services.close()

@@ -1,0 +1,267 @@
+"""The PPO loop with everything around it faked: what is called in what order, and with which numbers."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.data import PromptStream
+from orchestrator.policy import PolicyBatch
+from orchestrator.trainer import Start, Trainer
+from orchestrator.weights import PushReport
+from services.common.errors import Unavailable
+from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
+
+# Two prompts a step, one response each, tokens 10 and 11: one token and two.
+SECTION = {"batch_size": 2, "steps": 3, "evaluation": {"every": 2}, "seed": 4}
+SAVE_TO = Path("saved")
+
+
+class FakePolicy:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.batches: list[tuple[PolicyBatch, int]] = []
+        self.failure: Exception | None = None
+        self.meeting: asyncio.Barrier | None = None
+
+    async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
+        self.journal.note("old logprobs")
+        return [np.full(len(response), -1.25, np.float32) for response in responses]
+
+    async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+        self.journal.note("train policy")
+        if self.meeting:
+            await self.meeting.wait()
+        if self.failure:
+            raise self.failure
+        self.batches.append((batch, seed))
+        return {"loss": 0.5, "entropy": 1.5}
+
+    async def save(self, folder: str) -> str:
+        self.journal.note("save", folder)
+        return folder
+
+
+class FakePusher:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    async def push(self, version: int) -> PushReport:
+        self.journal.note("push", version)
+        return PushReport(version, ("a",), 0.125, 1, "sum")
+
+
+class FakeEvaluator:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    async def evaluate(self, step: int, min_version: int) -> dict[str, float]:
+        self.journal.note("evaluate", step, min_version)
+        return {"eval/score": float(step)}
+
+
+class FakeLog:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.lines: dict[int, Mapping[str, float]] = {}
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.journal.note("log", step)
+        assert step not in self.lines
+        self.lines[step] = metrics
+
+
+class FakeProgress:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start(self, total_steps: int) -> None:
+        self.calls.append(("start", total_steps))
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        assert seconds_left >= 0
+        self.calls.append(("step", step))
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+class Stage:
+    """A run with fakes all around."""
+
+    def __init__(self, folder: Path, lag: int = 0, evaluates: bool = True, **section: Any) -> None:
+        self.fakes = Fakes(lag)
+        self.journal = self.fakes.journal
+        self.policy, self.pusher = FakePolicy(self.journal), FakePusher(self.journal)
+        self.log, self.progress = FakeLog(self.journal), FakeProgress()
+        config = make_config(folder, **SECTION | section)
+        self.trainer = Trainer(
+            config,
+            self.fakes.services,
+            self.policy,
+            self.pusher,
+            PromptStream(make_prompts(2), config.batch_size, config.seed),
+            FakeEvaluator(self.journal) if evaluates else None,  # type: ignore[arg-type]
+            self.log,  # type: ignore[arg-type]
+            self.progress,
+        )
+
+    async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:
+        await self.trainer.run(Start(policy_version, critic_step), SAVE_TO)
+
+
+def step_events(step: int, version: int) -> list[Any]:
+    return [
+        "generate",
+        *["score", "logprobs", "values"] * 2,
+        "old logprobs",
+        "train policy",
+        ("train critic", step),
+        ("push", version),
+    ]
+
+
+async def test_the_order_of_a_run(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    await stage.run()
+    assert stage.journal.events == [
+        ("push", 1),
+        ("evaluate", 0, 1),
+        ("log", 0),
+        *step_events(1, 2),
+        ("log", 1),
+        *step_events(2, 3),
+        ("evaluate", 2, 3),
+        ("log", 2),
+        *step_events(3, 4),
+        # The last step is evaluated though 3 is no multiple of 2.
+        ("evaluate", 3, 4),
+        ("log", 3),
+        ("save", "saved"),
+    ]
+    assert stage.progress.calls == [("start", 3), ("step", 1), ("step", 2), ("step", 3), "stop"]
+
+
+async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    await stage.run(policy_version=6, critic_step=9)
+    events = stage.journal.events
+    assert [event[1] for event in events if event[0] == "push"] == [7, 8, 9, 10]
+    assert [event[1] for event in events if event[0] == "train critic"] == [10, 11, 12]
+    assert [event[1:] for event in events if event[0] == "evaluate"] == [(0, 7), (2, 9), (3, 10)]
+    assert [call["min_version"] for call in stage.fakes.rollout.calls] == [7, 8, 9]
+    assert [stage.log.lines[step]["policy/version"] for step in (1, 2, 3)] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_staleness_is_how_many_pushes_the_oldest_weights_lie_behind(policy_folder: Path, lag: int) -> None:
+    stage = Stage(policy_folder, lag=lag)
+    await stage.run(policy_version=6)
+    assert [stage.log.lines[step]["policy/staleness"] for step in (1, 2, 3)] == [lag] * 3
+
+
+async def test_without_an_evaluator_nothing_is_evaluated(policy_folder: Path) -> None:
+    stage = Stage(policy_folder, evaluates=False)
+    await stage.run()
+    assert "evaluate" not in stage.journal.names()
+    assert sorted(stage.log.lines) == [1, 2, 3]
+
+
+async def test_what_policy_and_critic_train_on(policy_folder: Path) -> None:
+    kl = {"coef": 0.2, "estimator": "k1"}
+    ppo = {"minibatch_size": 1, "epochs": 3, "kl": kl, "whiten_advantages": False, "gae_lambda": 1}
+    stage = Stage(policy_folder, ppo=ppo, timeouts={"train_s": 21})
+    await stage.run()
+    (batch, seed), critic = stage.policy.batches[0], stage.fakes.critic.trained[0]
+    order = [int(prompt[0]) for prompt in batch.prompts]
+    assert sorted(order) == [10, 11]
+    assert [response.tolist() for response in batch.responses] == [[token] * (token - 9) for token in order]
+    for rows, value in ((batch.logprobs, -1), (batch.old_logprobs, -1.25), (batch.ref_logprobs, -1.5)):
+        assert [row.tolist() for row in rows] == [[value] * (token - 9) for token in order]
+    # The KL of the learner is -1.25 + 1.5 = 0.25 per token, so each costs 0.05. The score is 10 for both, being
+    # clipped there. A return is what is left to earn: 9.95, and 9.9 before it.
+    returns = {10: [9.95], 11: [9.9, 9.95]}
+    assert [row.tolist() for row in critic["returns"]] == [pytest.approx(returns[token]) for token in order]
+    assert [row.tolist() for row in critic["values"]] == [[0.5] * (token - 9) for token in order]
+    advantages = [[value - 0.5 for value in returns[token]] for token in order]
+    assert [row.tolist() for row in batch.advantages] == [pytest.approx(row) for row in advantages]
+    assert (critic["epochs"], critic["minibatch_size"], critic["timeout_s"]) == (3, 1, 21)
+    assert seed == critic["seed"] == 4 * 1_000_003 + 1
+    assert [seed for _, seed in stage.policy.batches] == [4_000_013, 4_000_014, 4_000_015]
+    assert [batch.kl_coef for batch, _ in stage.policy.batches] == [0.2] * 3
+
+
+async def test_an_adaptive_coefficient_counts_from_the_next_step(policy_folder: Path) -> None:
+    # KL per response: 0.25 per token over 1 and 2 tokens, 0.375 on average: 87.5 % below 3, clipped to -20 %.
+    # Two samples at a horizon of 4: a factor of 1 - 0.2 * 2 / 4 = 0.9 per step.
+    kl = {"coef": 0.2, "target": 3, "horizon": 4}
+    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
+    await stage.run()
+    expected = pytest.approx([0.2, 0.18, 0.162])
+    assert [batch.kl_coef for batch, _ in stage.policy.batches] == expected
+    assert [stage.log.lines[step]["kl/coef"] for step in (1, 2, 3)] == expected
+    assert [stage.log.lines[step]["kl/reference"] for step in (1, 2, 3)] == pytest.approx([0.375] * 3)
+
+
+async def test_the_normaliser_remembers_the_scores_of_earlier_steps(policy_folder: Path) -> None:
+    ppo = {"minibatch_size": 1, "normalise_scores": True, "kl": {"coef": 0}}
+    stage = Stage(policy_folder, ppo=ppo)
+    await stage.run()
+    # Scores 10 and 11 every step: mean 10.5, unbiased variance (0.5^2 * n) / (n - 1) for n = 2, 4, 6.
+    for trained, n in zip(stage.fakes.critic.trained, (2, 4, 6), strict=True):
+        last = sorted(float(row[-1]) for row in trained["returns"])
+        normalised = 0.5 / (0.25 * n / (n - 1)) ** 0.5
+        assert last == pytest.approx([-normalised, normalised], abs=1e-5)
+
+
+STEP_METRICS = {
+    *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef", "value/explained_variance"),
+    *("response/length_mean", "response/length_max", "response/truncated"),
+    *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
+    *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
+    *("tokens_per_s/generation", "tokens_per_s/training"),
+    *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
+}
+
+
+async def test_what_is_measured(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    await stage.run()
+    lines = stage.log.lines
+    assert lines[0].keys() == {"eval/score", "seconds/evaluate"}
+    assert lines[1].keys() == STEP_METRICS
+    assert lines[2].keys() == lines[3].keys() == STEP_METRICS | {"eval/score", "seconds/evaluate"}
+    first = lines[1]
+    assert (first["policy/loss"], first["value/loss"], first["seconds/push"]) == (0.5, 0.25, 0.125)
+    assert (first["score/mean"], first["response/length_mean"], lines[2]["eval/score"]) == (10.5, 1.5, 2.0)
+    # Three tokens and two epochs.
+    assert first["tokens_per_s/generation"] == pytest.approx(3 / first["seconds/generate"])
+    assert first["tokens_per_s/training"] == pytest.approx(3 * 2 / first["seconds/train"])
+    parts = sum(first[f"seconds/{part}"] for part in ("generate", "score", "logprobs", "train"))
+    assert first["seconds/step"] >= parts
+
+
+async def test_policy_and_critic_train_at_the_same_time(policy_folder: Path) -> None:
+    stage = Stage(policy_folder, steps=1)
+    stage.policy.meeting = stage.fakes.critic.meeting = asyncio.Barrier(2)
+    async with asyncio.timeout(10):
+        await stage.run()
+    assert sorted(stage.log.lines) == [0, 1]
+
+
+async def test_a_failure_ends_the_run_and_keeps_what_was_logged(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    stage.policy.failure = Unavailable("the learner is gone")
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage.run()
+    assert [str(error) for error in caught.value.exceptions] == ["the learner is gone"]
+    assert sorted(stage.log.lines) == [0]
+    assert "save" not in stage.journal.names()
+    assert stage.journal.names().count("push") == 1
+    assert stage.progress.calls == [("start", 3), "stop"]

@@ -1,0 +1,280 @@
+"""The push of weights to replicas that play their real part, on engines that only take notes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.config import WeightsConfig
+from orchestrator.weights import PushFailed, WeightPusher
+from protos import rollout_pb2 as pb
+from services.common.errors import Internal, ServiceError, Unavailable
+from services.common.weight_transfer.manifest import Manifest
+from services.rollout.weights import WeightMember
+
+MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
+
+
+class NoteTaker:
+    """An engine that receives what the source sends."""
+
+    def __init__(self, source: "FakeSource", workers: int) -> None:
+        self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", workers
+        self.source = source
+        self.calls: list[str] = []
+        self.joined: list[dict[str, Any]] = []
+        self.garbles = False
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("join")
+        self.joined.append(init_info)
+
+    async def pause(self, in_flight: str) -> None:
+        self.calls.append(f"pause {in_flight}")
+
+    async def receive(self, manifest: Manifest) -> str:
+        self.calls.append("receive")
+        assert manifest == MANIFEST
+        return "garbled" if self.garbles else self.source.checksum
+
+    async def commit(self, version: int) -> None:
+        self.calls.append("commit")
+        self.version = version
+
+    async def abort(self) -> None:
+        self.calls.append("abort")
+
+
+class FakeSource:
+    """The learner's end."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.checksum = "sum"
+        self.failures: list[Exception] = []
+
+    async def rendezvous(self, backend: str) -> int:
+        self.calls.append(("rendezvous", backend))
+        return 4000
+
+    async def join(self, epoch: int, world_size: int) -> bytes:
+        self.calls.append(("join", epoch, world_size))
+        return MANIFEST.pack()
+
+    async def send(self) -> str:
+        self.calls.append("send")
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.checksum
+
+
+class Fleet:
+    """Stands in for the rollout client: fans a phase out to its replicas."""
+
+    def __init__(self, source: FakeSource, **workers: int) -> None:
+        self.source = source
+        self.engines: dict[str, NoteTaker] = {}
+        self.members: dict[str, WeightMember] = {}
+        self.phases: list[str] = []
+        self.timeouts: set[float] = set()
+        self.mute: set[tuple[str, str]] = set()
+        """(replica, phase): no answer, as of one that died."""
+        self.down: list[str] = []
+        """Phases whose call fails as a whole, once."""
+        self.afterwards: dict[str, Callable[[], None]] = {}
+        """What happens after a phase, once."""
+        self.add(**workers)
+
+    def add(self, **workers: int) -> None:
+        for name, count in workers.items():
+            self.engines[name] = NoteTaker(self.source, count)
+            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2", 5)  # type: ignore[arg-type]
+
+    def remove(self, name: str) -> None:
+        del self.engines[name], self.members[name]
+
+    async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
+        (name,) = phase
+        self.phases.append(name)
+        self.timeouts.add(timeout_s)
+        if name in self.down:
+            self.down.remove(name)
+            raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
+        message = pb.WeightPhase(timeout_s=timeout_s, **phase)
+        answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
+        reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))
+        self.afterwards.pop(name, lambda: None)()
+        return reports
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {name: engine.version for name, engine in self.engines.items()}
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+def make_pusher(fleet: Fleet, **config: Any) -> WeightPusher:
+    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(host="10.0.0.1", timeout_s=9, **config))  # type: ignore[arg-type]
+
+
+GOOD = ["discover", "prepare", "transfer", "commit"]
+
+
+async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) -> None:
+    fleet = Fleet(source, b=1, a=1)
+    report = await make_pusher(fleet, in_flight="wait").push(7)
+    assert fleet.versions == {"a": 7, "b": 7}
+    assert fleet.phases == GOOD
+    assert fleet.timeouts == {9}
+    assert source.calls == [("rendezvous", "gloo"), ("join", 1, 3), "send"]
+    for engine in fleet.engines.values():
+        assert engine.calls == ["join", "pause wait", "receive", "commit"]
+    assert (report.policy_version, report.replicas, report.attempts, report.checksum) == (7, ("a", "b"), 1, "sum")
+    assert report.seconds > 0
+    assert fleet.engines["a"].joined == [
+        {
+            "master_address": "10.0.0.1",
+            "master_port": 4000,
+            "rank_offset": 1,
+            "world_size": 3,
+            "epoch": 1,
+            "host": "10.0.0.2",
+            "timeout_s": 5,
+        }
+    ]
+
+
+async def test_the_group_stays_while_the_replicas_are_the_same(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet)
+    for version in (1, 2, 3):
+        await pusher.push(version)
+    assert source.calls == [("rendezvous", "gloo"), ("join", 1, 3), "send", "send", "send"]
+    assert fleet.versions == {"a": 3, "b": 3}
+    assert [engine.calls.count("join") for engine in fleet.engines.values()] == [1, 1]
+
+
+async def test_a_replica_more_or_less_is_a_new_epoch(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    fleet.add(b=1)
+    assert (await pusher.push(2)).replicas == ("a", "b")
+    fleet.remove("a")
+    assert (await pusher.push(3)).replicas == ("b",)
+    assert [call for call in source.calls if call[0] == "join"] == [("join", 1, 2), ("join", 2, 3), ("join", 3, 2)]
+    assert fleet.versions == {"b": 3}
+
+
+async def test_a_replica_that_was_replaced_is_a_new_epoch_at_the_same_size(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    fleet.remove("a")
+    fleet.add(b=1)
+    await pusher.push(2)
+    assert ("join", 2, 2) in source.calls
+    assert fleet.versions == {"b": 2}
+
+
+async def test_workers_of_a_replica_have_ranks_of_their_own(source: FakeSource) -> None:
+    fleet = Fleet(source, c=1, a=2, b=4)
+    await make_pusher(fleet).push(1)
+    assert {name: engine.joined[0]["rank_offset"] for name, engine in fleet.engines.items()} == {"a": 1, "b": 3, "c": 7}
+    assert ("join", 1, 8) in source.calls
+
+
+async def test_replicas_of_an_earlier_run_form_a_new_group_at_once(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    await make_pusher(fleet).push(1)
+    report = await make_pusher(fleet).push(2)
+    assert report.attempts == 1
+    assert fleet.engines["a"].calls.count("join") == 2
+    assert source.calls[3:] == [("rendezvous", "gloo"), ("join", 2, 2), "send"]
+
+
+async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.afterwards = {"discover": lambda: fleet.remove("b")}
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas) == (2, ("a",))
+    assert fleet.phases == ["discover", "prepare", "abort", *GOOD]
+    assert fleet.versions == {"a": 5}
+
+
+async def test_a_replica_that_comes_too_late_for_the_epoch_is_in_the_next_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.afterwards = {"discover": lambda: fleet.add(b=1)}
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas) == (2, ("a", "b"))
+    assert fleet.versions == {"a": 5, "b": 5}
+
+
+async def test_a_replica_that_stays_silent_fails_the_push_and_is_named(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.mute = {("b", "transfer")}
+    with pytest.raises(PushFailed, match="^version 5 after 2 attempts: b: did not answer transfer$"):
+        await make_pusher(fleet, attempts=2).push(5)
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort"] * 2
+    assert fleet.versions == {"a": 0, "b": 0}
+    assert fleet.engines["a"].calls[-1] == "abort"
+    # Nothing is left of the failed push.
+    fleet.mute = set()
+    assert (await make_pusher(fleet).push(6)).attempts == 1
+    assert fleet.versions == {"a": 6, "b": 6}
+
+
+async def test_other_bytes_than_were_sent_are_never_committed(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.engines["b"].garbles = True
+    with pytest.raises(PushFailed, match=r"replicas \['b'\] received other bytes than were sent"):
+        await make_pusher(fleet, attempts=1).push(5)
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort"]
+    assert fleet.versions == {"a": 0, "b": 0}
+    for engine in fleet.engines.values():
+        assert engine.calls[-1] == "abort"
+
+
+async def test_a_learner_that_fails_once_costs_an_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    source.failures = [Internal("policy.send: broken pipe")]
+    report = await make_pusher(fleet).push(5)
+    assert report.attempts == 2
+    assert fleet.versions == {"a": 5}
+    assert ("join", 2, 2) in source.calls
+
+
+async def test_when_both_sides_fail_the_replicas_reason_is_told(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.mute = {("a", "transfer")}
+    source.failures = [Internal("policy.send: broken pipe")]
+    with pytest.raises(PushFailed, match="a: did not answer transfer"):
+        await make_pusher(fleet, attempts=1).push(5)
+
+
+async def test_a_learner_that_is_gone_ends_the_push_at_once(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    source.failures = [ValueError("the learner's process is gone")]
+    with pytest.raises(ValueError, match="process is gone"):
+        await make_pusher(fleet).push(5)
+    assert source.calls.count("send") == 1
+
+
+async def test_nobody_there(source: FakeSource) -> None:
+    with pytest.raises(PushFailed, match="^version 5 after 3 attempts: no rollout replica answers$"):
+        await make_pusher(Fleet(source)).push(5)
+    assert source.calls == []
+    assert issubclass(PushFailed, ServiceError)
+
+
+async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.down = ["commit"]
+    report = await make_pusher(fleet).push(5)
+    assert report.attempts == 2
+    assert fleet.phases == [*GOOD, "abort", *GOOD]
+    assert fleet.versions == {"a": 5}
