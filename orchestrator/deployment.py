@@ -19,6 +19,8 @@ _SERVICES: dict[str, type[Config]] = {
 }
 _SERVE_KEYS = {"proxy_location", "http_options", "grpc_options", "logging_config", "applications"}
 _OTHER_KEYS = {"orchestrator", "shared"}
+_PORTS = {"http_options": 8000, "grpc_options": 9000}
+"""Serve's sections with a port, and its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,9 @@ class Deployment:
     @property
     def ports(self) -> dict[str, int]:
         """The ports on which Serve will listen, by the key that sets them; Serve's defaults where none does."""
-        given = {"http_options": 8000, "grpc_options": 9000}
         return {
             f"{section}.port": int((self.raw.get(section) or {}).get("port", default))
-            for section, default in given.items()
+            for section, default in _PORTS.items()
         }
 
     @classmethod
@@ -57,6 +58,7 @@ class Deployment:
             for key in raw
             if key not in known
         ]
+        problems += _wrong_options(raw, path)
         applications = raw.get("applications") or []
         if not (isinstance(applications, list) and all(isinstance(entry, dict) for entry in applications)):
             problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
@@ -70,11 +72,23 @@ class Deployment:
         except ConfigError as error:
             problems.append(str(error))
         else:
-            problems += _wrong_port(orchestrator.target, raw)
+            problems += [] if problems else _wrong_port(orchestrator.target, raw)
         if problems or orchestrator is None:
             raise ConfigError("\n".join(problems))
         names = tuple(str(application.get("name")) for application in applications)
         return cls(Path(path), orchestrator, names, raw)
+
+
+def _wrong_options(raw: dict[str, Any], path: str | Path) -> list[str]:
+    """Serve checks its own sections; here only what is read of them."""
+    problems = []
+    for section in _PORTS:
+        options = raw.get(section) or {}
+        if not isinstance(options, dict):
+            problems.append(f"{path}: {section}: should be a mapping, got {options!r}")
+        elif not isinstance(port := options.get("port", 0), int):
+            problems.append(f"{path}: {section}.port: should be a port number, got {port!r}")
+    return problems
 
 
 def _wrong_port(target: str, raw: dict[str, Any]) -> list[str]:

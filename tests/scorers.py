@@ -8,9 +8,9 @@ from services.common.pairs import Pair
 def words(pairs: Sequence[Pair]) -> list[float]:
     """Words of the response, a tenth each; a label is worth 100 and the end of the text 1000.
 
-    Breaks on a response that says w13, and would give a secret away with it.
+    Breaks on the prompt `secret`, and would give one away.
     """
-    if any("w13" in pair.response.split() for pair in pairs):
+    if any(pair.prompt == "secret" for pair in pairs):
         raise RuntimeError("the password is 1234")
     return [0.1 * len(pair.response.split()) + 100 * bool(pair.label) + 1000 * pair.ended for pair in pairs]
 

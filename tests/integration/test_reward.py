@@ -161,7 +161,7 @@ async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secret
     words = RewardClient(quartet.channel, "words")
     good = [asyncio.create_task(words.score_texts(["w5"], ["w7"], timeout_s=30)) for _ in range(8)]
     with pytest.raises(Internal) as caught:
-        await words.score_texts(["w5"], ["w13"], timeout_s=30)
+        await words.score_texts(["secret"], ["w7"], timeout_s=30)
     assert "1234" not in str(caught.value)
     assert [scores.values.tolist() for scores in await asyncio.gather(*good)] == [[pytest.approx(1000.1)]] * 8
 

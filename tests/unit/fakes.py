@@ -68,9 +68,8 @@ class FakeRollout:
         timeout_s: float,
     ) -> AsyncIterator[list[Sample]]:
         self.journal.note("generate")
-        self.calls.append(
-            {"prompts": prompts, "sampling": sampling, "seeds": seeds, "min_version": min_version, "timeout_s": timeout_s}
-        )
+        options = {"seeds": seeds, "min_version": min_version, "timeout_s": timeout_s}
+        self.calls.append({"prompts": prompts, "sampling": sampling, **options})
         try:
             for sent, index in enumerate(reversed(range(len(prompts)))):
                 await self.gate(sent)

@@ -44,7 +44,8 @@ def test_numbers_are_little_endian_on_the_wire() -> None:
     assert pack_ints(np.asarray([258], np.int64)) == bytes([2, 1, 0, 0])
     assert pack_longs([2**40]) == bytes([0, 0, 0, 0, 0, 1, 0, 0])
     # 1.0 is 0x3F800000 in IEEE 754, -2.0 is 0xC0000000.
-    assert pack_floats([np.asarray([1.0], np.float32), np.asarray([-2.0])]) == bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0])
+    two = [np.asarray([1.0], np.float32), np.asarray([-2.0])]
+    assert pack_floats(two) == bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0])
     assert pack_floats(np.asarray([1.0])) == bytes([0, 0, 0x80, 0x3F])
 
 

@@ -145,7 +145,7 @@ async def test_unavailable_until_the_deadline() -> None:
     # Tries at 0, 0.1 and 0.3 s; the next would be at 0.7 s.
     call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 9)
     async with call.serve(script) as channel:
-        with pytest.raises(Unavailable, match="^reward.Info: said the script$"):
+        with pytest.raises(Unavailable, match=r"^reward.Info: said the script$"):
             await call.ask(channel, 0.6)
     assert len(script.requests) == 3
 
@@ -155,7 +155,7 @@ async def test_the_deadline_is_that_of_all_tries_together() -> None:
     call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 2, hangs=True)
     async with call.serve(script) as channel:
         start = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="^reward.Info: no answer within 1 s$"):
+        with pytest.raises(DeadlineExceeded, match=r"^reward.Info: no answer within 1 s$"):
             await call.ask(channel, 1)
         assert 0.9 < time.monotonic() - start < 1.25
     assert len(script.requests) == 3

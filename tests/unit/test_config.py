@@ -44,7 +44,7 @@ Tree = Annotated[Leaf | Pair, Field(discriminator="kind")]
 class Root(Config):
     name: str
     leaf: Leaf = Leaf(rate=1)
-    leaves: list[Leaf] = []
+    leaves: list[Leaf] = Field(default_factory=list)
     tree: Tree = Leaf(rate=1)
 
 
@@ -199,10 +199,9 @@ def test_scorers_nest(model: str) -> None:
     )
     blend["parts"][0]["scorer"] = {"kind": "function", "function": "no path", "funktion": 1}  # type: ignore[index]
     lines = problems(RewardConfig, {"tokenizer": model, "scorer": outer}, "reward.args")
-    assert lines[0].startswith("reward.args.scorer.parts.0.scorer.parts.0.scorer.function: String should match pattern")
-    assert lines[1:] == [
-        "reward.args.scorer.parts.0.scorer.parts.0.scorer.funktion: no such field; the fields here are function, kind"
-    ]
+    inner = "reward.args.scorer.parts.0.scorer.parts.0.scorer"
+    assert lines[0].startswith(f"{inner}.function: String should match pattern")
+    assert lines[1:] == [f"{inner}.funktion: no such field; the fields here are function, kind"]
 
 
 def sections(kind: type[Config] = Config) -> Iterator[type[Config]]:

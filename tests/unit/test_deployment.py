@@ -1,5 +1,6 @@
 """The YAML file as a whole, and the orchestrator's own rules."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def write(path: Path, content: dict[str, Any]) -> Path:
             "orchestrator.sampling: min_new_tokens (9) must not exceed max_new_tokens (8)",
         ),
         ({"seed": -1}, "orchestrator.seed: Input should be greater than or equal to 0, got -1"),
-        ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: Input should be greater than 0, got 0"),
+        ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: Input should be greater than 0"),
         ({"ppo": {"dual_clip": 1}}, "orchestrator.ppo.dual_clip: Input should be greater than 1, got 1"),
-        ({"ppo": {"importance_cap": 0.5}}, "orchestrator.ppo.importance_cap: Input should be greater than or equal to"),
+        ({"ppo": {"importance_cap": 0.5}}, "orchestrator.ppo.importance_cap: Input should be greater than or"),
         ({"steps": 0}, "orchestrator.steps: Input should be greater than or equal to 1, got 0"),
         ({"ppo": 3}, "orchestrator.ppo: Input should be a valid dictionary"),
     ],
@@ -92,11 +93,17 @@ def test_an_adaptive_coefficient_that_is_accepted_survives_the_largest_error(sec
 
 def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:
     applications = [{"name": "reward", "import_path": "services.reward.replica:build", "args": {"tokenizer": "no"}}]
-    content = {"shared": {"x": 1}, "grpc_options": {"port": 1}, "applications": applications, "orchestrator": section}
+    content = {
+        "shared": {"x": 1},
+        "grpc_options": {"port": 19000},
+        "applications": applications,
+        "orchestrator": section,
+    }
     loaded = Deployment.load(write(tmp_path / "a.yaml", content))
     assert loaded.applications == ("reward",)
     assert loaded.orchestrator.name == "run"
     assert loaded.raw == content
+    assert loaded.ports == {"http_options.port": 8000, "grpc_options.port": 19000}
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], model: str) -> None:
@@ -128,6 +135,26 @@ def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], 
     assert len(lines) == len(expected)
     for line, start in zip(lines, expected, strict=True):
         assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grpc_options": {"port": 9000}}, "orchestrator.target: 127.0.0.1:19000, but grpc_options.port is 9000"),
+        ({"grpc_options": [9000]}, "grpc_options: should be a mapping, got [9000]"),
+        ({"http_options": {"port": "web"}}, "http_options.port: should be a port number, got 'web'"),
+    ],
+)
+def test_options_of_serve_that_cannot_be(
+    tmp_path: Path, section: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Deployment.load(write(tmp_path / "a.yaml", options | {"orchestrator": section}))
+
+
+def test_a_target_elsewhere_has_a_port_of_its_own(tmp_path: Path, section: dict[str, Any]) -> None:
+    content = {"grpc_options": {"port": 9000}, "orchestrator": section | {"target": "cluster:443"}}
+    assert Deployment.load(write(tmp_path / "a.yaml", content)).orchestrator.target == "cluster:443"
 
 
 @pytest.mark.parametrize("applications", [3, {"name": "reward"}, ["reward"]])

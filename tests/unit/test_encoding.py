@@ -66,9 +66,9 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
     assert plain(encoder.decode(by_text(["w5"], ["w6"])))[0][:2] == ([5], [6])
     (scored,) = encoder.decode(by_ids(ids([5]), ids([EOS])))
     assert not scored.pair.ended
-    for request, field in ((by_text(["w5", ""], ["w6", "w6"]), "prompts"), (by_text(["w5"] * 2, ["w6", ""]), "responses")):
+    for prompts, responses, field in ((["w5", ""], ["w6", "w6"], "prompts"), (["w5"] * 2, ["w6", ""], "responses")):
         with pytest.raises(InvalidArgument, match=re.escape(f"texts.{field}[1]: has no tokens")):
-            encoder.decode(request)
+            encoder.decode(by_text(prompts, responses))
 
 
 @pytest.mark.parametrize(

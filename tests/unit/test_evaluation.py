@@ -21,12 +21,8 @@ from tests.unit.fakes import make_prompts
 def experience(row: int, ids: list[int], score: float) -> Experience:
     reason = FinishReason.STOP if ids[-1] == EOS else FinishReason.LENGTH
     count = len(ids)
-    sample = Sample(
-        row, np.asarray(ids, np.int32), np.full(count, -1.0, np.float32), reason, ((1, 0, count),)
-    )
-    return Experience(
-        make_prompts(9)[row], sample, score, np.full(count, -1.25, np.float32), np.empty(0, np.float32)
-    )
+    sample = Sample(row, np.asarray(ids, np.int32), np.full(count, -1.0, np.float32), reason, ((1, 0, count),))
+    return Experience(make_prompts(9)[row], sample, score, np.full(count, -1.25, np.float32), np.empty(0, np.float32))
 
 
 EXPERIENCES = [

@@ -62,7 +62,8 @@ async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
         timeouts={"generate_s": 11, "score_s": 12},
     )
     await collector.collect(make_prompts(5), step=1, min_version=3)
-    assert [[int(prompt[0]) for prompt in call["prompts"]] for call in fakes.rollout.calls] == [[10, 11], [12, 13], [14]]
+    asked = [[int(prompt[0]) for prompt in call["prompts"]] for call in fakes.rollout.calls]
+    assert asked == [[10, 11], [12, 13], [14]]
     for call in fakes.rollout.calls:
         assert call["sampling"] == Sampling(max_new_tokens=9, temperature=0.5, min_new_tokens=2)
         assert (call["min_version"], call["timeout_s"]) == (3, 11)

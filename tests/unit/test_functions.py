@@ -15,7 +15,7 @@ def test_a_function_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module:f", "function: 'no_such_module:f' should be package.module:name, but cannot be imported: No mod"),
+        ("no_such:f", "function: 'no_such:f' should be package.module:name, but cannot be imported: No module"),
         ("math:no_such_name", "function: 'math:no_such_name' should be package.module:name"),
         ("math", "function: 'math' should be package.module:name"),
         (":f", "function: ':f' should be package.module:name"),

@@ -94,7 +94,7 @@ def train_plainly(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_three_steps_equal_those_of_plain_adamw_with_clipping_and_schedule(policy_folder: Path, zero_stage: int) -> None:
+def test_three_steps_equal_plain_adamw_with_clipping_and_schedule(policy_folder: Path, zero_stage: int) -> None:
     plain, expected = train_plainly(batches(3))
     learner = make_learner(policy_folder, zero_stage=zero_stage)
     measured = train(learner, [[batch] for batch in batches(3)])

@@ -1,5 +1,6 @@
 """What a push carries, and how both sides pack it alike."""
 
+from itertools import chain, pairwise
 from typing import Any
 
 import msgpack
@@ -50,8 +51,8 @@ def test_buckets_cover_everything_once_in_order_and_are_full(seed: int) -> None:
     sizes = torch.randint(0, 20, (30,), generator=draw).tolist()
     limit = int(torch.randint(1, 40, (1,), generator=draw))
     found = buckets(manifest(*sizes, bucket_bytes=limit))
-    assert sum(found, []) == list(range(30))
-    for bucket, following in zip(found, found[1:], strict=False):
+    assert list(chain.from_iterable(found)) == list(range(30))
+    for bucket, following in pairwise(found):
         total = sum(sizes[index] for index in bucket)
         assert total <= limit or len(bucket) == 1
         assert total + sizes[following[0]] > limit

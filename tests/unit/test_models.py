@@ -53,7 +53,7 @@ def test_response_logits_equal_those_without_padding(kind: str, tmp_path: Path) 
         torch.testing.assert_close(found[row, : len(response)], alone, atol=1e-5, rtol=0)
 
 
-def test_scores_are_taken_at_the_last_response_token_even_if_it_is_a_pad(reward_folder: Path, scalar: ScalarModel) -> None:
+def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: Path, scalar: ScalarModel) -> None:
     found = scalar.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
     rows = [head_outputs(reward_folder, p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert found.tolist() == pytest.approx([float(row[-1]) for row in rows], abs=1e-5)

@@ -183,7 +183,9 @@ def test_weights_are_sent_under_their_names_as_they_are_now(tmp_path: Path, tied
     assert trainer.send() != first
 
 
-def test_a_saved_policy_loads_with_its_tokenizer_and_settings(policy_folder: Path, tmp_path: Path, batch: PolicyBatch) -> None:
+def test_a_saved_policy_loads_with_all_that_belongs_to_it(
+    policy_folder: Path, tmp_path: Path, batch: PolicyBatch
+) -> None:
     trainer = make_trainer(policy_folder)
     trainer.train(batch, seed=0)
     saved = trainer.save(str(tmp_path / "saved"))

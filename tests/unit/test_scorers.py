@@ -50,7 +50,8 @@ def test_a_model_scores_the_last_token_normalised_as_its_config_says(reward_fold
     scorer = make(kind="model", model=str(reward_folder), dtype="float32", batch_tokens=batch_tokens)
     found = scorer.score(PAIRS)
     assert found.dtype == np.float32
-    assert found.tolist() == pytest.approx(((raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD).tolist(), abs=1e-5)
+    expected = (raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert scorer.max_length == MAX_LENGTH
     assert scorer.identity == pb.ScorerIdentity(
         name=f"model:{reward_folder}", model_hash=model_hash(reward_folder), weight=1
@@ -88,7 +89,8 @@ def test_a_function_sees_texts_and_labels() -> None:
     assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
     hit = Scored(*arrays([[1], [13, 0]]), Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
     assert make(**function("matches")).score([hit]).tolist() == [1]
-    assert scorer.identity == pb.ScorerIdentity(name="function:tests.unit.scorers:length", model_hash=SOURCE, weight=1)
+    name = "function:tests.unit.scorers:length"
+    assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE, weight=1)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
 def test_functions_that_cannot_be_used() -> None:
     with pytest.raises(KeyError, match="nothing here"):
         make(**function("broken")).score(PAIRS)
-    with pytest.raises(ConfigError, match="tests.unit.scorers:absent"):
+    with pytest.raises(ConfigError, match=r"tests\.unit\.scorers:absent"):
         make(**function("absent"))
     with pytest.raises(ConfigError, match="math:sqrt has no Python source to identify it by"):
         make(kind="function", function="math:sqrt")
@@ -115,9 +117,7 @@ def test_functions_that_cannot_be_used() -> None:
 
 def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
     model = {"kind": "model", "model": str(reward_folder), "dtype": "float32"}
-    blend = make(
-        kind="blend", parts=[{"weight": -0.5, "scorer": function("length")}, {"weight": 2, "scorer": model}]
-    )
+    blend = make(kind="blend", parts=[{"weight": -0.5, "scorer": function("length")}, {"weight": 2, "scorer": model}])
     alone = make(**model).score(PAIRS)
     assert blend.score(PAIRS).tolist() == pytest.approx((2 * alone - 0.5 * np.asarray(LENGTHS)).tolist(), abs=1e-6)
     assert blend.max_length == MAX_LENGTH

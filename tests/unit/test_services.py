@@ -54,7 +54,7 @@ def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_fol
 
 def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> None:
     config = make_config(policy_folder, **LENGTHS)
-    with pytest.raises(ConfigError, match="orchestrator.policy.dtype: float32, but the rollout service has bfloat16"):
+    with pytest.raises(ConfigError, match=r"policy.dtype: float32, but the rollout service has bfloat16"):
         check_compatible(make_infos(rollout={"dtype": "bfloat16"}), make_tokenizer(), config)
     config = make_config(policy_folder, **LENGTHS, weights={"backend": "nccl"})
     expected = "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo"

@@ -87,9 +87,7 @@ def names(engine: FakeEngine) -> list[str]:
 
 
 def good(version: int, epoch: int, checksum: str = "") -> pb.WeightReport:
-    return pb.WeightReport(
-        replica="me", ok=True, policy_version=version, epoch=epoch, workers=2, checksum=checksum
-    )
+    return pb.WeightReport(replica="me", ok=True, policy_version=version, epoch=epoch, workers=2, checksum=checksum)
 
 
 async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: WeightMember) -> None:

@@ -184,7 +184,8 @@ async def test_a_replica_that_was_replaced_is_a_new_epoch_at_the_same_size(sourc
 async def test_workers_of_a_replica_have_ranks_of_their_own(source: FakeSource) -> None:
     fleet = Fleet(source, c=1, a=2, b=4)
     await make_pusher(fleet).push(1)
-    assert {name: engine.joined[0]["rank_offset"] for name, engine in fleet.engines.items()} == {"a": 1, "b": 3, "c": 7}
+    ranks = {name: engine.joined[0]["rank_offset"] for name, engine in fleet.engines.items()}
+    assert ranks == {"a": 1, "b": 3, "c": 7}
     assert ("join", 1, 8) in source.calls
 
 
@@ -217,7 +218,7 @@ async def test_a_replica_that_comes_too_late_for_the_epoch_is_in_the_next_attemp
 async def test_a_replica_that_stays_silent_fails_the_push_and_is_named(source: FakeSource) -> None:
     fleet = Fleet(source, a=1, b=1)
     fleet.mute = {("b", "transfer")}
-    with pytest.raises(PushFailed, match="^version 5 after 2 attempts: b: did not answer transfer$"):
+    with pytest.raises(PushFailed, match=r"^version 5 after 2 attempts: b: did not answer transfer$"):
         await make_pusher(fleet, attempts=2).push(5)
     assert fleet.phases == ["discover", "prepare", "transfer", "abort"] * 2
     assert fleet.versions == {"a": 0, "b": 0}
@@ -265,7 +266,7 @@ async def test_a_learner_that_is_gone_ends_the_push_at_once(source: FakeSource) 
 
 
 async def test_nobody_there(source: FakeSource) -> None:
-    with pytest.raises(PushFailed, match="^version 5 after 3 attempts: no rollout replica answers$"):
+    with pytest.raises(PushFailed, match=r"^version 5 after 3 attempts: no rollout replica answers$"):
         await make_pusher(Fleet(source)).push(5)
     assert source.calls == []
     assert issubclass(PushFailed, ServiceError)

@@ -165,5 +165,5 @@ def test_nothing_is_sent_before_a_group_is_formed() -> None:
 
 
 def test_backends_have_names() -> None:
-    with pytest.raises(ValueError, match="weights.backend: 'ipc' is neither nccl nor gloo"):
+    with pytest.raises(ValueError, match=r"weights.backend: 'ipc' is neither nccl nor gloo"):
         make_sender("ipc", host=HOST, bucket_bytes=1, timeout_s=1)
