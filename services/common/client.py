@@ -14,7 +14,12 @@ from services.common.errors import DeadlineExceeded, Unavailable, from_rpc
 
 Stub = TypeVar("Stub")
 
-UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Left alone, gRPC waits longer and longer to reconnect, up to two minutes: past our deadlines.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
@@ -22,8 +27,8 @@ _LONGEST_PAUSE_S = 2.0
 def open_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """A channel to Serve's gRPC proxy at host:port; encrypted when given credentials."""
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=UNLIMITED)
-    return grpc.aio.secure_channel(target, credentials, options=UNLIMITED)
+        return grpc.aio.insecure_channel(target, options=OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=OPTIONS)
 
 
 class Backoff:

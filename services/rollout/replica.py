@@ -19,9 +19,9 @@ from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
 
-LINGER_S = 0.02
-"""Between two messages of a stream. Each costs milliseconds on its way through Serve, whatever it holds, and small
-models finish a sample with every engine step."""
+LINGER_S = 0.05
+"""How long a finished sample waits for others to share its message. Each message costs milliseconds on its way through
+Serve, whatever it holds, and small models finish a sample with every engine step."""
 
 
 @serve.deployment(name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10)
@@ -54,7 +54,9 @@ class Rollout(HealthMixin):
             engine.shutdown()
 
     async def check_health(self) -> None:
-        """Serve restarts the replica when its engine is dead."""
+        """Serve restarts the replica when its engine is dead, or stuck in a push."""
+        if self._member.failure:
+            raise RuntimeError(self._member.failure)
         await self._engine.check_health()
 
     @translated_stream
@@ -146,6 +148,9 @@ async def _as_finished(
     try:
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if pending:
+                more, pending = await asyncio.wait(pending, timeout=LINGER_S)
+                done |= more
             failed = [error for task in done if (error := task.exception())]
             if samples := [task.result() for task in done if not task.exception()]:
                 yield samples  # also beside a failure: what is finished need not be sampled again

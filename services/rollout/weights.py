@@ -12,6 +12,9 @@ from services.rollout.interface import Engine
 
 log = logging.getLogger("quartet")
 
+LEASE = 2.0
+"""How long an open push stays open without a further phase, in deadlines of its last one."""
+
 
 class WeightMember:
     """Carries out the phases of a push on one engine and reports how each went."""
@@ -23,6 +26,9 @@ class WeightMember:
         self._timeout_s = timeout_s
         self._epoch = 0
         self._open = False
+        self._lease: asyncio.Task[None] | None = None
+        self.failure = ""
+        """Why this replica cannot go on, for its health check; empty while it can."""
 
     async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
         """Never raises: a phase that fails is rolled back here and its report says what went wrong."""
@@ -34,6 +40,8 @@ class WeightMember:
             "commit": self._commit,
             "abort": self._abort,
         }
+        if self._lease is not None:
+            self._lease.cancel()
         try:
             async with asyncio.timeout(phase.timeout_s):
                 checksum = await steps[name](getattr(phase, name))
@@ -42,6 +50,9 @@ class WeightMember:
             log.warning("push: %s failed on %s: %s", name, self._replica, error)
             await self._roll_back(phase.timeout_s)
             return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
+        finally:
+            if self._open:
+                self._lease = asyncio.create_task(self._expire(LEASE * phase.timeout_s))
 
     def _report(self, **fields: Any) -> pb.WeightReport:
         return pb.WeightReport(
@@ -89,7 +100,7 @@ class WeightMember:
     async def _abort(self, message: pb.Abort) -> str:
         if self._open:
             await self._engine.abort()
-        self._open, self._epoch = False, 0
+        self._open, self._epoch, self.failure = False, 0, ""
         return ""
 
     def _expect(self, epoch: int) -> None:
@@ -103,3 +114,10 @@ class WeightMember:
                 await self._abort(pb.Abort())
         except Exception as error:
             log.error("push: roll-back failed on %s: %s", self._replica, error)
+            self.failure = f"paused by a push that could not be rolled back: {type(error).__name__}: {error}"
+
+    async def _expire(self, seconds: float) -> None:
+        """A push whose orchestrator fell silent half-way is over: nobody else would resume generation."""
+        await asyncio.sleep(seconds)
+        log.warning("push: no further phase reached %s within %g s; rolling back", self._replica, seconds)
+        await self._roll_back(seconds)

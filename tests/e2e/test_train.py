@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ EVALUATION = {"eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eva
 
 @pytest.fixture(scope="module")
 async def run(quartet: Quartet) -> Path:
-    """The folder of a run that has ended well."""
+    """The folder of a run that has ended well, started elsewhere than the cluster was."""
+    elsewhere = quartet.folder / "elsewhere"
+    shutil.copytree(quartet.folder / ".quartet", elsewhere / ".quartet")
     before = (await quartet.services.rollout.info(30)).policy_version
-    done = command(quartet.folder, "train", str(quartet.config))
+    done = command(elsewhere, "train", str(quartet.config))
     assert done.returncode == 0, done.stderr
-    folder = quartet.folder / "runs" / "three-steps"
+    folder = elsewhere / "runs" / "three-steps"
     (folder / "version-before").write_text(str(before))
     return folder
 

@@ -133,7 +133,7 @@ async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_
         return len(processes(quartet)) == 2 and victim.pid not in processes(quartet)
 
     await eventually(engine_gone, 10)
-    await eventually(replaced, 90)
+    await eventually(replaced, 180)
     report = await push_model(rollout, plain.language_model(quartet.policy))
     assert set(report.replicas) == set(await quartet.replicas())
     assert {info.policy_version for info in (await quartet.replicas()).values()} == {report.policy_version}

@@ -71,9 +71,7 @@ def clip(x: float, low: float, high: float) -> float:
     return high if x > high else x
 
 
-def value_loss(
-    new: Rows, old: Rows, returns: Rows, eps: float | None, denominator: float
-) -> tuple[float, float]:
+def value_loss(new: Rows, old: Rows, returns: Rows, eps: float | None, denominator: float) -> tuple[float, float]:
     loss, clipped = 0.0, 0
     for n, o, r in zip(flat(new), flat(old), flat(returns), strict=True):
         plain = (n - r) ** 2
@@ -122,9 +120,7 @@ def importance_weights(old: Rows, behaviour: Rows, cap: float) -> Rows:
     return [[min(math.exp(o) / math.exp(b), cap) for o, b in row] for row in pairs]
 
 
-def objective(
-    ratio: float, advantage: float, low: float, high: float, dual: float | None
-) -> tuple[float, str]:
+def objective(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, str]:
     """PPO's objective case by case, and the bound that holds it; "" if none does and it has a gradient."""
     if advantage >= 0:
         return ((1 + high) * advantage, "high") if ratio > 1 + high else (ratio * advantage, "")

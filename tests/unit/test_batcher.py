@@ -35,6 +35,10 @@ def doubler() -> Doubler:
     return Doubler()
 
 
+def make_batcher(doubler: Doubler, max_items: int = 100) -> Batcher[int, int]:
+    return Batcher(doubler, max_items=max_items)
+
+
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -56,7 +60,7 @@ async def queued(batcher: Batcher[int, int], *calls: list[int]) -> list[Any]:
 
 
 async def test_calls_that_arrive_meanwhile_share_the_next_batch(doubler: Doubler) -> None:
-    batcher = Batcher(doubler, max_items=100)
+    batcher = make_batcher(doubler)
     first = await busy(batcher, doubler)
     others = await queued(batcher, [1, 2], [3], [4, 5])
     doubler.gate.set()
@@ -68,13 +72,13 @@ async def test_calls_that_arrive_meanwhile_share_the_next_batch(doubler: Doubler
 
 async def test_an_idle_batcher_starts_at_once_every_time(doubler: Doubler) -> None:
     doubler.gate.set()
-    batcher = Batcher(doubler, max_items=100)
+    batcher = make_batcher(doubler)
     assert [list(await batcher.submit([item])) for item in (1, 2)] == [[2], [4]]
     assert doubler.batches == [[1], [2]]
 
 
 async def test_a_failing_call_does_not_fail_its_neighbours(doubler: Doubler) -> None:
-    batcher = Batcher(doubler, max_items=100)
+    batcher = make_batcher(doubler)
     first = await busy(batcher, doubler)
     others = await queued(batcher, [1], [2, -3], [4], [-5])
     doubler.gate.set()
@@ -88,14 +92,14 @@ async def test_a_failing_call_does_not_fail_its_neighbours(doubler: Doubler) -> 
 
 async def test_a_lone_failing_call_is_not_run_again(doubler: Doubler) -> None:
     doubler.gate.set()
-    batcher = Batcher(doubler, max_items=100)
+    batcher = make_batcher(doubler)
     with pytest.raises(ValueError, match="negative: -1"):
         await batcher.submit([-1])
     assert doubler.batches == [[-1]]
 
 
 async def test_a_cancelled_call_is_dropped_before_its_batch_and_harmless_after(doubler: Doubler) -> None:
-    batcher = Batcher(doubler, max_items=100)
+    batcher = make_batcher(doubler)
     first = await busy(batcher, doubler)
     others = await queued(batcher, [1], [2], [3])
     others[1].cancel()
@@ -107,7 +111,7 @@ async def test_a_cancelled_call_is_dropped_before_its_batch_and_harmless_after(d
 
 
 async def test_more_than_may_wait_is_refused(doubler: Doubler) -> None:
-    batcher = Batcher(doubler, max_items=3)
+    batcher = make_batcher(doubler, 3)
     first = await busy(batcher, doubler)
     others = await queued(batcher, [1, 2])
     # Two wait; the one that computes no longer counts.
@@ -124,7 +128,7 @@ async def test_more_than_may_wait_is_refused(doubler: Doubler) -> None:
 
 
 async def test_a_call_without_items_is_answered(doubler: Doubler) -> None:
-    batcher = Batcher(doubler, max_items=3)
+    batcher = make_batcher(doubler, 3)
     doubler.gate.set()
     awaited: Awaitable[Sequence[int]] = batcher.submit([])
     assert list(await asyncio.wait_for(awaited, 10)) == []

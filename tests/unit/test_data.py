@@ -180,9 +180,7 @@ def test_nothing_left_nothing_in_a_prompt_and_the_wrong_vocabulary(tmp_path: Pat
         load_prompts(config(data, max_prompt_length=1), tokenizer(), "train")
     # The largest id is that of "a", 3.
     assert len(load_prompts(config(data), tokenizer(), "train", vocab_size=4).prompts) == 3
-    with fails(
-        "row 0: the tokenizer gives id 3, outside the policy's vocabulary (0 to 2); use the tokenizer"
-    ):
+    with fails("row 0: the tokenizer gives id 3, outside the policy's vocabulary (0 to 2); use the tokenizer"):
         load_prompts(config(data), tokenizer(), "train", vocab_size=3)
     blank = jsonl(tmp_path / "blank.jsonl", [{"prompt": "a"}, {"prompt": " "}])
     with fails("row 1: the prompt ' ' has no tokens"):
@@ -219,9 +217,7 @@ def test_bad_chats(tmp_path: Path) -> None:
     with fails("data.chat_template: the tokenizer has none; turn it off or use a chat model's"):
         load("a", template=None)
     for prompt in ([], None, 3, ["a"], [{"role": "user"}]):
-        with fails(
-            "row 0: column 'prompt' should hold text or a list of messages, each with a role and content"
-        ):
+        with fails("row 0: column 'prompt' should hold text or a list of messages, each with a role and content"):
             load(prompt)
     with fails("row 0: the chat template refuses the messages: users only"):
         load([{"role": "system", "content": "a"}])

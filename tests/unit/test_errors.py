@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -70,7 +70,7 @@ class Servicer:
         return request
 
     @translated_stream
-    async def Stream(self, request: Any) -> AsyncIterator[Any]:
+    async def Stream(self, request: Any) -> AsyncGenerator[Any, None]:
         try:
             for part in request:
                 if isinstance(part, BaseException):
@@ -114,6 +114,7 @@ async def test_the_text_of_an_unforeseen_error_stays_in_the_log(
     assert (context.code, context.details, str(caught.value)) == (grpc.StatusCode.INTERNAL, expected, expected)
     # Neither does it travel as a cause, which Serve would print into the status.
     assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
     assert "password: 1234" in caplog.text
 
 

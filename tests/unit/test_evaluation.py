@@ -36,7 +36,7 @@ def words(pairs: Sequence[Pair]) -> list[float]:
     return [len(pair.response.split()) for pair in pairs]
 
 
-def right(pairs: Sequence[Pair]) -> np.ndarray:
+def right(pairs: Sequence[Pair]) -> Any:
     return np.asarray([pair.label == "1" and pair.prompt == "w11" and not pair.ended for pair in pairs], np.float32)
 
 

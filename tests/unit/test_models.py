@@ -7,7 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 
 from services.common.config import ConfigError
 from services.common.models import (
@@ -32,7 +37,9 @@ def arrays(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 @pytest.fixture
 def scalar(reward_folder: Path) -> ScalarModel:
-    return load_scalar(str(reward_folder), "float32").eval().requires_grad_(False)
+    model = load_scalar(str(reward_folder), "float32")
+    model.eval().requires_grad_(False)
+    return model
 
 
 @torch.no_grad()
@@ -51,6 +58,25 @@ def test_response_logits_equal_those_without_padding(kind: str, tmp_path: Path) 
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(found[row, : len(response)], alone, atol=1e-5, rtol=0)
+
+
+def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "causal")
+    config = GPT2Config(**shape, num_labels=1, pad_token_id=PAD)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "scalar")
+    causal = load_causal(str(tmp_path / "causal"), "float32").eval().requires_grad_(False)
+    scalar = load_scalar(str(tmp_path / "scalar"), "float32")
+    scalar.eval().requires_grad_(False)
+    pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    logits, scores = response_logits(causal, pairs), scalar.scores(pairs)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        alone = pad_pairs(arrays([prompt]), arrays([response]))
+        expected = causal(alone.input_ids).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(logits[row, : len(response)], expected, atol=1e-4, rtol=0)
+        hidden = scalar.body(alone.input_ids).last_hidden_state[0, -1]
+        torch.testing.assert_close(scores[row], scalar.head(hidden)[0], atol=1e-4, rtol=0)
 
 
 def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: Path, scalar: ScalarModel) -> None:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 from orchestrator.cli import app

@@ -91,9 +91,7 @@ def test_tiny_kl_is_not_lost_and_never_negative() -> None:
     for sign in (1, -1):
         k3 = ppo.kl_estimate(torch.zeros_like(delta), sign * delta, "k3")
         assert (k3 >= 0).all()
-        close(
-            k3[0, 1000], 0.5e-6, 0.01
-        )  # delta = 1e-3: delta^2 / 2, where exp(delta) - 1 - delta is all noise
+        close(k3[0, 1000], 0.5e-6, 0.01)  # delta = 1e-3: delta^2 / 2, where exp(delta) - 1 - delta is all noise
 
 
 def test_an_unknown_kl_names_the_choices() -> None:
@@ -170,9 +168,7 @@ def test_rewards_against_the_reference(seed: int) -> None:
         ([1.0, 2.0], [1, 1], 0.0, "clip must be > 0"),
     ],
 )
-def test_rewards_refuse_bad_input(
-    scores: list[float], rows: list[int], clip: float | None, message: str
-) -> None:
+def test_rewards_refuse_bad_input(scores: list[float], rows: list[int], clip: float | None, message: str) -> None:
     mask = response_mask(torch.tensor(rows), 2)
     with pytest.raises(ValueError, match=message):
         ppo.shape_rewards(torch.tensor(scores), torch.zeros(2, 2), mask, kl_coef=0.1, clip=clip)
@@ -371,9 +367,7 @@ def test_policy_loss_and_gradient_against_the_reference(seed: int, dual: float |
     args = (leaf, ref.pad(old), ref.pad(advantages), mask)
     got = ppo.policy_loss(*args, **CLIPS, dual_clip=dual, weights=ref.pad(weights), denominator=17.0)
     expected, slopes = ref.policy_loss(new, old, advantages, weights, (0.2, 0.28, dual), 17.0)
-    found = dict(
-        zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True)
-    )
+    found = dict(zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True))
     assert {k: float(v.detach()) for k, v in found.items()} == pytest.approx(expected, rel=1e-6)
     assert all(not v.requires_grad for k, v in found.items() if k != "loss")
     close(

@@ -58,9 +58,7 @@ def full_run(run: Path, steps: int = 4) -> Path:
         "eval/gold": -0.2,
         "eval/kl": 0.0,
     }
-    trained = [
-        {"step": step, "seconds/step": 30.0, **dict.fromkeys(every_metric(), 0.5)} for step in range(1, steps)
-    ]
+    trained = [{"step": step, "seconds/step": 30.0, **dict.fromkeys(every_metric(), 0.5)} for step in range(1, steps)]
     measure(run, [{"step": 0, **held_out}, *trained])
     evaluate(run, 0, [sample(row, score=-1.0, judges={"gold": -0.5}) for row in range(8)])
     evaluate(run, 2, [sample(row, score=9.0, judges={"gold": 9.0}) for row in range(8)])

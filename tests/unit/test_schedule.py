@@ -1,12 +1,14 @@
 """The learning rate against hand-computed values."""
 
+from typing import Any
+
 import pytest
 
 from services.common.learner_config import OptimizerConfig
 from services.common.schedule import rate_factor
 
 
-def factors(steps: int, **options: object) -> list[float]:
+def factors(steps: int, **options: Any) -> list[float]:
     config = OptimizerConfig(learning_rate=1, **options)
     return [rate_factor(step, config) for step in range(steps)]
 

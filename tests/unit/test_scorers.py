@@ -87,7 +87,8 @@ def test_a_function_sees_texts_and_labels() -> None:
     assert scorer.score(PAIRS).tolist() == LENGTHS
     assert scorer.score(PAIRS).dtype == np.float32
     assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
-    hit = Scored(*arrays([[1], [13, 0]]), Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
+    prompt, response = arrays([[1], [13, 0]])
+    hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
     assert make(**function("matches")).score([hit]).tolist() == [1]
     name = "function:tests.unit.scorers:length"
     assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE, weight=1)

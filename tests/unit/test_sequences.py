@@ -68,6 +68,11 @@ def test_length_batches_by_hand() -> None:
     assert list(length_batches(prompts, responses, 18)) == [[1, 2, 0]]
     assert list(length_batches(prompts, responses, 1)) == [[1], [2], [0]]
     assert list(length_batches([], [], 6)) == []
+    # A long prompt widens its own batch only: 10 + 1, then 2 x (1 + 2).
+    assert list(length_batches([ids(*range(10)), ids(1), ids(1)], [ids(1), ids(1, 1), ids(1, 1)], 11)) == [
+        [0],
+        [1, 2],
+    ]
 
 
 def test_every_epoch_is_a_new_permutation_in_minibatches() -> None:

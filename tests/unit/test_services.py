@@ -20,7 +20,12 @@ LENGTHS = {"data": {"path": "x", "max_prompt_length": 16}, "sampling": {"max_new
 
 def make_infos(**changes: dict[str, Any]) -> Infos:
     """Infos that fit; `changes` by service, or for the rollout info itself."""
-    same = {"path": "m", "tokenizer_hash": tokenizer_hash(make_tokenizer()), "max_length": 48, "dtype": "float32"}
+    same: dict[str, Any] = {
+        "path": "m",
+        "tokenizer_hash": tokenizer_hash(make_tokenizer()),
+        "max_length": 48,
+        "dtype": "float32",
+    }
     models = {
         name: common_pb2.ModelInfo(**same | changes.get(name, {}))
         for name in ("rollout", "reward", "reference", "critic")
@@ -64,7 +69,8 @@ def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> 
 
 class FakeClient:
     def __init__(self, answer: Any) -> None:
-        self.answer, self.timeouts, self.closed = answer, [], False
+        self.answer, self.closed = answer, False
+        self.timeouts: list[float] = []
 
     async def info(self, timeout_s: float) -> Any:
         self.timeouts.append(timeout_s)

@@ -195,11 +195,27 @@ async def test_a_roll_back_that_fails_or_hangs_is_reported_like_any_failure(
     engine.hanging.add("abort")
     report = await play(member, {"abort": pb.Abort(epoch=1)}, timeout_s=0.05)
     assert (report.ok, report.error) == (False, "abort: TimeoutError: ")
+    assert member.failure == "paused by a push that could not be rolled back: TimeoutError: "
     # It stays open until an abort succeeds, so that the engine is not left paused for ever.
     engine.hanging.clear()
     engine.failing.clear()
     assert await play(member, {"abort": pb.Abort(epoch=1)}) == good(3, 0)
     assert names(engine).count("abort") == 4
+    assert member.failure == ""
+
+
+async def test_a_push_whose_orchestrator_falls_silent_is_rolled_back(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    """After two deadlines of 0.05 s without a further phase; a phase in time puts that off."""
+    await play(member, prepare(1), timeout_s=0.05)
+    await play(member, transfer(1), timeout_s=10)
+    await asyncio.sleep(0.2)
+    assert "abort" not in names(engine)
+    await play(member, {"discover": pb.Discover()}, timeout_s=0.05)
+    await asyncio.sleep(0.2)
+    assert names(engine)[-1] == "abort"
+    assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
 
 
 async def test_aborting_what_was_never_prepared_does_nothing(engine: FakeEngine, member: WeightMember) -> None:
