@@ -20,8 +20,8 @@ from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
 
 LINGER_S = 0.05
-"""How long a finished sample waits for others to share its message. Each message costs milliseconds on its way through
-Serve, whatever it holds, and small models finish a sample with every engine step."""
+"""How long a finished sample waits for others to share its message. Each message costs milliseconds on its way
+through Serve, whatever it holds, and small models finish a sample with every engine step."""
 
 
 @serve.deployment(name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10)
