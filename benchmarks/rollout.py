@@ -1,6 +1,6 @@
 """Tokens/s through the rollout service against `LLM.generate` in process, on the same prompts in one run.
 
-    python -m benchmarks.rollout [deploy/ppo.yaml] [--rounds 7] [--prompts 128]
+    python -m benchmarks.rollout [deploy/ppo.yaml] [--rounds 7] [--prompts 128] [--replicas 1]
 
 The rollout application of the YAML file is deployed on a Ray head of its own and driven as the orchestrator drives
 it: gRPC through Serve's proxy, samples streamed back with their log-probs. The other side is vLLM's own offline
@@ -41,6 +41,7 @@ def main(
     config: Annotated[Path, typer.Argument()] = Path("deploy/ppo.yaml"),
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     prompts: Annotated[int, typer.Option(min=1)] = 128,
+    replicas: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
     """See the module's docstring."""
     deployment = Deployment.load(config, check_services=True)
@@ -51,6 +52,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder, "ray.json")
         served = Path(folder, "rollout.yaml")
+        application["deployments"][0]["num_replicas"] = replicas
         port = _only_rollout(deployment.raw, application, served)
         ray = cluster.start(console.print, state)
         try:
@@ -118,7 +120,7 @@ def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampl
 
 def _service(target: str, deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
     loop = asyncio.new_event_loop()
-    size = deployment.orchestrator.prompts_per_call
+    size = min(deployment.orchestrator.prompts_per_call, len(prompts))
 
     async def connect() -> RolloutClient:
         return RolloutClient(open_channel(target))
