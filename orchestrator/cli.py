@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.common.config import ConfigError
-from services.common.errors import ServiceError
+from services.common.errors import ServiceError, Unavailable
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -149,6 +149,8 @@ def _guarded(command: Callable[[], Any]) -> int:
         # Calls that fail together usually fail for one reason.
         for text in dict.fromkeys(str(leaf) for leaf in leaves):
             _errors.print(f"[red]error:[/red] {escape(text)}")
+        if any(isinstance(leaf, Unavailable) for leaf in leaves):
+            _errors.print("are the services up? `quartet up FILE` starts them")
         return 1
     return 0
 

@@ -5,10 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from orchestrator.judged import Judged, read_rows
-from orchestrator.statistics import Interval, mean_interval, win_rate
+from orchestrator.statistics import Interval, over_prompts, win_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,6 @@ def _judged_by(name: str) -> Callable[[Judged], float]:
 
 
 def _over_prompts(values: Sequence[tuple[int, float]]) -> Interval | None:
-    """Mean over prompts of each prompt's mean: several responses to one prompt are not independent."""
-    by_row: defaultdict[int, list[float]] = defaultdict(list)
-    for row, value in values:
-        if math.isfinite(value):
-            by_row[row].append(value)
-    return mean_interval([fmean(group) for group in by_row.values()]) if by_row else None
+    """As over_prompts, of the values that there are; None without any."""
+    finite = [(row, value) for row, value in values if math.isfinite(value)]
+    return over_prompts(finite) if finite else None

@@ -183,9 +183,9 @@ class LogConfig(Config):
 class OrchestratorConfig(Config):
     """The `orchestrator:` section: one PPO run."""
 
-    name: str
-    """The run's name: results go to runs/<name>."""
-    target: str = "127.0.0.1:19000"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
+    target: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")] = "127.0.0.1:19000"
     """host:port of Serve's gRPC proxy, the same for all four services."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the prompt order, the sampling seeds and the minibatch order."""

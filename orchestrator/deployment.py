@@ -102,6 +102,9 @@ def _wrong_port(target: str, raw: dict[str, Any]) -> list[str]:
 
 def _problems_of(application: dict[str, Any]) -> list[str]:
     kind = _SERVICES.get(str(application.get("import_path")))
+    if kind is None and str(application.get("import_path")).startswith("services."):
+        known = ", ".join(sorted(_SERVICES))
+        return [f"applications.{application.get('name')}.import_path: no service of Quartet's; they are {known}"]
     if kind is None:
         return []
     try:

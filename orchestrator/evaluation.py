@@ -9,7 +9,7 @@ import numpy as np
 from orchestrator.data import Prompt
 from orchestrator.experience import Collector, Experience
 from orchestrator.judged import Judged, write_rows
-from orchestrator.statistics import mean_interval
+from orchestrator.statistics import over_prompts
 from services.common.config import ConfigError
 from services.common.pairs import Pair
 
@@ -85,16 +85,16 @@ def _verdict(name: str, judge: Judge, pairs: Sequence[Pair]) -> list[float]:
 
 def summarise(rows: Sequence[Judged]) -> dict[str, float]:
     """The evaluation's metrics, the score and the judges with their 95 % intervals."""
-    metrics = _with_interval("eval/score", [row.score for row in rows]) | {
+    metrics = _with_interval("eval/score", [(row.row, row.score) for row in rows]) | {
         "eval/kl": float(np.mean([row.kl for row in rows])),
         "eval/length": float(np.mean([row.length for row in rows])),
         "eval/truncated": float(np.mean([not row.ended for row in rows])),
     }
     for name in rows[0].judges if rows else {}:
-        metrics |= _with_interval(f"eval/{name}", [row.judges[name] for row in rows])
+        metrics |= _with_interval(f"eval/{name}", [(row.row, row.judges[name]) for row in rows])
     return metrics
 
 
-def _with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
-    interval = mean_interval(values)
+def _with_interval(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float]:
+    interval = over_prompts(values)
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

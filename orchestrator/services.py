@@ -41,7 +41,11 @@ class Services:
         return cls(RolloutClient(channel), RewardClient(channel), ReferenceClient(channel), CriticClient(channel))
 
     async def infos(self, timeout_s: float) -> Infos:
-        """Asks all four at once."""
+        """Asks all four at once.
+
+        Raises:
+            ExceptionGroup: of the ServiceErrors of those that do not answer within `timeout_s`.
+        """
         async with asyncio.TaskGroup() as group:
             rollout = group.create_task(self.rollout.info(timeout_s))
             reward = group.create_task(self.reward.info(timeout_s))

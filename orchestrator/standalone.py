@@ -18,7 +18,7 @@ from orchestrator.experience import Collector
 from orchestrator.judged import Judged, write_rows
 from orchestrator.run import RUNS, evaluation_prompts, load_judges
 from orchestrator.services import Services
-from orchestrator.statistics import Interval, mean_interval
+from orchestrator.statistics import Interval, over_prompts
 from services.common.arrays import Ints
 from services.common.config import ConfigError
 from services.common.errors import Internal
@@ -53,7 +53,10 @@ async def evaluate_model(deployment: Deployment, model: str, split: str, output:
     try:
         if model != CURRENT:
             services = replace(services, rollout=OfflineRollout(model, deployment, tokenizer))  # type: ignore[arg-type]
-        scorer = (await services.reward.info(config.timeouts.info_s)).scorer.name
+        reward = await services.reward.info(config.timeouts.info_s)
+        if reward.model.tokenizer_hash != tokenizer_hash(tokenizer):
+            raise ConfigError(f"reward: the tokenizer of {reward.model.path} is not that of {config.policy.model}")
+        scorer = reward.scorer.name
         repeated: list[Prompt] = [p for p in prompts for _ in range(config.evaluation.samples_per_prompt)]
         # One call holds everything: an engine that is started for this is started once.
         everything = config.model_copy(update={"prompts_per_call": len(repeated)})
@@ -146,6 +149,6 @@ def table(rows: Sequence[Judged], title: str, scorer: str, path: str) -> Table:
         "cut off by the limit": [float(not row.ended) for row in rows],
     }
     for name, values in columns.items():
-        interval: Interval = mean_interval(values)
+        interval: Interval = over_prompts([(row.row, value) for row, value in zip(rows, values, strict=True)])
         drawn.add_row(name, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
     return drawn

@@ -1,6 +1,7 @@
 """Means and win rates with their confidence intervals."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
@@ -31,6 +32,17 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
         return Interval(mean, math.nan, math.nan)
     half = student_t((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def over_prompts(values: Sequence[tuple[int, float]], confidence: float = 0.95) -> Interval:
+    """Interval of the mean over prompts of each prompt's mean, from (prompt's row, value) pairs.
+
+    Several responses to one prompt are not independent, so each prompt counts once.
+    """
+    by_row: defaultdict[int, list[float]] = defaultdict(list)
+    for row, value in values:
+        by_row[row].append(value)
+    return mean_interval([fmean(group) for group in by_row.values()], confidence)
 
 
 def win_rate(after: Sequence[float], before: Sequence[float], confidence: float = 0.95) -> Interval:
