@@ -64,6 +64,7 @@ class Deployment:
             problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
             applications = []
         if check_services:
+            problems += _wrong_names(applications)
             for application in applications:
                 problems += _problems_of(application)
         orchestrator = None
@@ -89,6 +90,15 @@ def _wrong_options(raw: dict[str, Any], path: str | Path) -> list[str]:
         elif not isinstance(port := options.get("port", 0), int):
             problems.append(f"{path}: {section}.port: should be a port number, got {port!r}")
     return problems
+
+
+def _wrong_names(applications: list[dict[str, Any]]) -> list[str]:
+    """Serve tells applications apart by name, and the orchestrator finds the four services by theirs."""
+    names = [str(application.get("name")) for application in applications]
+    missing = [name for name in ("rollout", "reward", "reference", "critic") if name not in names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems = [f"applications: none is named {name}" for name in missing]
+    return problems + [f"applications: more than one is named {name}" for name in twice]
 
 
 def _wrong_port(target: str, raw: dict[str, Any]) -> list[str]:
