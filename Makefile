@@ -23,12 +23,14 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: install demo test lint format protos clean
 .DELETE_ON_ERROR:
 
+# --compile-bytecode: every service is a process of its own, and importing vLLM uncompiled takes each of them twice
+# as long wherever Python is told not to write bytecode.
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet $(UV_TORCH) -e '.[$(EXTRA),dev]'
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --compile-bytecode $(UV_TORCH) -e '.[$(EXTRA),dev]'
 	touch $@
 
 # Models and data, services up, PPO, evaluation through the same reward service, report, services down.

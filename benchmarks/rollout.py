@@ -95,8 +95,8 @@ def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampl
 
     application_model = deployment.orchestrator.policy.model
     given = dict(vars(engine_args(rollout_config(deployment, application_model))))
-    # What only a server's engine has, and what is about weight pushes.
-    for name in ("enable_log_requests", "weight_transfer_config", "worker_extension_cls"):
+    # What only a service's engine has.
+    for name in ("enable_log_requests", "weight_transfer_config", "worker_extension_cls", "scheduler_cls"):
         given.pop(name)
     llm = LLM(**given)
     inputs = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]

@@ -53,6 +53,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=weight_backend(config)),
         worker_extension_cls="services.common.weight_transfer.engine.WorkerExtension",
+        scheduler_cls="services.rollout.scheduler.WholeResponseScheduler",
         disable_log_stats=True,
         generation_config="auto",
     )
