@@ -2,13 +2,19 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from services.common.config import Config, Seconds
+from services.common.config import LAST_PORT, Config, Seconds, matching
 from services.common.learner_config import PolicyConfig
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _port_in_range(target: str) -> str:
+    if not 1 <= int(target.rpartition(":")[2]) <= LAST_PORT:
+        raise ValueError(f"should end in a port from 1 to {LAST_PORT}")
+    return target
 
 
 class DataConfig(Config):
@@ -37,8 +43,9 @@ class DataConfig(Config):
 class SamplingConfig(Config):
     """How responses are sampled."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits, in the rollout engine, the reference and the learner alike."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divides the logits, in the rollout engine, the reference and the learner alike. At least 0.01: vLLM samples
+    at that where it is asked for less, and its log-probs would no longer be the learner's."""
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
@@ -183,9 +190,9 @@ class LogConfig(Config):
 class OrchestratorConfig(Config):
     """The `orchestrator:` section: one PPO run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    name: Annotated[str, matching(r"[A-Za-z0-9][\w.-]*", "letters, digits, `_`, `-`, `.`, a letter or digit first")]
     """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
-    target: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")] = "127.0.0.1:19000"
+    target: Annotated[str, matching(r"\S+:\d{1,5}", "host:port"), AfterValidator(_port_in_range)] = "127.0.0.1:19000"
     """host:port of Serve's gRPC proxy, the same for all four services."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the prompt order, the sampling seeds and the minibatch order."""

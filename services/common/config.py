@@ -1,14 +1,18 @@
 """What every configuration in Quartet is made of: frozen, strict, and documented field by field."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from services.common.findings import explain, shown
+
 Dtype = Literal["float32", "bfloat16"]
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class ConfigError(ValueError):
@@ -21,6 +25,7 @@ class Config(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        strict=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
@@ -34,80 +39,68 @@ class Config(BaseModel):
             ConfigError: one line for each wrong field, as `where.field: what is wrong`.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{where}: should be a mapping of fields to values, got {values!r}")
+            raise ConfigError(f"{where}: should be a mapping of fields to values, got {shown(values)}")
         try:
-            return cls.model_validate(dict(values))
+            text = json.dumps(dict(values), default=str)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where}: should hold plain values under plain names: {error}") from None
+        try:
+            # As JSON: there a list may be a tuple, which strict validation of Python objects refuses.
+            parsed = cls.model_validate_json(text)
         except ValidationError as error:
             raise ConfigError(explain(error, cls, where)) from None
+        if taken := [
+            f"{where}.{path}: should be a number, got true or false" for path in _taken_for_numbers(parsed, values)
+        ]:
+            raise ConfigError("\n".join(taken))
+        return parsed
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """Pydantic's findings as lines a user can act on."""
-    lines = []
-    for finding in error.errors():
-        path = ".".join([where, *_written(model, finding["loc"])])
-        if finding["type"] == "extra_forbidden":
-            known = ", ".join(sorted(_fields_at(model, finding["loc"][:-1])))
-            lines.append(f"{path}: no such field" + (f"; the fields here are {known}" if known else ""))
-        elif finding["type"] == "missing":
-            lines.append(f"{path}: required")
-        else:
-            message = finding["msg"].removeprefix("Value error, ")
-            # What is wrong with a whole section needs no copy of the section.
-            given = "" if isinstance(finding["input"], dict) else f", got {finding['input']!r}"
-            lines.append(f"{path}: {message}{given}")
-    return "\n".join(lines)
+def _taken_for_numbers(section: BaseModel, given: Mapping[str, Any]) -> Iterator[str]:
+    """Paths at which true or false was taken for 1 or 0: pydantic is strict about numbers, but not in a Literal."""
+    for name, value in given.items():
+        parsed = getattr(section, name)
+        if isinstance(parsed, BaseModel):
+            yield from (f"{name}.{path}" for path in _taken_for_numbers(parsed, value))
+        elif isinstance(value, bool) and not isinstance(parsed, bool):
+            yield name
 
 
-def _written(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """`path` as it stands in the file: pydantic also names the variant that a section's `kind` chose."""
-    kinds = [model, *(_kind_at(model, path[:end]) for end in range(1, len(path)))]
-    return [str(part) for part, kind in zip(path, kinds, strict=False) if _variant(kind, part) is None]
+class _TwiceError(yaml.YAMLError):
+    """A key is given twice in one mapping."""
 
 
-def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
-    """Names of the fields of the section at `path`, or none where it is no section."""
-    kind = _kind_at(model, path)
-    return set(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else set()
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which it would silently keep the last."""
 
-
-def _kind_at(kind: Any, path: tuple[int | str, ...]) -> Any:
-    """The type of what stands at `path` below `kind`, or None where that is not known."""
-    for part in path:
-        if variant := _variant(kind, part):
-            kind = variant
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            field = kind.model_fields.get(str(part))
-            kind = field.annotation if field else None
-        else:
-            kind = get_args(kind)[0] if get_origin(kind) is list else None
-        if get_origin(kind) is Annotated:
-            kind = get_args(kind)[0]
-    return kind
-
-
-def _variant(kind: Any, tag: int | str) -> type[BaseModel] | None:
-    """The section of the union `kind` whose discriminator has the value `tag`."""
-    sections = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-    for section in sections:
-        fields = section.model_fields.values() if isinstance(section, type) and issubclass(section, BaseModel) else ()
-        if any(tag in get_args(field.annotation) for field in fields):
-            found: type[BaseModel] = section
-            return found
-    return None
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Checks here and not when the mapping is made: by then merged keys stand among its own."""
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in seen:
+                    raise _TwiceError(f"line {line}: {key.value} is given already in line {seen[name]}; keep one")
+                seen[name] = line
+        return node
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: there is no such file, it is not YAML, or it does not hold a mapping.
+        ConfigError: there is no such file, it is not YAML, a key is given twice in one mapping, or it does not
+            hold a mapping.
     """
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        # A SafeLoader: it makes plain values and nothing else.
+        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except _TwiceError as error:
+        raise ConfigError(f"{path}, {error}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that does not exist
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: should hold a mapping at the top level, got {type(loaded).__name__}")
@@ -126,6 +119,21 @@ def _model_folder(value: str) -> str:
 
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
 """Path of a Hugging Face model folder that exists on the machine that parses it."""
+
+LAST_PORT = 65535
+"""Of TCP."""
+
+
+def matching(pattern: str, form: str) -> AfterValidator:
+    """Refuses text that does not match `pattern` as a whole; the error names the `form` in words."""
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise ValueError(f"should be {form}")
+        return value
+
+    return AfterValidator(check)
+
 
 Seconds = Annotated[float, Field(gt=0)]
 """A span of time, greater than zero."""

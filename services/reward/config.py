@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from services.common.config import Config, Dtype, ModelPath
+from services.common.config import Config, Dtype, ModelPath, matching
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -29,7 +29,7 @@ class FunctionScorerConfig(Config):
 
     kind: Literal["function"]
     """Which scorer this is."""
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    function: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function")]
     """`package.module:function`, taking a sequence of services.common.pairs.Pair and returning a score for each."""
 
 

@@ -30,12 +30,12 @@ def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -
     assert "Traceback" not in done.stderr
     for problem in (
         f"{broken}: no such section: orchestrater",
-        "applications.rollout.args.max_lenght: no such field; the fields here are dtype, enforce_eager,",
+        "applications.rollout.args.max_lenght: unknown field; known: dtype, enforce_eager,",
         "applications.reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)",
-        "applications.reference.args.dtype: Input should be 'float32' or 'bfloat16', got 'float16'",
+        "applications.reference.args.dtype: should be 'float32' or 'bfloat16', got 'float16'",
         "applications.critic.args.optimizer: required",
-        "orchestrator.steps: Input should be greater than or equal to 1, got 0",
-        "orchestrator.sampling.temperature: Input should be a valid number, unable to parse string as a number",
+        "orchestrator.steps: should be 1 or more, got 0",
+        "orchestrator.sampling.temperature: should be a number, got 'warm'",
     ):
         assert problem in done.stderr
 

@@ -135,7 +135,7 @@ def _processes(application: dict[str, Any]) -> set[int]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("typo", "reward.args.max_lenght: no such field; the fields here are max_length, max_waiting, scorer"),
+        ("typo", "reward.args.max_lenght: unknown field; known: max_length, max_waiting, scorer"),
         ("nowhere", "reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)"),
     ],
 )
