@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -37,14 +37,19 @@ _WORDS |= {"float_parsing": _WORDS["float_type"], "bool_parsing": _WORDS["bool_t
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """A line for each finding, as `where.field: what would be right, got what was given`."""
-    return "\n".join(_line(finding, model, where) for finding in error.errors())
+    """A line for each field, as `where.field: what would be right, got what was given`."""
+    lines: dict[str, str] = {}
+    for finding in error.errors():
+        path = ".".join(filter(None, [where, *_written(model, finding["loc"])]))
+        # Where several types will do, pydantic says of each why not; the first is the most likely.
+        lines.setdefault(path, f"{path}{_line(finding, model)}")
+    return "\n".join(lines.values())
 
 
-def unknown_field(name: str, known: set[str]) -> str:
+def unknown(name: str, known: set[str], what: str = "field") -> str:
     """What to say of a field that is none of `known`, the nearest of them last."""
     nearest = difflib.get_close_matches(name, sorted(known), n=1)
-    parts = ["unknown field"]
+    parts = [f"unknown {what}"]
     parts += [f"known: {', '.join(sorted(known))}"] if known else []
     parts += [f"did you mean {nearest[0]}?"] if nearest else []
     return "; ".join(parts)
@@ -55,22 +60,24 @@ def shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
-def _line(finding: ErrorDetails, model: type[BaseModel], where: str) -> str:
+def _line(finding: ErrorDetails, model: type[BaseModel]) -> str:
+    """What stands after the path."""
     kind, location, context = finding["type"], finding["loc"], finding.get("ctx", {})
-    path = ".".join([where, *_written(model, location)])
     if kind == "extra_forbidden":
-        return f"{path}: {unknown_field(str(location[-1]), _fields_at(model, location[:-1]))}"
+        return f": {unknown(str(location[-1]), _fields_at(model, location[:-1]))}"
     if kind == "missing":
-        return f"{path}: required"
+        return ": required"
     if kind == "union_tag_not_found":
-        return f"{path}.{_unquoted(context['discriminator'])}: required"
+        return f".{_unquoted(context['discriminator'])}: required"
     if kind == "union_tag_invalid":
-        field, given = _unquoted(context["discriminator"]), context["tag"]
-        return f"{path}.{field}: should be one of {context['expected_tags']}, got {given!r}"
+        return f".{_unquoted(context['discriminator'])}: should be one of {context['expected_tags']}, " + (
+            f"got {context['tag']!r}"
+        )
     words = _WORDS[kind](context) if kind in _WORDS else finding["msg"].removeprefix("Value error, ")
-    # What is wrong with a whole section needs no copy of the section.
-    given = "" if isinstance(finding["input"], dict) else f", got {shown(finding['input'])}"
-    return f"{path}: {words}{given}{_hint(kind, finding['input'])}"
+    # What is wrong with a whole section, or a list of them, needs no copy of it.
+    whole = finding["input"][0] if isinstance(finding["input"], list) and finding["input"] else finding["input"]
+    given = "" if isinstance(whole, dict) else f", got {shown(finding['input'])}"
+    return f": {words}{given}{_hint(kind, finding['input'])}"
 
 
 def _hint(kind: str, value: Any) -> str:
@@ -99,9 +106,9 @@ def _unquoted(text: str) -> str:
 
 
 def _written(model: type[BaseModel], path: _Path) -> list[str]:
-    """`path` as it stands in the file: pydantic also names the variant that a section's `kind` chose."""
+    """`path` as it stands in the file: pydantic also names the variant that a section's `kind` chose, or the type."""
     kinds = [model, *(_kind_at(model, path[:end]) for end in range(1, len(path)))]
-    return [str(part) for part, kind in zip(path, kinds, strict=False) if _variant(kind, part) is None]
+    return [str(part) for part, kind in zip(path, kinds, strict=False) if not _is_union(kind)]
 
 
 def _fields_at(model: type[BaseModel], path: _Path) -> set[str]:
@@ -122,12 +129,18 @@ def _kind_at(kind: Any, path: _Path) -> Any:
             kind = get_args(kind)[0] if get_origin(kind) is list else None
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
+        if _is_union(kind) and len(certain := [choice for choice in get_args(kind) if choice is not NoneType]) == 1:
+            kind = certain[0]
     return kind
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
 
 
 def _variant(kind: Any, tag: int | str) -> type[BaseModel] | None:
     """The section of the union `kind` whose discriminator has the value `tag`."""
-    sections = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    sections = get_args(kind) if _is_union(kind) else ()
     for section in sections:
         fields = section.model_fields.values() if isinstance(section, type) and issubclass(section, BaseModel) else ()
         if any(tag in get_args(field.annotation) for field in fields):

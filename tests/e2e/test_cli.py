@@ -29,7 +29,7 @@ def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     for problem in (
-        f"{broken}: no such section: orchestrater",
+        f"{broken}: orchestrater: unknown section; known: applications, ",
         "applications.rollout.args.max_lenght: unknown field; known: dtype, enforce_eager,",
         "applications.reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)",
         "applications.reference.args.dtype: should be 'float32' or 'bfloat16', got 'float16'",

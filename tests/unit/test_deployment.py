@@ -134,7 +134,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], 
         Deployment.load(path, check_services=True)
     lines = str(caught.value).splitlines()
     expected = [
-        f"{path}: no such section: aplications; the sections are applications, ",
+        f"{path}: aplications: unknown section; known: applications, ",
         "applications.critic.args.model: required",
         "applications.critic.args.optimizer: required",
         "applications.critic.args.modle: unknown field; known: ",
@@ -153,7 +153,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], 
     [
         ({"grpc_options": {"port": 9000}}, "orchestrator.target: 127.0.0.1:19000, but grpc_options.port is 9000"),
         ({"grpc_options": [9000]}, "grpc_options: should be a mapping, got [9000]"),
-        ({"http_options": {"port": "web"}}, "http_options.port: should be a port number, got 'web'"),
+        ({"http_options": {"port": "web"}}, "http_options.port: should be a port from 1 to 65535, got 'web'"),
     ],
 )
 def test_options_of_serve_that_cannot_be(
