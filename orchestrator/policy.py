@@ -1,21 +1,22 @@
 """The policy learner: log-probs, one PPO batch's worth of training, and the sending of its weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from orchestrator.config import PPOConfig
 from orchestrator.ppo import importance_weights, kl_estimate, policy_loss
 from services.common.arrays import Floats, Ints
-from services.common.learner import Learner, Ranks
+from services.common.learner import Learner
 from services.common.learner_config import PolicyConfig
 from services.common.minibatches import Means, minibatches
 from services.common.models import load_causal, load_tokenizer, response_logits
 from services.common.numerics import entropy_of, logprobs_of, masked_sum
-from services.common.sequences import PaddedPairs, length_batches, pad_pairs, pad_rows
+from services.common.ranks import Ranks
+from services.common.sequences import PaddedPairs, pad_pairs, pad_rows
+from services.common.shards import Part
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.sender import Sender, make_sender
 
@@ -52,56 +53,63 @@ class _Micro:
 
 
 class PolicyTrainer:
-    """A language model under DeepSpeed. Calls must not overlap."""
+    """A language model under DeepSpeed, or one rank's share of it.
+
+    Calls must not overlap. All ranks get the same calls in the same order, but for those that say otherwise.
+    """
 
     def __init__(self, config: PolicyConfig, ppo: PPOConfig, temperature: float, ranks: Ranks | None = None) -> None:
         self._config = config
         self._ppo = ppo
         self._temperature = temperature
-        self._learner = Learner(load_causal(config.model, config.dtype), config, ranks)
+        self._learner = Learner(load_causal(config.model, config.dtype, config.attn_implementation), config, ranks)
         self._sender: Sender | None = None
         self._manifest: Manifest | None = None
+        self._gathered: dict[str, torch.Tensor] = {}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """For each pair [T]: log pi(y_t | prefix) under the current weights, at the sampling temperature."""
-        answers: list[Floats] = [np.empty(0, np.float32)] * len(prompts)
+        found: dict[int, Floats] = {}
         self._learner.module.eval()
-        for batch in length_batches(prompts, responses, self._config.micro_batch_tokens):
-            pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._learner.device)
-            logits = response_logits(self._learner.module, pairs)
-            found = logprobs_of(logits, pairs.response_ids, self._temperature)
-            for i, row in zip(batch, pairs.unpad(found), strict=True):
-                answers[i] = row
-        return answers
+        for part in self._learner.parts(prompts, responses):
+            rows = part.rows
+            pairs = pad_pairs([prompts[i] for i in rows], [responses[i] for i in rows], self._learner.device)
+            logits = response_logits(self._learner.model, pairs)
+            if part.counts:
+                logprobs = logprobs_of(logits, pairs.response_ids, self._temperature)
+                found |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
+        return self._learner.shared(found, [len(response) for response in responses])
 
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """Trains on one batch and returns the means over its optimizer steps."""
         means = Means()
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         for chosen in order:
-            means.add(self._learner.step(list(self._micro_batches(batch, chosen)), self._loss))
+            means.add(self._learner.step(self._micro_batches(batch, chosen), self._loss))
         return means.result()
 
-    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int]) -> Iterator[_Micro]:
+    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int]) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
         tokens = sum(len(response) for response in responses)
-        for part in length_batches(prompts, responses, self._config.micro_batch_tokens):
-            pairs = pad_pairs([prompts[i] for i in part], [responses[i] for i in part], self._learner.device)
-            rows = [chosen[i] for i in part]
+        return [self._micro(batch, chosen, part, tokens) for part in self._learner.parts(prompts, responses)]
 
-            def padded(values: Sequence[Floats], rows: list[int] = rows, pairs: PaddedPairs = pairs) -> torch.Tensor:
-                return pad_rows([values[row] for row in rows], pairs.width, self._learner.device)
+    def _micro(self, batch: PolicyBatch, chosen: Sequence[int], part: Part, tokens: int) -> _Micro:
+        rows, device = [chosen[i] for i in part.rows], self._learner.device
+        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], device)
 
-            yield _Micro(
-                pairs=pairs,
-                logprobs=padded(batch.logprobs),
-                old_logprobs=padded(batch.old_logprobs),
-                ref_logprobs=padded(batch.ref_logprobs),
-                advantages=padded(batch.advantages),
-                tokens=tokens,
-                kl_coef=batch.kl_coef,
-            )
+        def padded(values: Sequence[Floats]) -> torch.Tensor:
+            return pad_rows([values[i] for i in rows], pairs.width, device)
+
+        return _Micro(
+            pairs=pairs if part.counts else pairs.muted(),
+            logprobs=padded(batch.logprobs),
+            old_logprobs=padded(batch.old_logprobs),
+            ref_logprobs=padded(batch.ref_logprobs),
+            advantages=padded(batch.advantages),
+            tokens=tokens,
+            kl_coef=batch.kl_coef,
+        )
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
@@ -131,35 +139,41 @@ class PolicyTrainer:
         return loss, result._asdict() | {"loss": loss, "entropy": entropy}
 
     def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, timeout_s: float) -> int:
-        """Readies the sending end on first use; the port at which the next group meets."""
+        """Rank 0 alone: readies the sending end on first use; the port at which the next group meets."""
         if self._sender is None:
             self._sender = make_sender(backend, host=host, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-            self._manifest = Manifest.of(self._weights(), bucket_bytes)
+            self._manifest = Manifest.of(self._learner.shapes(), bucket_bytes)
         return self._sender.rendezvous()
 
     def join(self, epoch: int, world_size: int) -> bytes:
-        """Forms the push group together with the replicas; the packed manifest of what will be sent."""
+        """Rank 0 alone: forms the push group together with the replicas; the packed manifest of what will be sent."""
         sender, manifest = self._ready()
         sender.join(epoch, world_size)
         return manifest.pack()
 
+    def gather(self) -> None:
+        """Brings the weights to rank 0, which then sends without the others: a push that fails leaves no rank
+        waiting."""
+        self._gathered = self._learner.gathered()
+
     def send(self) -> str:
-        """Sends the current weights; their checksum, empty where receivers keep none."""
+        """Rank 0 alone, after `gather`: sends the weights; their checksum, empty where receivers keep none."""
         sender, manifest = self._ready()
-        return sender.send(self._weights(), manifest)
+        if not self._gathered:
+            raise RuntimeError("gather comes before send")
+        weights = {name: tensor.to(self._learner.device) for name, tensor in self._gathered.items()}
+        self._gathered = {}
+        return sender.send(weights, manifest)
 
     def _ready(self) -> tuple[Sender, Manifest]:
         if self._sender is None or self._manifest is None:
             raise RuntimeError("rendezvous comes before join and send")
         return self._sender, self._manifest
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return dict(self._learner.module.named_parameters())
-
     def save(self, folder: str) -> str:
         """Writes the model, its tokenizer and generation settings in Hugging Face's format; the absolute path."""
         return str(self._learner.save(folder, self._write))
 
-    def _write(self, folder: Path) -> None:
-        self._learner.module.save_pretrained(folder)  # type: ignore[operator]
+    def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        self._learner.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         load_tokenizer(self._config.model).save_pretrained(folder)

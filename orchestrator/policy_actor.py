@@ -74,6 +74,7 @@ class Policy:
 
     async def send(self) -> str:
         """See PolicyTrainer.send."""
+        await self._call(self._actor.gather.remote(), "gather", self._weights.timeout_s)
         return str(await self._call(self._actor.send.remote(), "send", self._weights.timeout_s + 1))
 
     async def save(self, folder: str) -> str:

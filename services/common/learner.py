@@ -1,60 +1,38 @@
 """A model that is trained by DeepSpeed: the policy in the orchestrator's actor, the critic in its service."""
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from services.common.arrays import Floats, Ints
 from services.common.errors import InvalidArgument
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
+from services.common.ranks import Ranks, start_distributed
 from services.common.schedule import rate_factor
+from services.common.shards import Part, shards
 
 Micro = TypeVar("Micro")
 Loss = Callable[[Micro], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process's place among the learner's ranks."""
-
-    rank: int = 0
-    world_size: int = 1
-    store: distributed.Store | None = None
-    """Where the ranks meet. None: a single rank, which needs nobody."""
-
-
-def start_distributed(ranks: Ranks) -> None:
-    """Makes torch's default process group, nccl on GPUs and gloo elsewhere, and readies DeepSpeed for it."""
-    cuda = torch.cuda.is_available()
-    # Ray shows each process only its own GPU, so within the process it is always the first.
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if not cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    # Otherwise DeepSpeed compiles a shared-memory kernel for half a minute on the first start on a CPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not distributed.is_initialized():
-        distributed.init_process_group(
-            "nccl" if cuda else "gloo",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            store=ranks.store or distributed.HashStore(),
-        )
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo")
+GATHER_BYTES = 64 << 20
+"""ZeRO 3: weights are gathered in buckets of about this size."""
 
 
 class Learner:
     """A module, its AdamW and its schedule, one optimizer step at a time."""
 
     def __init__(self, module: nn.Module, config: LearnerConfig, ranks: Ranks | None = None) -> None:
-        """Takes `module` over: after this its parameters live where DeepSpeed puts them."""
+        """Takes `module` over: after this its parameters live where DeepSpeed puts them.
+
+        All ranks construct it together, each with the same module; RuntimeError if one does not come.
+        """
         self._ranks = ranks or Ranks()
+        self._config = config
         start_distributed(self._ranks)
         import deepspeed
 
@@ -67,6 +45,11 @@ class Learner:
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
         self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process's place."""
+        return self._ranks
 
     @property
     def module(self) -> nn.Module:
@@ -89,12 +72,12 @@ class Learner:
         """One optimizer step over one minibatch, given in parts.
 
         Args:
-            micro_batches: this rank's parts.
+            micro_batches: this rank's parts, as many as every other rank has (see `parts`).
             loss: of one part, already divided by the token count of the whole minibatch over all parts and ranks,
                 and metrics divided likewise: both are summed here, metrics named `..._max` excepted.
 
         Returns:
-            The joined metrics, `grad_norm` before clipping, and the `learning_rate` used.
+            The metrics, joined over all ranks, `grad_norm` before clipping, and the `learning_rate` used.
         """
         rate = float(self._engine.get_lr()[0])
         totals: dict[str, torch.Tensor] = {}
@@ -114,21 +97,81 @@ class Learner:
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())
         self._engine.eval()
-        return {name: float(total) for name, total in totals.items()} | {"grad_norm": norm, "learning_rate": rate}
+        joined = self._ranks.joined({name: float(total) for name, total in totals.items()}, self.device)
+        return joined | {"grad_norm": norm, "learning_rate": rate}
 
     def _gradient_norm(self) -> float:
         """DeepSpeed reports none in fp32 at ZeRO 0, where every rank holds all gradients."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(gradients))
 
-    def save(self, folder: str | Path, write: Callable[[Path], None]) -> Path:
-        """Writes through `write` beside `folder` and renames at the end, so that no half model is ever seen.
+    def parts(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Part]:
+        """This rank's share of these pairs, in parts of at most micro_batch_tokens; equally many on all ranks."""
+        ranks = self._ranks
+        dealt = shards(prompts, responses, max_tokens=self._config.micro_batch_tokens, world_size=ranks.world_size)
+        return dealt[ranks.rank]
+
+    def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
+        """All rows, from those that each rank has; every rank calls it.
+
+        Args:
+            rows: this rank's, by index, row `i` of `lengths[i]` values; each index on one rank.
+            lengths: of all rows.
+        """
+        ends = np.cumsum(lengths)
+        flat = np.zeros(int(ends[-1]), np.float32)
+        for index, row in rows.items():
+            flat[ends[index] - lengths[index] : ends[index]] = row
+        # Zero on all ranks but one, so that the sum is that rank's value to the bit.
+        values = self._ranks.sums(torch.from_numpy(flat).to(self.device)).cpu().numpy()
+        return list(np.split(values, ends[:-1]))
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """The parameters by name as tensors without data (`meta`), whole also where ZeRO 3 has them in pieces."""
+        return {
+            name: torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
+            for name, parameter in self.module.named_parameters()
+        }
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's name and its whole tensor, in the same order on all ranks.
+
+        With ZeRO 3 this gathers bucket by bucket: every rank has to exhaust it, and a tensor is valid only until
+        the next one is asked for. Otherwise these are the parameters themselves.
+        """
+        if self._config.zero_stage < 3:
+            for name, parameter in self.module.named_parameters():
+                yield name, parameter.detach()
+            return
+        import deepspeed
+
+        for bucket in _buckets(self.module):
+            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+                for name, parameter in bucket:
+                    yield name, parameter.detach()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """On rank 0 every parameter, whole, by name; nothing on the others. Every rank calls it.
+
+        With ZeRO 3 these are copies in host memory, otherwise the parameters themselves.
+        """
+        first, copied = self._ranks.rank == 0, self._config.zero_stage == 3
+        return {
+            name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
+        }
+
+    def save(self, folder: str | Path, write: Callable[[Path, dict[str, torch.Tensor]], None]) -> Path:
+        """Rank 0 writes the weights through `write` beside `folder` and renames at the end, so that no half model is
+        ever seen. Every rank calls it.
 
         Raises:
             InvalidArgument: something other than a model or an empty folder is there, which would be lost, or
                 no folder can be made there.
         """
         target = Path(folder).resolve()
+        weights = self.gathered()
+        if self._ranks.rank:
+            return target
         if target.exists() and not _may_go(target):
             raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
         aside = target.with_name(f".{target.name}.writing")
@@ -137,10 +180,30 @@ class Learner:
             aside.mkdir(parents=True)
         except OSError as error:
             raise InvalidArgument(f"path: {target} cannot be written: {error.strerror}") from None
-        write(aside)
+        write(aside, weights | _buffers(self.module))
         _remove(target)
         aside.rename(target)
         return target
+
+
+def _buckets(module: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The named parameters in groups of about GATHER_BYTES."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in module.named_parameters():
+        bucket.append((name, parameter))
+        size += parameter.ds_numel * parameter.element_size()
+        if size >= GATHER_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a saved model holds besides its parameters."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def _may_go(target: Path) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config import Config, Dtype, ModelPath
+from services.common.config import Config, Dtype, ModelPath, Seconds
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -41,20 +41,43 @@ class OptimizerConfig(Config):
 
 
 class LearnerConfig(Config):
-    """A model that is trained, by DeepSpeed."""
+    """A model that is trained, by DeepSpeed, on one rank (process) or several. docs/learner.md compares layouts."""
 
     model: ModelPath
     """Folder of the Hugging Face model to start from."""
     dtype: Dtype = "float32"
     """Arithmetic of the forward and backward pass. bfloat16 keeps fp32 master weights and wants zero_stage >= 1."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention: torch's fused kernel, transformers' plain one, or FlashAttention 2, which wants a GPU, the package
+    flash-attn and dtype bfloat16."""
     optimizer: OptimizerConfig
     """AdamW and its schedule."""
-    zero_stage: Literal[0, 1] = 0
-    """DeepSpeed ZeRO: 0 none, 1 shards the optimizer states. Stages 2 and 3 arrive with more ranks."""
+    ranks: Count = 1
+    """Processes that train the model together, each on whole sequences of every minibatch. Results do not depend
+    on it but for rounding."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO, what the ranks divide among them: 0 nothing, 1 the optimizer states, 2 the gradients too, 3 the
+    parameters too, which are then gathered layer by layer in each pass."""
+    zero_persist_below: Annotated[int, Field(ge=0)] = 10_000
+    """ZeRO 3 leaves parameters of fewer elements (norms, biases) whole on every rank: gathering them costs more than
+    it saves."""
+    adam_offload: bool = False
+    """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Wants zero_stage >= 1."""
+    param_offload: bool = False
+    """Keep the parameters themselves in host memory between uses. Wants zero_stage 3."""
     micro_batch_tokens: Count = 16_384
-    """Most tokens, padding included, in one forward and backward pass. A minibatch of more is accumulated."""
+    """Most tokens, padding included, in one forward and backward pass of a rank. A minibatch of more is accumulated,
+    sequences of like length together."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    num_cpus: Annotated[float, Field(ge=0)] = 1
+    """Logical CPUs that Ray reserves for each rank."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs that Ray reserves for each rank."""
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment of each rank's process, for instance OMP_NUM_THREADS."""
+    rank_timeout_s: Seconds = 1800
+    """Longest that a rank waits for the others, in seconds; then it fails."""
 
     @model_validator(mode="after")
     def _bf16_needs_zero(self) -> Self:
@@ -62,16 +85,25 @@ class LearnerConfig(Config):
             raise ValueError("dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1")
         return self
 
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> Self:
+        if self.adam_offload and self.zero_stage == 0:
+            raise ValueError("adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3")
+        if self.param_offload and self.zero_stage != 3:
+            raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
+        return self
+
+    @model_validator(mode="after")
+    def _flash_needs_half(self) -> Self:
+        if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
+            raise ValueError(
+                "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
+            )
+        return self
+
 
 class PolicyConfig(LearnerConfig):
-    """The policy learner: DeepSpeed in a Ray actor of the orchestrator."""
-
-    num_cpus: Annotated[float, Field(ge=0)] = 1
-    """Logical CPUs that Ray reserves for it."""
-    num_gpus: Annotated[float, Field(ge=0)] = 0
-    """GPUs that Ray reserves for it."""
-    env_vars: dict[str, str] = Field(default_factory=dict)
-    """Environment of its process, for instance OMP_NUM_THREADS."""
+    """The policy learner: DeepSpeed in Ray actors of the orchestrator, one for each rank."""
 
 
 def describe(config: LearnerConfig) -> dict[str, Any]:
@@ -84,7 +116,7 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
-        "zero_optimization": {"stage": config.zero_stage},
+        "zero_optimization": _zero(config),
         "bf16": {"enabled": config.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
@@ -95,8 +127,21 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
                 "betas": list(optimizer.betas),
                 "eps": optimizer.eps,
                 "weight_decay": optimizer.weight_decay,
-                # FusedAdam would be compiled for minutes, on machines without a GPU too.
+                # torch's own fused AdamW, on GPU and CPU: DeepSpeed's FusedAdam and DeepSpeedCPUAdam are compiled
+                # on first use, for minutes, and are no faster.
                 "torch_adam": True,
+                "fused": True,
             },
         },
     }
+
+
+def _zero(config: LearnerConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if config.param_offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if config.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = config.zero_persist_below
+    return zero

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available
 
 from services.common.config import ConfigError
 from services.common.sequences import PaddedPairs
@@ -15,19 +16,24 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_causal(path: str, dtype: str) -> nn.Module:
-    """The language model in `path`. ConfigError if the folder holds none that loads."""
-    return _load(AutoModelForCausalLM, path, dtype)
+def load_causal(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+    """The language model in `path`. ConfigError if the folder holds none that loads, or on unknown attention."""
+    return _load(AutoModelForCausalLM, path, dtype, attention)
 
 
-def load_body(path: str, dtype: str) -> nn.Module:
-    """The model in `path` without its head. ConfigError if the folder holds none that loads."""
-    return _load(AutoModel, path, dtype)
+def load_body(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+    """The model in `path` without its head. ConfigError as for load_causal."""
+    return _load(AutoModel, path, dtype, attention)
 
 
-def _load(kind: Any, path: str, dtype: str, **options: Any) -> nn.Module:
+def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ConfigError(
+            "attn_implementation: flash_attention_2 wants an NVIDIA GPU and the package flash-attn, and this process "
+            "has not both; sdpa runs anywhere"
+        )
     try:
-        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), **options)
+        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
     return model

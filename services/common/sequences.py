@@ -1,7 +1,7 @@
 """Prompts and responses of any lengths as the padded tensors that models take."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ class PaddedPairs:
     def response_ids(self) -> torch.Tensor:
         """[B, T] int64."""
         return self.input_ids[:, -self.width :]
+
+    def muted(self) -> "PaddedPairs":
+        """The same pairs with no token that counts: every masked sum over them, and its gradient, is zero."""
+        return replace(self, action_mask=torch.zeros_like(self.action_mask))
 
     def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
         """Rows of `values` ([B, T]) without their padding, as float32 arrays."""

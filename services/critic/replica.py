@@ -25,7 +25,7 @@ class Critic(HealthMixin):
     def __init__(self, config: CriticConfig) -> None:
         # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
         from services.common.identity import describe_model
-        from services.common.models import load_tokenizer, max_length
+        from services.common.models import load_tokenizer
         from services.critic.trainer import CriticBatch, CriticTrainer
 
         self._config = config
@@ -34,11 +34,12 @@ class Critic(HealthMixin):
         self._trainer = self._thread.submit(CriticTrainer, config).result()
         self._batch = CriticBatch
         self._once: Once[dict[str, float]] = Once()
+        vocab_size, max_length = self._trainer.limits()
         self._model = describe_model(
             config.model,
             load_tokenizer(config.model),
-            vocab_size=int(self._trainer.body.config.vocab_size),
-            max_length=max_length(self._trainer.body),
+            vocab_size=vocab_size,
+            max_length=max_length,
             dtype=config.dtype,
         )
 

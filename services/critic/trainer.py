@@ -1,18 +1,19 @@
 """The critic: values, and one PPO batch's worth of training at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from services.common.arrays import Floats, Ints
-from services.common.learner import Learner, Ranks
+from services.common.learner import Learner
 from services.common.minibatches import Means, minibatches
-from services.common.models import ScalarModel, load_body
+from services.common.models import ScalarModel, load_body, max_length
 from services.common.numerics import masked_sum, value_loss
-from services.common.sequences import PaddedPairs, length_batches, pad_pairs, pad_rows
+from services.common.ranks import Ranks
+from services.common.sequences import PaddedPairs, pad_pairs, pad_rows
+from services.common.shards import Part
 from services.critic.config import CriticConfig
 
 
@@ -39,49 +40,54 @@ class _Micro:
 
 
 class CriticTrainer:
-    """A value model under DeepSpeed. Calls must not overlap."""
+    """A value model under DeepSpeed, or one rank's share of it. Calls must not overlap; all ranks get all calls."""
 
     def __init__(self, config: CriticConfig, ranks: Ranks | None = None) -> None:
         self._config = config
         torch.manual_seed(config.seed)
-        self._learner = Learner(ScalarModel(load_body(config.model, config.dtype), bias=True), config, ranks)
+        body = load_body(config.model, config.dtype, config.attn_implementation)
+        self._learner = Learner(ScalarModel(body, bias=True), config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
 
-    @property
-    def body(self) -> torch.nn.Module:
-        """The transformer under the value head."""
-        return self._model.body
+    def limits(self) -> tuple[int, int]:
+        """Entries of the vocabulary, and the longest sequence in tokens."""
+        body = self._model.body
+        return int(body.config.vocab_size), max_length(body)  # type: ignore[union-attr, arg-type]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """For each pair [T]: V(prefix) before each response token."""
-        answers: list[Floats] = [np.empty(0, np.float32)] * len(prompts)
+        found: dict[int, Floats] = {}
         self._model.eval()
-        for batch in length_batches(prompts, responses, self._config.micro_batch_tokens):
-            pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._learner.device)
-            for i, row in zip(batch, pairs.unpad(self._model.values(pairs)), strict=True):
-                answers[i] = row
-        return answers
+        for part in self._learner.parts(prompts, responses):
+            rows = part.rows
+            pairs = pad_pairs([prompts[i] for i in rows], [responses[i] for i in rows], self._learner.device)
+            values = self._model.values(pairs)
+            if part.counts:
+                found |= dict(zip(rows, pairs.unpad(values), strict=True))
+        return self._learner.shared(found, [len(response) for response in responses])
 
     def train(self, batch: CriticBatch, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
         """Trains on one batch and returns the means over its optimizer steps."""
         means = Means()
         for chosen in minibatches(len(batch.prompts), epochs=epochs, size=minibatch_size, seed=seed):
-            means.add(self._learner.step(list(self._micro_batches(batch, chosen)), self._loss))
+            means.add(self._learner.step(self._micro_batches(batch, chosen), self._loss))
         return means.result()
 
-    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int]) -> Iterator[_Micro]:
+    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int]) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
         tokens = sum(len(response) for response in responses)
-        for part in length_batches(prompts, responses, self._config.micro_batch_tokens):
-            device = self._learner.device
-            pairs = pad_pairs([prompts[i] for i in part], [responses[i] for i in part], device)
-            yield _Micro(
-                pairs=pairs,
-                values=pad_rows([batch.values[chosen[i]] for i in part], pairs.width, device),
-                returns=pad_rows([batch.returns[chosen[i]] for i in part], pairs.width, device),
-                tokens=tokens,
-            )
+        return [self._micro(batch, chosen, part, tokens) for part in self._learner.parts(prompts, responses)]
+
+    def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int) -> _Micro:
+        rows, device = [chosen[i] for i in part.rows], self._learner.device
+        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], device)
+        return _Micro(
+            pairs=pairs if part.counts else pairs.muted(),
+            values=pad_rows([batch.values[i] for i in rows], pairs.width, device),
+            returns=pad_rows([batch.returns[i] for i in rows], pairs.width, device),
+            tokens=tokens,
+        )
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         new_values = self._learner.model(micro.pairs)[:, -micro.pairs.width - 1 : -1]
@@ -101,9 +107,15 @@ class CriticTrainer:
         """Writes body and head in Hugging Face's file format."""
         return self._learner.save(folder, self._write)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
-        self._model.body.save_pretrained(folder)  # type: ignore[operator]
-        head = {f"value_head.{name}": tensor.detach().cpu() for name, tensor in self._model.head.state_dict().items()}
-        save_file(head, folder / "value_head.safetensors")
+        parts: dict[str, dict[str, torch.Tensor]] = {"body": {}, "head": {}}
+        for name, tensor in weights.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor.detach().cpu()
+        self._model.body.save_pretrained(folder, state_dict=parts["body"])  # type: ignore[operator]
+        save_file(
+            {f"value_head.{name}": tensor for name, tensor in parts["head"].items()},
+            folder / "value_head.safetensors",
+        )

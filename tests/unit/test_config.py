@@ -186,6 +186,7 @@ def test_what_deepspeed_is_told(model: str) -> None:
         "eps": 1e-6,
         "weight_decay": 0.1,
         "torch_adam": True,
+        "fused": True,
     }
 
 

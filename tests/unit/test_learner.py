@@ -26,6 +26,7 @@ OPTIMIZER = OptimizerConfig(
     max_grad_norm=0.2,
 )
 Micro = tuple[Tensor, Tensor]
+Weights = dict[str, Tensor]
 
 
 def network() -> nn.Module:
@@ -147,8 +148,9 @@ def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path
     learner = make_learner(policy_folder)
     target = tmp_path / "deep" / "model"
 
-    def write(text: str) -> Callable[[Path], None]:
-        def write_to(folder: Path) -> None:
+    def write(text: str) -> Callable[[Path, Weights], None]:
+        def write_to(folder: Path, weights: Weights) -> None:
+            assert weights.keys() == dict(network().named_parameters()).keys()
             assert folder.parent == target.parent
             assert not (target / text).exists()
             (folder / "config.json").write_text("{}")
@@ -156,7 +158,7 @@ def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path
 
         return write_to
 
-    def fail(folder: Path) -> None:
+    def fail(folder: Path, weights: Weights) -> None:
         (folder / "half").touch()
         raise OSError("disk full")
 
@@ -174,8 +176,8 @@ def test_what_is_no_model_is_never_replaced(policy_folder: Path, tmp_path: Path)
     (tmp_path / "thesis.txt").touch()
     for path in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(InvalidArgument, match="exists and is no model; name a new folder, or a model to replace"):
-            learner.save(path, lambda folder: None)
+            learner.save(path, lambda folder, weights: None)
     assert (tmp_path / "thesis.txt").is_file()
     (tmp_path / "empty").mkdir()
-    learner.save(tmp_path / "empty", lambda folder: (folder / "config.json").touch())
+    learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch())
     assert (tmp_path / "empty" / "config.json").is_file()

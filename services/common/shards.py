@@ -1,0 +1,39 @@
+"""Which sequences each rank works on, in which micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.arrays import Ints
+from services.common.sequences import length_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One forward pass of one rank."""
+
+    rows: tuple[int, ...]
+    """Indices of sequences."""
+    counts: bool = True
+    """False: nothing of it is used. The rank computes it because the others still need it in their collectives."""
+
+
+def shards(
+    prompts: Sequence[Ints], responses: Sequence[Ints], *, max_tokens: int, world_size: int
+) -> list[list[Part]]:
+    """For each rank its parts, equally many for all; each sequence counts in one part of one rank.
+
+    Sequences are dealt in the order of their length, so that all ranks have about as many tokens to do, and their
+    n-th parts sequences of like length. A rank that has fewer parts repeats the shortest sequence without counting
+    it. ValueError if there is no sequence.
+    """
+    if not prompts:
+        raise ValueError("prompts: none given; a shard needs at least one sequence")
+    order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
+    dealt: list[list[Part]] = []
+    for rank in range(world_size):
+        own = order[rank::world_size]
+        batches = length_batches([prompts[i] for i in own], [responses[i] for i in own], max_tokens)
+        dealt.append([Part(tuple(own[i] for i in batch)) for batch in batches])
+    most = max(len(parts) for parts in dealt)
+    idle = Part((order[0],), counts=False)
+    return [parts + [idle] * (most - len(parts)) for parts in dealt]

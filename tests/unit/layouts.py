@@ -1,0 +1,116 @@
+"""Five steps of policy and critic under any layout of the learner, for tests that compare layouts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from orchestrator.config import KLConfig, PPOConfig
+from orchestrator.policy import PolicyBatch, PolicyTrainer
+from services.common.arrays import Floats, Ints
+from services.common.learner_config import OptimizerConfig, PolicyConfig
+from services.common.ranks import Ranks
+from services.critic.config import CriticConfig
+from services.critic.trainer import CriticBatch, CriticTrainer
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+Result = dict[str, Any]
+
+
+def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
+    """Prompts of 1 to 9 tokens and responses of 1 to 24, over 60 words."""
+    draw = np.random.default_rng(seed)
+
+    def rows(longest: int) -> list[Ints]:
+        return [draw.integers(4, 64, draw.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
+
+    return rows(9), rows(24)
+
+
+def noise(rows: Sequence[Ints], seed: int, around: Sequence[Floats] | None = None) -> list[Floats]:
+    """Normal numbers for each token, about `around` or 0."""
+    draw = np.random.default_rng(seed)
+    made = [draw.normal(0, 0.3, len(row)).astype(np.float32) for row in rows]
+    return made if around is None else [a + b for a, b in zip(around, made, strict=True)]
+
+
+class Bench:
+    """Runs layouts, one after the other, in one rank's process."""
+
+    def __init__(self, policy: Path, reward: Path, ranks: Ranks) -> None:
+        self._policy, self._reward, self._ranks = str(policy), str(reward), ranks
+
+    def policy(self, layout: dict[str, Any], samples: int = 21, size: int = 5) -> Result:
+        """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them."""
+        config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+        ppo = PPOConfig(
+            epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
+        )
+        trainer = PolicyTrainer(config, ppo, 0.7, self._ranks)
+        prompts, responses = pairs(samples)
+        old = trainer.logprobs(prompts, responses)
+        batch = PolicyBatch(
+            prompts=prompts,
+            responses=responses,
+            old_logprobs=old,
+            logprobs=noise(responses, 1, old),
+            ref_logprobs=noise(responses, 2, old),
+            advantages=noise(responses, 3),
+            kl_coef=0.1,
+        )
+        steps = watched(trainer)
+        trainer.train(batch, seed=0)
+        return {
+            "steps": steps,
+            "weights": joined(trainer),
+            "after": trainer.logprobs(prompts, responses),
+            "before": old,
+        }
+
+    def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5) -> Result:
+        """The same with the critic and its values."""
+        trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)
+        prompts, responses = pairs(samples)
+        before = trainer.values(prompts, responses)
+        batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4))
+        steps = watched(trainer)
+        trainer.train(batch, epochs=1, minibatch_size=size, seed=0)
+        return {
+            "steps": steps,
+            "weights": joined(trainer),
+            "after": trainer.values(prompts, responses),
+            "before": before,
+        }
+
+    def saved(self, layout: dict[str, Any], folder: Path) -> None:
+        """Saves both models, untrained, under `folder`."""
+        policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+        PolicyTrainer(policy, PPOConfig(), 0.7, self._ranks).save(str(folder / "policy"))
+        critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
+        CriticTrainer(critic, self._ranks).save(str(folder / "critic"))
+
+
+def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
+    """The numbers of each step that `trainer` takes from now on."""
+    steps: list[dict[str, float]] = []
+    step = trainer._learner.step
+
+    def watch(*arguments: Any) -> dict[str, float]:
+        steps.append(step(*arguments))
+        return steps[-1]
+
+    trainer._learner.step = watch  # type: ignore[method-assign]
+    return steps
+
+
+def joined(trainer: PolicyTrainer | CriticTrainer) -> dict[str, np.ndarray]:
+    """Every parameter in float32, by name."""
+    weights = trainer._learner.full_weights()
+    return {name: tensor.float().cpu().clone().numpy() for name, tensor in weights}
+
+
+def threads() -> None:
+    """As the services run on small machines."""
+    torch.set_num_threads(1)
