@@ -78,10 +78,15 @@ def down() -> None:
 
 @app.command()
 def check(config: ConfigFile) -> None:
-    """Validate the YAML file, its services' sections included, without starting anything."""
+    """Validate the YAML file, the prompts, models and functions that it names, without starting anything."""
     from orchestrator.deployment import Deployment
 
-    Deployment.load(config, check_services=True)
+    deployment = Deployment.load(config, check_services=True)
+    # Not before: this brings torch, seconds that a wrong file need not cost.
+    from orchestrator.preflight import preflight
+
+    for note in preflight(deployment).notes:
+        _say(note)
     _say(f"{config}: fine")
 
 
@@ -136,6 +141,8 @@ def report(
 
 def main() -> None:
     """Runs the command; errors that a user can act on are shown as text and not as a traceback."""
+    # Judges and reward functions of the current folder are found, as they are in the services' processes.
+    sys.path.append(str(Path.cwd()))
     sys.exit(_guarded(app))
 
 

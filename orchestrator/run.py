@@ -1,27 +1,25 @@
 """Putting a run together: the loop's collaborators, made from the configuration."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from orchestrator.admission import admissions
 from orchestrator.cluster import running
 from orchestrator.config import OrchestratorConfig
-from orchestrator.data import Prompt, PromptSet, PromptStream, check_disjoint, load_prompts
+from orchestrator.data import PromptStream
 from orchestrator.deployment import Deployment
-from orchestrator.evaluation import Evaluator, Judge
+from orchestrator.evaluation import Evaluator
 from orchestrator.experience import Collector
 from orchestrator.metrics import MetricsLog
 from orchestrator.policy_actor import Policy
+from orchestrator.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.progress import Progress
 from orchestrator.services import Infos, Services, check_compatible
 from orchestrator.trainer import Start, Trainer
 from orchestrator.weights import WeightPusher
 from services.common.config import ConfigError
-from services.common.functions import load_function
-from services.common.models import load_tokenizer
 
 RUNS = Path("runs")
 
@@ -39,38 +37,6 @@ def connect_ray() -> None:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """All that a run reads before it starts anything."""
-
-    tokenizer: Any
-    train: PromptSet
-    held_out: PromptSet | None
-    """None when evaluation is off."""
-    judges: dict[str, Judge]
-
-
-def load_inputs(config: OrchestratorConfig) -> Inputs:
-    """Tokenizer, prompts and judges. ConfigError on anything wrong with them."""
-    tokenizer = load_tokenizer(config.policy.model)
-    train = load_prompts(config.data, tokenizer, config.data.prompt_split, vocab_size=len(tokenizer))
-    held_out = None
-    if config.evaluation.every:
-        held_out = load_prompts(config.data, tokenizer, config.data.eval_split, vocab_size=len(tokenizer))
-        check_disjoint(train, held_out)
-    return Inputs(tokenizer, train, held_out, load_judges(config))
-
-
-def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
-    """The evaluation's judges by name. ConfigError if one cannot be imported."""
-    return {name: load_function(path) for name, path in config.evaluation.judges.items()}
-
-
-def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:
-    """Those of the held-out prompts that are used."""
-    return list(held_out.prompts[: config.evaluation.max_prompts])
-
-
 async def train(deployment: Deployment, progress: Progress, *, overwrite: bool = False) -> Path:
     """One PPO run, start to end; the run's folder.
 
@@ -81,7 +47,7 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
         ServiceError, PolicyError: a service or the learner failed beyond what is repeated.
     """
     config = deployment.orchestrator
-    inputs = load_inputs(config)
+    inputs = preflight(deployment)
     services = Services.connect(config.target)
     run_dir = RUNS / config.name
     try:
@@ -97,8 +63,9 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
                 evaluator = _evaluator(config, services, inputs, run_dir)
                 trainer = Trainer(config, services, policy, pusher, prompts, evaluator, log, progress)
                 start = Start(infos.rollout.policy_version, infos.critic.last_step)
-                # The learner's process has a working directory of its own.
-                await trainer.run(start, Path(config.save or run_dir / "policy").resolve())
+                async with admissions(pusher, services.rollout.application):
+                    # The learner's process has a working directory of its own.
+                    await trainer.run(start, Path(config.save or run_dir / "policy").resolve())
             finally:
                 policy.stop()
                 ray.shutdown()
@@ -109,8 +76,8 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
 
 def _tell(progress: Progress, inputs: Inputs, infos: Infos) -> None:
     """What a user should know before the run, though none of it is an error."""
-    if inputs.train.too_long:
-        progress.note(f"{inputs.train.too_long} prompts are longer than data.max_prompt_length and left out")
+    for note in inputs.notes:
+        progress.note(note)
     if infos.critic.last_step:
         progress.note(
             f"the critic was trained for {infos.critic.last_step} steps before; "

@@ -16,7 +16,8 @@ from orchestrator.deployment import Deployment
 from orchestrator.evaluation import SEED_STEP, judge
 from orchestrator.experience import Collector
 from orchestrator.judged import Judged, write_rows
-from orchestrator.run import RUNS, evaluation_prompts, load_judges
+from orchestrator.preflight import evaluation_prompts, load_judges
+from orchestrator.run import RUNS
 from orchestrator.services import Services
 from orchestrator.statistics import Interval, over_prompts
 from services.common.arrays import Ints

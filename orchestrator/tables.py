@@ -89,7 +89,10 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
     Read here and not by `datasets`, whose Arrow types would turn a label such as "2024-05-01" into a time.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path {path}: should be text in UTF-8, but byte {error.start} is none") from None
     if path.suffix == ".json" and text.lstrip().startswith("["):
         numbered = list(enumerate(_decode(text, f"data.path {path}"), 1))
         unit = "element"
