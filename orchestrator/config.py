@@ -132,9 +132,22 @@ class WeightsConfig(Config):
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What happens to requests in the engine during a push: keep pauses them and resumes under the new weights
     with the KV cache recomputed, wait lets them finish first, abort ends them."""
+    streaming: bool = False
+    """Load each bucket into place as it comes, instead of staging all of them beside the serving weights. Saves one
+    copy of the weights in each replica's host memory; a push that breaks off then leaves replicas that serve nobody
+    until a repeated push succeeds, or Serve replaces them."""
+    senders: Count = 1
+    """Learner ranks that send at the same time, each its share of the buckets; at most policy.ranks, and 1 with
+    nccl."""
     timeout_s: Seconds = 60
-    """Deadline of each phase of a push."""
-    attempts: Count = 3
+    """Deadline of a whole transfer, and of swapping the weights in."""
+    stall_s: Seconds = 10
+    """Longest wait for one bucket to move and for a group to form; then a member is taken for stuck."""
+    control_s: Seconds = 5
+    """Longest wait for an answer to what needs no work; a replica that is slower is left out of the push."""
+    patience_s: Seconds = 300
+    """Longest wait for a first replica when there is none, for instance while Serve replaces the only one."""
+    attempts: Count = 5
     """Tries before a push that fails ends the run with an error."""
     host: str = "127.0.0.1"
     """Address of the learner as the rollout replicas reach it; the rendezvous store listens there."""

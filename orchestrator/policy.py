@@ -65,7 +65,7 @@ class PolicyTrainer:
         self._learner = Learner(load_causal(config.model, config.dtype, config.attn_implementation), config, ranks)
         self._sender: Sender | None = None
         self._manifest: Manifest | None = None
-        self._gathered: dict[str, torch.Tensor] = {}
+        self._moved = False
 
     @torch.no_grad()
     def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
@@ -84,6 +84,7 @@ class PolicyTrainer:
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """Trains on one batch and returns the means over its optimizer steps."""
         means = Means()
+        self._moved = True
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         for chosen in order:
             means.add(self._learner.step(self._micro_batches(batch, chosen), self._loss))
@@ -138,32 +139,52 @@ class PolicyTrainer:
             loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
         return loss, result._asdict() | {"loss": loss, "entropy": entropy}
 
-    def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, timeout_s: float) -> int:
-        """Rank 0 alone: readies the sending end on first use; the port at which the next group meets."""
+    def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, stall_s: float, senders: int = 1) -> int:
+        """On the sending ranks, 0 to senders - 1: readies the sending end on first use; the port at which the next
+        group meets."""
         if self._sender is None:
-            self._sender = make_sender(backend, host=host, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
             self._manifest = Manifest.of(self._learner.shapes(), bucket_bytes)
+            self._sender = make_sender(
+                backend,
+                self._manifest,
+                host=host,
+                stall_s=stall_s,
+                sender=self._learner.ranks.rank,
+                senders=senders,
+            )
         return self._sender.rendezvous()
 
     def join(self, epoch: int, world_size: int) -> bytes:
-        """Rank 0 alone: forms the push group together with the replicas; the packed manifest of what will be sent."""
+        """On the sending ranks: forms the push group together with the replicas; the packed manifest."""
         sender, manifest = self._ready()
         sender.join(epoch, world_size)
         return manifest.pack()
 
     def gather(self) -> None:
-        """Brings the weights to rank 0, which then sends without the others: a push that fails leaves no rank
-        waiting."""
-        self._gathered = self._learner.gathered()
+        """On all ranks: brings the weights to the sending ranks, which then send without the others: a push that
+        fails leaves no rank waiting."""
+        if self._sender is not None:
+            self._sender.load(self._learner.full_weights())
+        else:
+            for _ in self._learner.full_weights():
+                pass
+        self._moved = False
 
-    def send(self) -> str:
-        """Rank 0 alone, after `gather`: sends the weights; their checksum, empty where receivers keep none."""
-        sender, manifest = self._ready()
-        if not self._gathered:
-            raise RuntimeError("gather comes before send")
-        weights = {name: tensor.to(self._learner.device) for name, tensor in self._gathered.items()}
-        self._gathered = {}
-        return sender.send(weights, manifest)
+    def send(self) -> dict[int, bytes]:
+        """On the sending ranks, after `gather`: sends; the digests of the buckets sent."""
+        sender, _ = self._ready()
+        return sender.send()
+
+    def admit(self, epoch: int, world_size: int) -> None:
+        """On the sending ranks: sends what was sent last to a group of newcomers. May overlap any other call.
+
+        Raises:
+            RuntimeError: there is no copy of what was sent, and training has moved the weights on.
+        """
+        sender, _ = self._ready()
+        if self._moved and not sender.keeps_copy:
+            raise RuntimeError("the weights have moved on since the last push; the next one takes newcomers along")
+        sender.admit(epoch, world_size)
 
     def _ready(self) -> tuple[Sender, Manifest]:
         if self._sender is None or self._manifest is None:

@@ -10,6 +10,7 @@ from orchestrator.config import OrchestratorConfig, WeightsConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
 from services.common.errors import DeadlineExceeded, Internal
+from services.common.weight_transfer.buckets import checksum
 
 
 class PolicyError(RuntimeError):
@@ -38,6 +39,7 @@ class Policy:
                 num_gpus=config.policy.num_gpus,
                 runtime_env={"env_vars": config.policy.env_vars},
                 max_concurrency=1,
+                concurrency_groups={"admit": 1},
             )
             .remote(config.policy, config.ppo, config.sampling.temperature)
         )
@@ -59,23 +61,31 @@ class Policy:
         )
         return metrics
 
-    async def rendezvous(self, backend: str) -> int:
+    async def rendezvous(self, backend: str) -> list[int]:
         """See PolicyTrainer.rendezvous."""
         weights: WeightsConfig = self._weights
         call = self._actor.rendezvous.remote(
-            backend, host=weights.host, bucket_bytes=weights.bucket_mib << 20, timeout_s=weights.timeout_s
+            backend, host=weights.host, bucket_bytes=weights.bucket_mib << 20, stall_s=weights.stall_s
         )
-        return int(await self._call(call, "rendezvous", weights.timeout_s))
+        return [int(await self._call(call, "rendezvous", weights.timeout_s))]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         """See PolicyTrainer.join."""
         call = self._actor.join.remote(epoch, world_size)
-        return bytes(await self._call(call, "join", self._weights.timeout_s + 1))
+        return bytes(await self._call(call, "join", self._weights.stall_s + 5))
+
+    async def gather(self) -> None:
+        """See PolicyTrainer.gather."""
+        await self._call(self._actor.gather.remote(), "gather", self._weights.timeout_s)
 
     async def send(self) -> str:
-        """See PolicyTrainer.send."""
-        await self._call(self._actor.gather.remote(), "gather", self._weights.timeout_s)
-        return str(await self._call(self._actor.send.remote(), "send", self._weights.timeout_s + 1))
+        """The checksum of what was sent. See PolicyTrainer.send."""
+        return checksum(await self._call(self._actor.send.remote(), "send", self._weights.timeout_s + 1))
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        """See PolicyTrainer.admit."""
+        call = self._actor.admit.options(concurrency_group="admit").remote(epoch, world_size)
+        await self._call(call, "admit", self._weights.timeout_s)
 
     async def save(self, folder: str) -> str:
         """See PolicyTrainer.save."""

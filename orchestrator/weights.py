@@ -1,31 +1,44 @@
 """The weight push: every rollout replica to the learner's weights, or an error that says which one and why."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.config import WeightsConfig
 from protos import rollout_pb2 as pb
 from services.common.errors import ServiceError, Unavailable
+from services.common.weight_transfer.registry import Admission
 from services.rollout.client import RolloutClient
+
+log = logging.getLogger("quartet")
 
 Left = TypeVar("Left")
 Right = TypeVar("Right")
+
+GRACE_S = 1.0
+"""When one side of a collective fails, the other gets this long to say why."""
 
 
 class WeightSource(Protocol):
     """The learner's part: it meets the replicas and sends."""
 
-    async def rendezvous(self, backend: str) -> int:
-        """Port at which the members of the next group meet."""
+    async def rendezvous(self, backend: str) -> Sequence[int]:
+        """Ports at which the members of the next group meet, one for each sender."""
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         """Forms the group; the packed manifest."""
 
+    async def gather(self) -> None:
+        """Takes the current weights as those to send."""
+
     async def send(self) -> str:
         """Sends; the checksum."""
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        """Sends what was sent last to a group of newcomers, also while the learner trains."""
 
 
 class PushFailed(ServiceError):
@@ -44,11 +57,11 @@ class PushReport:
 
 
 class WeightPusher:
-    """Pushes versions, one at a time.
+    """Pushes versions, one at a time, and brings newcomers to the last one in between.
 
     A push is prepare, transfer, commit, each carried out by all replicas at once and each with a deadline. The
     group is formed again only when the replicas are not those of the last push. A push that fails is rolled back
-    everywhere and tried again with whoever is there then.
+    everywhere and tried again with those that answer the roll-back: whoever is dead or silent is out.
     """
 
     def __init__(self, rollout: RolloutClient, source: WeightSource, backend: str, config: WeightsConfig) -> None:
@@ -56,10 +69,13 @@ class WeightPusher:
         self._source = source
         self._backend = backend
         self._config = config
+        self._turn = asyncio.Lock()
+        self._last_epoch = 0
         self._epoch = 0
         self._members: dict[str, int] = {}
-        self._port = 0
+        self._rendezvous: list[pb.Rendezvous] = []
         self._manifest = b""
+        self._pushed: PushReport | None = None
 
     async def push(self, version: int) -> PushReport:
         """Brings every replica to `version`.
@@ -68,89 +84,169 @@ class WeightPusher:
             PushFailed: not after all attempts; the message names each replica's reason.
         """
         start = time.monotonic()
-        for attempt in range(1, self._config.attempts + 1):
-            try:
-                checksum = await self._attempt(version)
-                seconds = time.monotonic() - start
-                return PushReport(version, tuple(self._members), seconds, attempt, checksum)
-            except ServiceError as error:
-                failure = error
-                await self._abort()
+        async with self._turn:
+            if not self._rendezvous:
+                await self._open()
+            there, _ = await _both(self._discover(), self._source.gather())
+            for attempt in range(1, self._config.attempts + 1):
+                try:
+                    checksum = await self._attempt(version, there or await self._discover())
+                    seconds = time.monotonic() - start
+                    self._pushed = PushReport(version, tuple(self._members), seconds, attempt, checksum)
+                    return self._pushed
+                except ServiceError as error:
+                    failure = error
+                    log.warning("push of version %d, attempt %d: %s", version, attempt, error)
+                    there = await self._abort()
         raise PushFailed(f"version {version} after {self._config.attempts} attempts: {failure}")
 
-    async def _attempt(self, version: int) -> str:
-        await self._meet()
-        prepare = pb.Prepare(
-            epoch=self._epoch,
-            master_address=self._config.host,
-            master_port=self._port,
-            world_size=1 + sum(self._members.values()),
-            ranks=_ranks(self._members),
-            in_flight=self._config.in_flight,
-            bucket_bytes=self._config.bucket_mib << 20,
-        )
+    async def _attempt(self, version: int, there: list[pb.WeightReport]) -> str:
+        await self._meet(there)
+        prepare = self._prepare(self._epoch, self._members)
         if not self._manifest:
             # The group forms only when both sides enter it at the same time.
             _, self._manifest = await _both(
-                self._phase(prepare=prepare), self._source.join(self._epoch, prepare.world_size)
+                self._phase(self._prepare_s, prepare=prepare), self._source.join(self._epoch, prepare.world_size)
             )
         else:
-            await self._phase(prepare=prepare)
-        return await self._transfer_and_commit(version)
-
-    async def _transfer_and_commit(self, version: int) -> str:
+            await self._phase(self._prepare_s, prepare=prepare)
         transfer = pb.Transfer(epoch=self._epoch, manifest=self._manifest)
-        reports, sent = await _both(self._phase(transfer=transfer), self._source.send())
+        reports, sent = await _both(self._phase(self._config.timeout_s, transfer=transfer), self._source.send())
         wrong = [report.replica for report in reports if report.checksum != sent]
         if wrong:
             raise Unavailable(f"replicas {wrong} received other bytes than were sent")
-        await self._phase(commit=pb.Commit(epoch=self._epoch, policy_version=version))
+        await self._phase(self._config.timeout_s, commit=pb.Commit(epoch=self._epoch, policy_version=version))
         return sent
 
-    async def _meet(self) -> None:
-        """Asks who is there; a new membership starts a new epoch."""
-        reports = await self._rollout.update_weights(self._config.timeout_s, discover=pb.Discover())
-        if not reports:
-            raise Unavailable("no rollout replica answers")
-        members = {report.replica: report.workers for report in sorted(reports, key=lambda r: r.replica)}
-        together = all(report.epoch == self._epoch for report in reports)
+    async def _discover(self) -> list[pb.WeightReport]:
+        """Who is there? Waits for the first replica when there is none: Serve may be about to replace it."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._config.patience_s
+        while True:
+            try:
+                reports = await self._rollout.update_weights(self._config.control_s, discover=pb.Discover())
+                failure: ServiceError = Unavailable("no rollout replica answers")
+            except ServiceError as error:
+                reports, failure = [], error
+            if reports:
+                return reports
+            if clock() >= end:
+                raise failure
+            await asyncio.sleep(0.5)
+
+    async def _meet(self, there: list[pb.WeightReport]) -> None:
+        """A membership that is new, or not together, starts a new epoch."""
+        members = {report.replica: report.workers for report in sorted(there, key=lambda r: r.replica)}
+        together = all(report.epoch == self._epoch for report in there)
         if members != self._members or not together or not self._epoch:
             # Above every epoch that anyone is in: replicas may still be in one of an earlier run.
-            self._epoch = 1 + max(self._epoch, *(report.epoch for report in reports))
+            self._epoch = self._new_epoch(*(report.epoch for report in there))
             self._members = members
             self._manifest = b""
-            self._port = await self._source.rendezvous(self._backend)
+            await self._open()
 
-    async def _phase(self, **phase: Any) -> list[pb.WeightReport]:
+    def _new_epoch(self, *others: int) -> int:
+        self._last_epoch = 1 + max(self._last_epoch, *others, 0)
+        return self._last_epoch
+
+    async def _open(self) -> None:
+        ports = await self._source.rendezvous(self._backend)
+        self._rendezvous = [pb.Rendezvous(address=self._config.host, port=port) for port in ports]
+
+    def _prepare(self, epoch: int, members: Mapping[str, int]) -> pb.Prepare:
+        return pb.Prepare(
+            epoch=epoch,
+            senders=self._rendezvous,
+            world_size=1 + sum(members.values()),
+            ranks=_ranks(members),
+            in_flight=self._config.in_flight,
+            bucket_bytes=self._config.bucket_mib << 20,
+            stall_s=self._config.stall_s,
+            streaming=self._config.streaming,
+        )
+
+    @property
+    def _prepare_s(self) -> float:
+        """Waiting for requests to finish may take as long as a transfer; forming a group may not."""
+        config = self._config
+        return config.timeout_s if config.in_flight == "wait" else config.stall_s + config.control_s
+
+    async def _phase(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
         """One phase on all members; Unavailable unless each took part and succeeded."""
-        reports = await self._rollout.update_weights(self._config.timeout_s, **phase)
-        failures = [f"{report.replica}: {report.error}" for report in reports if not report.ok]
+        reports = await self._rollout.update_weights(timeout_s, **phase)
+        # Whoever came since is not in this epoch and says so; only members count.
+        failures = [f"{r.replica}: {r.error}" for r in reports if not r.ok and r.replica in self._members]
         missing = set(self._members) - {report.replica for report in reports}
         failures += [f"{replica}: did not answer {next(iter(phase))}" for replica in sorted(missing)]
         if failures:
             raise Unavailable("; ".join(failures))
-        return reports
+        return [report for report in reports if report.replica in self._members]
 
-    async def _abort(self) -> None:
+    async def _abort(self) -> list[pb.WeightReport]:
+        """Rolls everyone back; those that did are the next epoch's members."""
         self._members = {}
         try:
-            await self._rollout.update_weights(self._config.timeout_s, abort=pb.Abort(epoch=self._epoch))
-        except ServiceError:
+            reports = await self._rollout.update_weights(self._config.control_s, abort=pb.Abort(epoch=self._epoch))
+        except ServiceError as error:
             # Replicas also roll back by themselves when a phase fails; whoever is gone needs no abort.
-            await asyncio.sleep(1)
+            log.warning("roll-back: %s", error)
+            return []
+        return [report for report in reports if report.ok]
+
+    async def admit(self, applicants: Mapping[str, int], deliver: "Delivery") -> None:
+        """Brings newcomers, by name with their workers, to the version that was last pushed.
+
+        `deliver` hands each its Admission, or None before the first push: then they begin as they are, and the
+        push that comes takes them along.
+
+        Raises:
+            ServiceError: the learner could not send. The newcomers notice, and apply again.
+        """
+        async with self._turn:
+            if self._pushed is None:
+                await deliver(dict.fromkeys(applicants))
+                return
+            epoch = self._new_epoch()
+            await self._open()
+            prepare = self._prepare(epoch, applicants)
+            transfer = pb.Transfer(epoch=epoch, manifest=self._manifest)
+            commit = pb.Commit(epoch=epoch, policy_version=self._pushed.policy_version)
+            admission = Admission(
+                prepare.SerializeToString(),
+                transfer.SerializeToString(),
+                commit.SerializeToString(),
+                self._pushed.checksum,
+                self._config.timeout_s,
+            )
+            await deliver(dict.fromkeys(applicants, admission))
+            await self._source.admit(epoch, prepare.world_size)
+
+
+class Delivery(Protocol):
+    """How admissions reach those who applied."""
+
+    async def __call__(self, admissions: dict[str, Admission | None]) -> None: ...
 
 
 async def _both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Left, Right]:
     """Both sides of a collective, neither left behind. When both fail, the replicas' reason is the telling one."""
-    left, right = await asyncio.gather(replicas, learner, return_exceptions=True)
-    if isinstance(left, BaseException):
-        raise left
-    if isinstance(right, BaseException):
-        raise right
-    return left, right
+    left, right = asyncio.ensure_future(replicas), asyncio.ensure_future(learner)
+    both: list[asyncio.Future[Any]] = [left, right]
+    try:
+        _, pending = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=GRACE_S)
+    finally:
+        for side in both:
+            side.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+    if not left.cancelled():
+        left.result()
+    right.result()
+    return left.result(), right.result()
 
 
-def _ranks(members: dict[str, int]) -> dict[str, int]:
+def _ranks(members: Mapping[str, int]) -> dict[str, int]:
     """The first rank of each replica: the sender is 0, every worker one more."""
     ranks, rank = {}, 1
     for replica, workers in members.items():

@@ -82,7 +82,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class RolloutInfo(_message.Message):
-    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers")
+    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums")
+    class ChecksumsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +97,7 @@ class RolloutInfo(_message.Message):
     WEIGHTS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BACKEND_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelInfo
     policy_version: int
     replica: str
@@ -97,7 +105,8 @@ class RolloutInfo(_message.Message):
     weights_checksum: str
     weight_backend: str
     workers: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ...) -> None: ...
+    checksums: _containers.ScalarMap[int, str]
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
     __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "timeout_s")
@@ -120,7 +129,7 @@ class Discover(_message.Message):
     def __init__(self) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("epoch", "master_address", "master_port", "world_size", "ranks", "in_flight", "bucket_bytes")
+    __slots__ = ("epoch", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming")
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -129,20 +138,30 @@ class Prepare(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    STREAMING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    master_address: str
-    master_port: int
+    senders: _containers.RepeatedCompositeFieldContainer[Rendezvous]
     world_size: int
     ranks: _containers.ScalarMap[str, int]
     in_flight: str
     bucket_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    stall_s: float
+    streaming: bool
+    def __init__(self, epoch: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ...) -> None: ...
+
+class Rendezvous(_message.Message):
+    __slots__ = ("address", "port")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    port: int
+    def __init__(self, address: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("epoch", "manifest")

@@ -10,6 +10,7 @@ from orchestrator.config import WeightsConfig
 from orchestrator.weights import PushReport, WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.arrays import Ints
+from services.common.weight_transfer.buckets import checksum
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.sender import GlooSender
 from services.rollout.client import RolloutClient
@@ -18,6 +19,7 @@ from services.rollout.sample import Sample, Sampling
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 20
+STALL_S = 5
 BUCKET_BYTES = 100_000
 """The test models have 0.5 MB: several buckets."""
 
@@ -25,38 +27,54 @@ BUCKET_BYTES = 100_000
 class ModelSource:
     """The learner's part of a push, for a model in this process."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, senders: int = 1) -> None:
         self._tensors: dict[str, Any] = dict(model.named_parameters())
-        self._manifest = Manifest.of(self._tensors, BUCKET_BYTES)
-        assert len(list(self._manifest.buckets())) > 2
-        self._sender = GlooSender(HOST, TIMEOUT_S)
+        self.manifest = Manifest.of(self._tensors, BUCKET_BYTES)
+        assert len(list(self.manifest.buckets())) > 2
+        self.senders = [
+            GlooSender(self.manifest, host=HOST, stall_s=STALL_S, sender=i, senders=senders) for i in range(senders)
+        ]
         self.fails = False
         """The next transfer breaks off after its first bucket."""
 
-    async def rendezvous(self, backend: str) -> int:
+    async def rendezvous(self, backend: str) -> list[int]:
         assert backend == "gloo"
-        return self._sender.rendezvous()
+        return [sender.rendezvous() for sender in self.senders]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
-        await asyncio.to_thread(self._sender.join, epoch, world_size)
-        return self._manifest.pack()
+        await asyncio.gather(*(asyncio.to_thread(sender.join, epoch, world_size) for sender in self.senders))
+        return self.manifest.pack()
+
+    async def gather(self) -> None:
+        for sender in self.senders:
+            sender.load(self._tensors.items())
 
     async def send(self) -> str:
-        if not self.fails:
-            return await asyncio.to_thread(self._sender.send, self._tensors, self._manifest)
-        self.fails = False
-        first = next(self._manifest.buckets())
-        broken = dict.fromkeys(self._manifest.names[first.stop :])
-        try:
-            return await asyncio.to_thread(self._sender.send, self._tensors | broken, self._manifest)
-        finally:
-            self._sender.close()
+        if self.fails:
+            self.fails = False
+            await asyncio.to_thread(self._break_off)
+        parts = await asyncio.gather(*(asyncio.to_thread(sender.send) for sender in self.senders))
+        return checksum({number: found for part in parts for number, found in part.items()})
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        await asyncio.gather(*(asyncio.to_thread(sender.admit, epoch, world_size) for sender in self.senders))
+
+    def _break_off(self) -> None:
+        group, data = self.senders[0]._group, self.senders[0]._buckets[0]
+        assert group is not None
+        group.broadcast(data)
+        self.senders[0].close()
 
 
-async def push(rollout: Any, source: Any, version: int, attempts: int = 1) -> PushReport:
-    """One push by a pusher that has never pushed before, as at the start of a run."""
-    config = WeightsConfig(timeout_s=TIMEOUT_S, attempts=attempts)
-    return await WeightPusher(rollout, source, "gloo", config).push(version)
+def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:
+    """A pusher that has never pushed before, as at the start of a run."""
+    settings = {"timeout_s": TIMEOUT_S, "stall_s": STALL_S, "control_s": 2, "attempts": 1} | config
+    return WeightPusher(rollout, source, "gloo", WeightsConfig(**settings))
+
+
+async def push(rollout: Any, source: Any, version: int, **config: Any) -> PushReport:
+    """One push by such a pusher."""
+    return await make_pusher(rollout, source, **config).push(version)
 
 
 async def push_model(rollout: RolloutClient, model: torch.nn.Module) -> PushReport:
@@ -83,7 +101,7 @@ class EngineHost:
         from services.rollout.weights import WeightMember
 
         self._engine = await VLLMEngine.start(RolloutConfig.parse(config, "rollout"))
-        self._member = WeightMember(self._engine, "only", HOST, TIMEOUT_S)
+        self._member = WeightMember(self._engine, "only", HOST)
 
     async def generate(self, prompts: Sequence[Ints], sampling: Sampling) -> list[Sample]:
         """One sample for each prompt, by its index as the seed."""

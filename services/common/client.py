@@ -62,12 +62,13 @@ class ServiceClient(Generic[Stub]):
     def __init__(self, channel: grpc.aio.Channel, stub: Callable[[grpc.aio.Channel], Stub], application: str) -> None:
         self._channel = channel
         self._stub = stub(channel)
-        self._application = application
+        self.application = application
+        """Name of the Serve application that is called."""
         self._metadata = (("application", application),)
 
     async def _call(self, method: Callable[..., Awaitable[Any]], request: Any, timeout_s: float, name: str) -> Any:
         backoff = Backoff(timeout_s)
-        call = f"{self._application}.{name}"
+        call = f"{self.application}.{name}"
         while True:
             try:
                 return await method(request, metadata=self._metadata, timeout=backoff.left_s)

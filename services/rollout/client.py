@@ -1,6 +1,7 @@
 """Client of the rollout service."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -35,11 +36,13 @@ class RolloutClient(ServiceClient[RolloutStub]):
         seeds: Sequence[int] | None = None,
         min_version: int = 0,
         timeout_s: float,
+        stall_s: float = 20,
+        on_repeat: Callable[[int], None] = lambda missing: None,
     ) -> AsyncIterator[list[Sample]]:
         """One sample per prompt, as they finish, each exactly once.
 
-        A replica that dies, is too old for `min_version` or drops requests in a push costs only its unfinished
-        samples: those are asked for again, until the deadline.
+        A replica that dies, falls silent, is too old for `min_version` or drops requests in a push costs only its
+        unfinished samples: those are asked for again, until the deadline.
 
         Args:
             prompts: token ids, each [P].
@@ -47,6 +50,8 @@ class RolloutClient(ServiceClient[RolloutStub]):
             seeds: one per prompt, for reproducible samples; None samples freely.
             min_version: oldest policy version that may serve this.
             timeout_s: deadline of the whole, repeats included.
+            stall_s: silence after which a replica is given up as stuck. Replicas speak every 2 s, busy or not.
+            on_repeat: told how many samples are asked for once more, each time.
 
         Raises:
             InvalidArgument: the request can never succeed, or there is not one seed per prompt.
@@ -61,17 +66,21 @@ class RolloutClient(ServiceClient[RolloutStub]):
             asked = sorted(missing)
             stream = self._stream(prompts, asked, sampling, seeds, min_version, backoff.left_s)
             try:
-                async for response in stream:
+                async for response in _heard(stream, stall_s):
                     samples = [_renumbered(sample, asked) for sample in response.samples]
                     missing.difference_update(sample.index for sample in samples)
-                    yield samples
+                    if samples:
+                        yield samples
                 failure: ServiceError = Unavailable(f"rollout.Generate: ended with {len(missing)} samples missing")
             except grpc.RpcError as error:
                 failure = from_rpc(error, "rollout.Generate")
+            except TimeoutError:
+                failure = Unavailable(f"rollout.Generate: a replica was silent for {stall_s:g} s")
             finally:
                 stream.cancel()  # whoever leaves early must not leave the replica sampling
             if missing:
                 await self._retry(failure, backoff, timeout_s, len(missing))
+                on_repeat(len(missing))
 
     def _stream(
         self,
@@ -113,6 +122,18 @@ class RolloutClient(ServiceClient[RolloutStub]):
         except grpc.RpcError as error:
             raise from_rpc(error, f"rollout.UpdateWeights({request.WhichOneof('phase')})") from None
         return list(reply.reports)
+
+
+async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncIterator[pb.GenerateResponse]:
+    """The stream's messages; TimeoutError when none comes for `stall_s`."""
+    messages = aiter(stream)
+    while True:
+        try:
+            async with asyncio.timeout(stall_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        yield message
 
 
 def _renumbered(message: pb.Sample, asked: list[int]) -> Sample:

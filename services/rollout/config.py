@@ -31,8 +31,10 @@ class RolloutConfig(Config):
     seed: int = 0
     """Of requests that bring no seed."""
     weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """How weights arrive: vLLM's nccl engine, or gloo. auto: nccl where there is an NVIDIA GPU."""
+    """How weights arrive: vLLM's nccl engine, or gloo, which also serves GPUs without NCCL. auto: nccl where there
+    is an NVIDIA GPU."""
     host: str = "127.0.0.1"
     """This machine's address as the learner reaches it; gloo connections listen there."""
-    push_timeout_s: Seconds = 60
-    """Longest wait for one bucket, and for the group to form, before a push is given up."""
+    join_s: Seconds = 600
+    """Longest wait of a new replica for the weights of a training run that goes on, before it gives up and is
+    restarted."""

@@ -1,5 +1,6 @@
 """The vLLM engine behind a rollout replica: sampling, and taking new weights."""
 
+import asyncio
 import itertools
 import os
 from typing import Any
@@ -19,7 +20,13 @@ from services.common.config import ConfigError
 from services.common.errors import Unavailable
 from services.common.weight_transfer.manifest import Manifest
 from services.rollout.config import RolloutConfig
+from services.rollout.interface import LOST
 from services.rollout.sample import FinishReason, Sample, Sampling
+
+REMEMBERED = 8
+"""Versions whose checksums are kept."""
+ANSWER_S = 8
+"""An engine that takes longer to answer the simplest question is stuck."""
 
 
 def weight_backend(config: RolloutConfig) -> str:
@@ -69,6 +76,7 @@ class VLLMEngine:
         self._joined = False
         self.version = 0
         self.checksum = ""
+        self.checksums: dict[int, str] = {}
         self.backend = weight_backend(config)
         self.workers = config.tensor_parallel_size
         self.vocab_size = int(llm.model_config.get_vocab_size())
@@ -132,8 +140,10 @@ class VLLMEngine:
         )
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead, including its own process."""
+        """Raises when the engine is dead, including its own process, or does not answer."""
         await self._llm.check_health()
+        async with asyncio.timeout(ANSWER_S):
+            await self._llm.get_weight_version()
 
     def running(self) -> int:
         """Requests that are not finished."""
@@ -171,13 +181,23 @@ class VLLMEngine:
         """Swaps the received weights in under this version and resumes generation."""
         await self._llm.finish_weight_update(str(version))
         self.version, self.checksum = version, self._received
+        self.checksums[version] = self._received
+        for old in sorted(self.checksums)[:-REMEMBERED]:
+            del self.checksums[old]
         await self._llm.resume_generation()
 
-    async def abort(self) -> None:
-        """Drops what was received and resumes generation with the weights as they were."""
-        await self._llm.collective_rpc("abort_weight_update")
+    async def abort(self) -> bool:
+        """Drops what was received and resumes generation with the weights as they were.
+
+        Returns False, and stays paused at version -1, when the push had already taken the model apart.
+        """
+        whole = all(await self._llm.collective_rpc("abort_weight_update"))
         self._joined = False
-        await self._llm.resume_generation()
+        if whole:
+            await self._llm.resume_generation()
+        else:
+            self.version, self.checksum = LOST, ""
+        return whole
 
     def shutdown(self) -> None:
         """Ends the engine's process."""

@@ -8,14 +8,19 @@ from services.rollout.sample import Sample, Sampling
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
     from services.common.weight_transfer.manifest import Manifest
 
+LOST = -1
+"""Version of an engine without whole weights: below every min_version, so it serves nobody."""
+
 
 class Engine(Protocol):
     """Samples, and takes new weights. Everything runs on one event loop."""
 
     version: int
-    """Policy version that serves now."""
+    """Policy version that serves now; LOST when a push broke off that had taken the model apart."""
     checksum: str
-    """sha256 of the bytes that the last push brought; empty before the first."""
+    """Of the bytes that the last push brought; empty before the first."""
+    checksums: dict[int, str]
+    """The same for the last few versions."""
     backend: str
     """How weights arrive: "gloo" or "nccl"."""
     workers: int
@@ -45,8 +50,8 @@ class Engine(Protocol):
     async def commit(self, version: int) -> None:
         """Swaps them in and resumes generation."""
 
-    async def abort(self) -> None:
-        """Drops them and resumes generation."""
+    async def abort(self) -> bool:
+        """Drops them and resumes generation; False, and paused at version LOST, if the old ones are gone too."""
 
     def shutdown(self) -> None:
         """Ends the engine and its processes."""

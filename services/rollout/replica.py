@@ -19,12 +19,20 @@ from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
 
+HEARTBEAT_S = 2.0
+"""How often a stream says something while no sample finishes, so that its caller can tell busy from stuck."""
 LINGER_S = 0.05
 """How long a finished sample waits for others to share its message. Each message costs milliseconds on its way
 through Serve, whatever it holds, and small models finish a sample with every engine step."""
 
 
-@serve.deployment(name="Rollout", max_ongoing_requests=64, health_check_period_s=5, graceful_shutdown_timeout_s=10)
+@serve.deployment(
+    name="Rollout",
+    max_ongoing_requests=64,
+    health_check_period_s=5,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=10,
+)
 class Rollout(HealthMixin):
     """One replica, one engine."""
 
@@ -32,6 +40,7 @@ class Rollout(HealthMixin):
         # Here and not above: Serve builds the application in a process that needs no engine, seconds sooner.
         from services.common.identity import describe_model
         from services.rollout.engine import VLLMEngine
+        from services.rollout.joining import catch_up
         from services.rollout.weights import WeightMember
 
         engine = await VLLMEngine.start(config)
@@ -39,7 +48,7 @@ class Rollout(HealthMixin):
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
         self._app = context.app_name
-        self._member = WeightMember(engine, self._replica, config.host, config.push_timeout_s)
+        self._member = WeightMember(engine, self._replica, config.host)
         self._model = describe_model(
             config.model,
             engine.tokenizer,
@@ -47,6 +56,8 @@ class Rollout(HealthMixin):
             max_length=engine.max_length,
             dtype=config.dtype,
         )
+        # Last: when this returns, Serve sends requests here.
+        await catch_up(self._member, engine, self._replica, self._app, config.join_s)
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
@@ -57,7 +68,8 @@ class Rollout(HealthMixin):
         """Serve restarts the replica when its engine is dead, or stuck in a push."""
         if self._member.failure:
             raise RuntimeError(self._member.failure)
-        await self._engine.check_health()
+        if not self._member.busy:  # in a push's phase, which has a deadline of its own, the engine answers nothing
+            await self._engine.check_health()
 
     @translated_stream
     async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
@@ -99,6 +111,7 @@ class Rollout(HealthMixin):
             weights_checksum=self._engine.checksum,
             weight_backend=self._engine.backend,
             workers=self._engine.workers,
+            checksums=self._engine.checksums,
         )
 
     @translated
@@ -137,7 +150,8 @@ def _seeds(data: bytes, prompts: int) -> list[int | None]:
 async def _as_finished(
     engine: Engine, prompts: list[Ints], sampling: Sampling, seeds: list[int | None]
 ) -> AsyncGenerator[list[Sample], None]:
-    """Every sample once, each list holding those that finished since the last, at most one list in LINGER_S.
+    """Every sample once, each list holding those that finished since the last: at most one list in LINGER_S, and an
+    empty one after HEARTBEAT_S in which none did.
 
     However this ends (exhausted, cancelled, failed), no request of it is left in the engine.
     """
@@ -147,7 +161,10 @@ async def _as_finished(
     }
     try:
         while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield []
+                continue
             if pending:
                 more, pending = await asyncio.wait(pending, timeout=LINGER_S)
                 done |= more

@@ -19,22 +19,28 @@ LEASE = 2.0
 class WeightMember:
     """Carries out the phases of a push on one engine and reports how each went."""
 
-    def __init__(self, engine: Engine, replica: str, host: str, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, replica: str, host: str) -> None:
         self._engine = engine
         self._replica = replica
         self._host = host
-        self._timeout_s = timeout_s
         self._epoch = 0
         self._open = False
+        self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
         self.failure = ""
         """Why this replica cannot go on, for its health check; empty while it can."""
 
+    @property
+    def busy(self) -> bool:
+        """A phase is being carried out: the engine answers nothing else meanwhile."""
+        return self._turn.locked()
+
     async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
         """Never raises: a phase that fails is rolled back here and its report says what went wrong."""
         name = phase.WhichOneof("phase")
+        if name == "discover":
+            return self._report(ok=True)
         steps: dict[str, Callable[[Any], Awaitable[str]]] = {
-            "discover": self._discover,
             "prepare": self._prepare,
             "transfer": self._transfer,
             "commit": self._commit,
@@ -43,7 +49,8 @@ class WeightMember:
         if self._lease is not None:
             self._lease.cancel()
         try:
-            async with asyncio.timeout(phase.timeout_s):
+            # In turn: an abort may overtake a transfer that its caller has given up but that is still failing here.
+            async with asyncio.timeout(phase.timeout_s), self._turn:
                 checksum = await steps[name](getattr(phase, name))
             return self._report(ok=True, checksum=checksum)
         except Exception as error:
@@ -63,9 +70,6 @@ class WeightMember:
             **fields,
         )
 
-    async def _discover(self, message: pb.Discover) -> str:
-        return ""
-
     async def _prepare(self, message: pb.Prepare) -> str:
         if self._replica not in message.ranks:
             raise FailedPrecondition(f"{self._replica} is no member of epoch {message.epoch}")
@@ -77,15 +81,22 @@ class WeightMember:
         return ""
 
     def _init_info(self, message: pb.Prepare) -> dict[str, Any]:
-        info = {
-            "master_address": message.master_address,
-            "master_port": message.master_port,
-            "rank_offset": message.ranks[self._replica],
-            "world_size": message.world_size,
-        }
+        place = {"rank_offset": message.ranks[self._replica], "world_size": message.world_size}
         if self._engine.backend == "gloo":
-            return info | {"epoch": message.epoch, "host": self._host, "timeout_s": self._timeout_s}
-        return info | {"packed": True, "packed_buffer_size_bytes": message.bucket_bytes}
+            return place | {
+                "senders": [[sender.address, sender.port] for sender in message.senders],
+                "epoch": message.epoch,
+                "host": self._host,
+                "stall_s": message.stall_s,
+                "streaming": message.streaming,
+            }
+        [sender] = message.senders
+        return place | {
+            "master_address": sender.address,
+            "master_port": sender.port,
+            "packed": True,
+            "packed_buffer_size_bytes": message.bucket_bytes,
+        }
 
     async def _transfer(self, message: pb.Transfer) -> str:
         self._expect(message.epoch)
@@ -94,13 +105,16 @@ class WeightMember:
     async def _commit(self, message: pb.Commit) -> str:
         self._expect(message.epoch)
         await self._engine.commit(message.policy_version)
-        self._open = False
+        self._open, self.failure = False, ""
         return self._engine.checksum
 
     async def _abort(self, message: pb.Abort) -> str:
-        if self._open:
-            await self._engine.abort()
-        self._open, self._epoch, self.failure = False, 0, ""
+        whole = await self._engine.abort() if self._open else True
+        self._open, self._epoch = False, 0
+        if whole and self._engine.version >= 0:
+            self.failure = ""
+        else:
+            self.failure = "a push that loads weights into place broke off; this replica waits for a whole one"
         return ""
 
     def _expect(self, epoch: int) -> None:
@@ -110,7 +124,7 @@ class WeightMember:
     async def _roll_back(self, timeout_s: float) -> None:
         """Back to generating with the old weights, so that a failed push never leaves a replica paused."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turn:
                 await self._abort(pb.Abort())
         except Exception as error:
             log.error("push: roll-back failed on %s: %s", self._replica, error)

@@ -11,6 +11,7 @@ import ray
 
 from orchestrator.weights import PushFailed
 from protos import rollout_pb2 as pb
+from services.rollout.interface import LOST
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.models import make_policy
@@ -102,6 +103,33 @@ async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loade
     report = await push(loaded.rollout, source, 51)
     assert report.attempts == 1
     await loaded.check(version=51)
+
+
+async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
+    perturbed(loaded.model, seed=101)
+    one = await push(loaded.rollout, ModelSource(loaded.model), 70)
+    two = await push(loaded.rollout, ModelSource(loaded.model, senders=2), 71)
+    assert two.checksum == one.checksum
+    await loaded.check(version=71)
+
+
+async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeated(loaded: Loaded) -> None:
+    """It has no copy to go back to. The repetition mends it."""
+    perturbed(loaded.model, seed=102)
+    source = ModelSource(loaded.model)
+    await push(loaded.rollout, source, 80, streaming=True)
+    await loaded.check(version=80)
+    perturbed(loaded.model, seed=103)
+    source.fails = True
+    with pytest.raises(PushFailed, match=r"version 81 after 1 attempts: only: transfer: \w+"):
+        await push(loaded.rollout, source, 81, streaming=True)
+    [lost] = await loaded.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    assert lost.policy_version == LOST
+    await push(loaded.rollout, source, 82, streaming=True)
+    await loaded.check(version=82)
+    perturbed(loaded.model, seed=104)
+    await push(loaded.rollout, source, 83)
+    await loaded.check(version=83)
 
 
 async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:

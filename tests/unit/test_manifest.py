@@ -7,7 +7,8 @@ import msgpack
 import pytest
 import torch
 
-from services.common.weight_transfer.manifest import Manifest, fill
+from services.common.weight_transfer.buckets import Buckets
+from services.common.weight_transfer.manifest import Manifest
 
 
 def manifest(*sizes: int, bucket_bytes: int) -> Manifest:
@@ -72,11 +73,11 @@ def test_fill_and_cut_are_inverse_for_mixed_dtypes_at_odd_offsets() -> None:
     }
     for bucket_bytes in (1, 30, 1000):
         made = Manifest.of(tensors, bucket_bytes)
-        found: dict[str, torch.Tensor] = {}
-        for bucket in made.buckets():
-            data = fill(bucket, list(tensors.values()))
-            assert (data.dtype, len(data)) == (torch.uint8, sum(made.size(index) for index in bucket))
-            found.update(made.cut(bucket, data))
+        packed = Buckets(made)
+        for number in packed.fill(tensors.items()):
+            size = sum(made.size(index) for index in packed.ranges[number])
+            assert (packed[number].dtype, len(packed[number])) == (torch.uint8, size)
+        found = dict(packed.tensors())
         assert list(found) == list(tensors)
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype

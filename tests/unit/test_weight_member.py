@@ -7,6 +7,7 @@ import pytest
 
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.manifest import Manifest
+from services.rollout.interface import LOST
 from services.rollout.weights import WeightMember
 
 MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
@@ -17,6 +18,7 @@ class FakeEngine:
 
     def __init__(self, backend: str = "gloo") -> None:
         self.version, self.checksum, self.backend, self.workers = 3, "old", backend, 2
+        self.whole = True
         self.calls: list[Any] = []
         self.failing: dict[str, Exception] = {}
         self.hanging: set[str] = set()
@@ -42,8 +44,11 @@ class FakeEngine:
         await self._note("commit", version)
         self.version, self.checksum = version, "new"
 
-    async def abort(self) -> None:
+    async def abort(self) -> bool:
         await self._note("abort")
+        if not self.whole:
+            self.version = LOST
+        return self.whole
 
 
 @pytest.fixture
@@ -53,19 +58,19 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def member(engine: FakeEngine) -> WeightMember:
-    return WeightMember(engine, "me", host="10.0.0.2", timeout_s=7)  # type: ignore[arg-type]
+    return WeightMember(engine, "me", host="10.0.0.2")  # type: ignore[arg-type]
 
 
 def prepare(epoch: int, **ranks: int) -> dict[str, Any]:
     ranks = ranks or {"me": 3, "other": 1}
     message = pb.Prepare(
         epoch=epoch,
-        master_address="10.0.0.1",
-        master_port=4000,
+        senders=[pb.Rendezvous(address="10.0.0.1", port=4000)],
         world_size=5,
         ranks=ranks,
         in_flight="keep",
         bucket_bytes=64,
+        stall_s=7,
     )
     return {"prepare": message}
 
@@ -96,13 +101,13 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
     assert await play(member, transfer(1)) == good(3, 1, "new")
     assert await play(member, commit(1, 4)) == good(4, 1, "new")
     info = {
-        "master_address": "10.0.0.1",
-        "master_port": 4000,
+        "senders": [["10.0.0.1", 4000]],
         "rank_offset": 3,
         "world_size": 5,
         "epoch": 1,
         "host": "10.0.0.2",
-        "timeout_s": 7,
+        "stall_s": 7,
+        "streaming": False,
     }
     assert engine.calls == [("join", info), ("pause", "keep"), ("receive", MANIFEST), ("commit", 4)]
 
@@ -117,7 +122,7 @@ async def test_the_group_of_an_epoch_is_joined_once(engine: FakeEngine, member: 
 
 async def test_nccl_is_told_of_its_packing() -> None:
     engine = FakeEngine("nccl")
-    await play(WeightMember(engine, "me", "10.0.0.2", 7), prepare(1))  # type: ignore[arg-type]
+    await play(WeightMember(engine, "me", "10.0.0.2"), prepare(1))  # type: ignore[arg-type]
     assert engine.calls[0][1] == {
         "master_address": "10.0.0.1",
         "master_port": 4000,
@@ -212,7 +217,7 @@ async def test_a_push_whose_orchestrator_falls_silent_is_rolled_back(
     await play(member, transfer(1), timeout_s=10)
     await asyncio.sleep(0.2)
     assert "abort" not in names(engine)
-    await play(member, {"discover": pb.Discover()}, timeout_s=0.05)
+    await play(member, transfer(1), timeout_s=0.05)
     await asyncio.sleep(0.2)
     assert names(engine)[-1] == "abort"
     assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
@@ -226,3 +231,46 @@ async def test_aborting_what_was_never_prepared_does_nothing(engine: FakeEngine,
 async def test_long_errors_are_cut(engine: FakeEngine, member: WeightMember) -> None:
     engine.failing["join"] = RuntimeError("x" * 5000)
     assert len((await play(member, prepare(1))).error) == 1000
+
+
+async def test_an_abort_waits_for_the_phase_that_it_overtakes(engine: FakeEngine, member: WeightMember) -> None:
+    """A transfer that its caller has given up is still failing here: two roll-backs at once would cross."""
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.2))
+    await asyncio.sleep(0.05)
+    assert member.busy
+    report = await play(member, {"abort": pb.Abort(epoch=1)})
+    assert (await lost).error == "transfer: TimeoutError: "
+    assert report == good(3, 0)
+    assert names(engine) == ["join", "pause", "receive", "abort"]
+    assert not member.busy
+
+
+async def test_asking_who_is_there_neither_waits_nor_changes_anything(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    slow = asyncio.create_task(play(member, transfer(1), timeout_s=0.3))
+    await asyncio.sleep(0.05)
+    assert await play(member, {"discover": pb.Discover()}, timeout_s=0.05) == good(3, 1)
+    assert "abort" not in names(engine)
+    await slow
+
+
+async def test_a_replica_whose_weights_are_lost_says_so_until_a_push_brings_whole_ones(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    engine.whole = False
+    engine.failing["receive"] = RuntimeError("connection reset")
+    await play(member, prepare(1))
+    report = await play(member, transfer(1))
+    assert (report.ok, report.policy_version) == (False, LOST)
+    assert member.failure == "a push that loads weights into place broke off; this replica waits for a whole one"
+    assert (await play(member, {"abort": pb.Abort(epoch=1)})).policy_version == LOST
+    assert member.failure
+    engine.failing.clear()
+    for step in (prepare(2), transfer(2), commit(2, 4)):
+        assert (await play(member, step)).ok
+    assert (engine.version, member.failure) == (4, "")

@@ -11,6 +11,7 @@ from orchestrator.weights import PushFailed, WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.errors import Internal, ServiceError, Unavailable
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.registry import Admission
 from services.rollout.weights import WeightMember
 
 MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
@@ -42,8 +43,9 @@ class NoteTaker:
         self.calls.append("commit")
         self.version = version
 
-    async def abort(self) -> None:
+    async def abort(self) -> bool:
         self.calls.append("abort")
+        return True
 
 
 class FakeSource:
@@ -54,13 +56,21 @@ class FakeSource:
         self.checksum = "sum"
         self.failures: list[Exception] = []
 
-    async def rendezvous(self, backend: str) -> int:
+    async def rendezvous(self, backend: str) -> list[int]:
         self.calls.append(("rendezvous", backend))
-        return 4000
+        return [4000]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         self.calls.append(("join", epoch, world_size))
         return MANIFEST.pack()
+
+    async def gather(self) -> None:
+        self.calls.append("gather")
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        self.calls.append(("admit", epoch, world_size))
+        if self.failures:
+            raise self.failures.pop(0)
 
     async def send(self) -> str:
         self.calls.append("send")
@@ -77,7 +87,7 @@ class Fleet:
         self.engines: dict[str, NoteTaker] = {}
         self.members: dict[str, WeightMember] = {}
         self.phases: list[str] = []
-        self.timeouts: set[float] = set()
+        self.timeouts: list[float] = []
         self.mute: set[tuple[str, str]] = set()
         """(replica, phase): no answer, as of one that died."""
         self.down: list[str] = []
@@ -89,7 +99,7 @@ class Fleet:
     def add(self, **workers: int) -> None:
         for name, count in workers.items():
             self.engines[name] = NoteTaker(self.source, count)
-            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2", 5)  # type: ignore[arg-type]
+            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
 
     def remove(self, name: str) -> None:
         del self.engines[name], self.members[name]
@@ -97,7 +107,7 @@ class Fleet:
     async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
         (name,) = phase
         self.phases.append(name)
-        self.timeouts.add(timeout_s)
+        self.timeouts.append(timeout_s)
         if name in self.down:
             self.down.remove(name)
             raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
@@ -118,7 +128,8 @@ def source() -> FakeSource:
 
 
 def make_pusher(fleet: Fleet, **config: Any) -> WeightPusher:
-    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(host="10.0.0.1", timeout_s=9, **config))  # type: ignore[arg-type]
+    settings = {"host": "10.0.0.1", "timeout_s": 9, "stall_s": 4, "control_s": 2, "patience_s": 0.1, "attempts": 3}
+    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(**settings | config))  # type: ignore[arg-type]
 
 
 GOOD = ["discover", "prepare", "transfer", "commit"]
@@ -129,21 +140,21 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
     report = await make_pusher(fleet, in_flight="wait").push(7)
     assert fleet.versions == {"a": 7, "b": 7}
     assert fleet.phases == GOOD
-    assert fleet.timeouts == {9}
-    assert source.calls == [("rendezvous", "gloo"), ("join", 1, 3), "send"]
+    assert fleet.timeouts == [2, 9, 9, 9]
+    assert source.calls == [("rendezvous", "gloo"), "gather", ("rendezvous", "gloo"), ("join", 1, 3), "send"]
     for engine in fleet.engines.values():
         assert engine.calls == ["join", "pause wait", "receive", "commit"]
     assert (report.policy_version, report.replicas, report.attempts, report.checksum) == (7, ("a", "b"), 1, "sum")
     assert report.seconds > 0
     assert fleet.engines["a"].joined == [
         {
-            "master_address": "10.0.0.1",
-            "master_port": 4000,
+            "senders": [["10.0.0.1", 4000]],
             "rank_offset": 1,
             "world_size": 3,
             "epoch": 1,
             "host": "10.0.0.2",
-            "timeout_s": 5,
+            "stall_s": 4,
+            "streaming": False,
         }
     ]
 
@@ -153,7 +164,7 @@ async def test_the_group_stays_while_the_replicas_are_the_same(source: FakeSourc
     pusher = make_pusher(fleet)
     for version in (1, 2, 3):
         await pusher.push(version)
-    assert source.calls == [("rendezvous", "gloo"), ("join", 1, 3), "send", "send", "send"]
+    assert source.calls[3:] == [("join", 1, 3), "send", "gather", "send", "gather", "send"]
     assert fleet.versions == {"a": 3, "b": 3}
     assert [engine.calls.count("join") for engine in fleet.engines.values()] == [1, 1]
 
@@ -195,7 +206,7 @@ async def test_replicas_of_an_earlier_run_form_a_new_group_at_once(source: FakeS
     report = await make_pusher(fleet).push(2)
     assert report.attempts == 1
     assert fleet.engines["a"].calls.count("join") == 2
-    assert source.calls[3:] == [("rendezvous", "gloo"), ("join", 2, 2), "send"]
+    assert source.calls[-2:] == [("join", 2, 2), "send"]
 
 
 async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeSource) -> None:
@@ -203,16 +214,20 @@ async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeS
     fleet.afterwards = {"discover": lambda: fleet.remove("b")}
     report = await make_pusher(fleet).push(5)
     assert (report.attempts, report.replicas) == (2, ("a",))
-    assert fleet.phases == ["discover", "prepare", "abort", *GOOD]
+    assert fleet.phases == ["discover", "prepare", "abort", *GOOD[1:]]
     assert fleet.versions == {"a": 5}
 
 
-async def test_a_replica_that_comes_too_late_for_the_epoch_is_in_the_next_attempt(source: FakeSource) -> None:
+async def test_a_replica_that_comes_too_late_for_the_epoch_is_in_the_next_push(source: FakeSource) -> None:
+    """It costs the others nothing. Until then it holds an older version, and min_version keeps requests away."""
     fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
     fleet.afterwards = {"discover": lambda: fleet.add(b=1)}
-    report = await make_pusher(fleet).push(5)
-    assert (report.attempts, report.replicas) == (2, ("a", "b"))
-    assert fleet.versions == {"a": 5, "b": 5}
+    report = await pusher.push(5)
+    assert (report.attempts, report.replicas) == (1, ("a",))
+    assert fleet.versions == {"a": 5, "b": 0}
+    assert (await pusher.push(6)).replicas == ("a", "b")
+    assert fleet.versions == {"a": 6, "b": 6}
 
 
 async def test_a_replica_that_stays_silent_fails_the_push_and_is_named(source: FakeSource) -> None:
@@ -220,7 +235,7 @@ async def test_a_replica_that_stays_silent_fails_the_push_and_is_named(source: F
     fleet.mute = {("b", "transfer")}
     with pytest.raises(PushFailed, match=r"^version 5 after 2 attempts: b: did not answer transfer$"):
         await make_pusher(fleet, attempts=2).push(5)
-    assert fleet.phases == ["discover", "prepare", "transfer", "abort"] * 2
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", "prepare", "transfer", "abort"]
     assert fleet.versions == {"a": 0, "b": 0}
     assert fleet.engines["a"].calls[-1] == "abort"
     # Nothing is left of the failed push.
@@ -266,10 +281,88 @@ async def test_a_learner_that_is_gone_ends_the_push_at_once(source: FakeSource) 
 
 
 async def test_nobody_there(source: FakeSource) -> None:
-    with pytest.raises(PushFailed, match=r"^version 5 after 3 attempts: no rollout replica answers$"):
+    """An error after weights.patience_s, which is 0.1 s here."""
+    with pytest.raises(Unavailable, match=r"^no rollout replica answers$"):
         await make_pusher(Fleet(source)).push(5)
-    assert source.calls == []
+    assert "send" not in source.calls
     assert issubclass(PushFailed, ServiceError)
+
+
+async def test_the_only_replica_is_waited_for_while_it_is_replaced(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, patience_s=10)
+    await pusher.push(1)
+    fleet.remove("a")
+    asyncio.get_running_loop().call_later(0.3, lambda: fleet.add(b=1))
+    report = await pusher.push(2)
+    assert (report.attempts, report.replicas) == (1, ("b",))
+
+
+async def test_a_silent_replica_is_out_of_the_epoch_that_follows(source: FakeSource) -> None:
+    """b is stopped during the transfer: it does not answer the roll-back either."""
+    fleet = Fleet(source, a=1, b=1)
+    fleet.mute = {("b", "transfer"), ("b", "abort")}
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas) == (2, ("a",))
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *GOOD[1:]]
+    assert ("join", 2, 2) in source.calls
+
+
+class Lobby:
+    """Notes what newcomers are told."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Admission | None] = {}
+
+    async def __call__(self, admissions: dict[str, Admission | None]) -> None:
+        self.told |= admissions
+
+
+async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
+    lobby = Lobby()
+    await make_pusher(Fleet(source)).admit({"new": 1}, lobby)
+    assert lobby.told == {"new": None}
+    assert source.calls == []
+
+
+async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    await pusher.push(7)
+    await pusher.admit({"new": 2, "other": 1}, lobby)
+    assert source.calls[-1] == ("admit", 2, 4)
+    admission = lobby.told["new"]
+    assert admission is not None
+    assert lobby.told["other"] == admission
+    prepare = pb.Prepare.FromString(admission.prepare)
+    assert (prepare.epoch, prepare.world_size, dict(prepare.ranks)) == (2, 4, {"new": 1, "other": 3})
+    assert pb.Transfer.FromString(admission.transfer).manifest == MANIFEST.pack()
+    assert pb.Commit.FromString(admission.commit).policy_version == 7
+    assert admission.checksum == "sum"
+    # The group of the others is as it was.
+    await pusher.push(8)
+    assert source.calls[-2:] == ["gather", "send"]
+    assert fleet.engines["a"].calls.count("join") == 1
+
+
+async def test_a_push_and_an_admission_take_turns(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    await asyncio.gather(pusher.push(2), pusher.admit({"new": 1}, lobby))
+    admission = lobby.told["new"]
+    assert admission is not None
+    assert pb.Commit.FromString(admission.commit).policy_version == 2
+
+
+async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    source.failures = [Internal("policy.admit: the newcomer is gone")]
+    with pytest.raises(Internal, match="the newcomer is gone"):
+        await pusher.admit({"new": 1}, Lobby())
+    assert (await pusher.push(2)).attempts == 1
 
 
 async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -> None:
@@ -277,5 +370,5 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     fleet.down = ["commit"]
     report = await make_pusher(fleet).push(5)
     assert report.attempts == 2
-    assert fleet.phases == [*GOOD, "abort", *GOOD]
+    assert fleet.phases == [*GOOD, "abort", *GOOD[1:]]
     assert fleet.versions == {"a": 5}

@@ -1,8 +1,8 @@
 """The gloo group and its sender, with the receivers in processes of their own."""
 
-import hashlib
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -11,10 +11,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import xxhash
 
+from services.common.weight_transfer.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.gloo import GlooGroup, reach_store
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.sender import GlooSender, make_sender
+from services.common.weight_transfer.sender import GlooSender, Watchdog, make_sender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0
@@ -49,20 +51,20 @@ def member(port: int, commands: Connection) -> None:
 
 
 def receive(group: GlooGroup, manifest: Manifest) -> tuple[str, list[Any]]:
-    digest, values = hashlib.sha256(), []
-    for bucket in manifest.buckets():
+    digests, values = {}, []
+    for number, bucket in enumerate(manifest.buckets()):
         data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
         group.broadcast(data)
-        digest.update(data.numpy())
+        digests[number] = digest(data)
         values += [tensor.tolist() for _, tensor in manifest.cut(bucket, data)]
-    return digest.hexdigest(), values
+    return checksum(digests), values
 
 
 class Cast:
     """One sender here and two members elsewhere."""
 
     def __init__(self) -> None:
-        self.sender = make_sender("gloo", host=HOST, bucket_bytes=1024, timeout_s=TIMEOUT_S)
+        self.sender = make_sender("gloo", MANIFEST, host=HOST, stall_s=TIMEOUT_S)
         spawn = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for _ in range(2):
@@ -88,8 +90,8 @@ class Cast:
         """The sender's checksum, and what each member received."""
         for index in members:
             self.pipes[index].send(MANIFEST.pack())
-        checksum = self.sender.send(tensors, MANIFEST)
-        return checksum, [self.answer(index) for index in members]
+        self.sender.load(tensors.items())
+        return checksum(self.sender.send()), [self.answer(index) for index in members]
 
     def end(self) -> None:
         self.sender.close()
@@ -107,10 +109,11 @@ def cast() -> Iterator[Cast]:
 
 
 def check_everyone_received(cast: Cast, tensors: dict[str, torch.Tensor], *members: int) -> None:
-    checksum, received = cast.send(tensors, *members)
-    expected = hashlib.sha256(b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values()))
-    assert checksum == expected.hexdigest()
-    assert received == [(checksum, [tensor.tolist() for tensor in tensors.values()])] * len(members)
+    sent, received = cast.send(tensors, *members)
+    raw = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    buckets = [raw[0], b"".join(raw[1:])]
+    assert sent == xxhash.xxh3_128(b"".join(xxhash.xxh3_128(data).digest() for data in buckets)).hexdigest()
+    assert received == [(sent, [tensor.tolist() for tensor in tensors.values()])] * len(members)
 
 
 def test_every_member_receives_every_bucket_and_the_same_checksum(cast: Cast) -> None:
@@ -135,11 +138,17 @@ def test_a_member_that_never_comes_is_an_error_in_time_and_the_next_epoch_works(
 def test_a_member_that_does_not_receive_is_an_error_in_time_and_a_smaller_epoch_works(cast: Cast) -> None:
     large = {"embed": torch.zeros(8 << 20)}  # 32 MiB, more than the sockets hold
     manifest = Manifest.of(large, bucket_bytes=1)
-    cast.join(20, 0, 1)
+    sender = GlooSender(manifest, host=HOST, stall_s=TIMEOUT_S)
+    sender._store, sender._group = cast.sender._store, None  # type: ignore[attr-defined]
+    sender.load(large.items())
+    for rank in (1, 2):
+        cast.pipes[rank - 1].send((rank, 3, 20))
+    sender.join(20, 3)
+    assert [cast.answer(index) for index in (0, 1)] == ["joined"] * 2
     cast.pipes[0].send(manifest.pack())
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        cast.sender.send(large, manifest)
+        sender.send()
     assert time.monotonic() - start < TIMEOUT_S + 3
     cast.answer(0)
     cast.join(21, 1)
@@ -157,13 +166,57 @@ def test_the_store_listens_on_its_host_only(cast: Cast) -> None:
     assert listening == [(HOST, port)]
 
 
+def test_newcomers_get_what_was_loaded_last_while_the_group_of_the_others_stays(cast: Cast) -> None:
+    cast.join(30, 0)
+    check_everyone_received(cast, TENSORS, 0)
+    cast.pipes[1].send((1, 2, 31))
+    cast.pipes[1].send(MANIFEST.pack())
+    cast.sender.admit(31, 2)
+    assert cast.answer(1) == "joined"
+    assert cast.answer(1)[1] == [tensor.tolist() for tensor in TENSORS.values()]
+    check_everyone_received(cast, {name: tensor + 2 for name, tensor in TENSORS.items()}, 0)
+
+
 def test_nothing_is_sent_before_a_group_is_formed() -> None:
-    sender = GlooSender(HOST, TIMEOUT_S)
+    sender = GlooSender(MANIFEST, host=HOST, stall_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no transfer group: join comes before send"):
-        sender.send(TENSORS, MANIFEST)
+        sender.send()
     sender.close()
 
 
-def test_backends_have_names() -> None:
-    with pytest.raises(ValueError, match=r"weights.backend: 'ipc' is neither nccl nor gloo"):
-        make_sender("ipc", host=HOST, bucket_bytes=1, timeout_s=1)
+def test_other_weights_than_the_manifests_are_refused() -> None:
+    sender = GlooSender(MANIFEST, host=HOST, stall_s=TIMEOUT_S)
+    embed = r"the manifest has embed float32\[10, 100\]$"
+    with pytest.raises(ValueError, match=r"^weights: odd uint8\[1\] came where " + embed):
+        sender.load(list(TENSORS.items())[1:])
+    with pytest.raises(ValueError, match=r"^weights: embed float32\[3\] came where " + embed):
+        sender.load((TENSORS | {"embed": torch.zeros(3)}).items())
+    with pytest.raises(ValueError, match=r"^weights: they end where the manifest has half bfloat16\[33\]$"):
+        sender.load(list(TENSORS.items())[:3])
+    sender.close()
+
+
+def test_backends_have_names_and_nccl_takes_one_sender() -> None:
+    for backend, senders in (("rdma", 1), ("nccl", 2)):
+        with pytest.raises(ValueError, match=rf"^weights.backend: '{backend}' with {senders} senders; nccl takes"):
+            make_sender(backend, MANIFEST, host=HOST, stall_s=1, senders=senders)
+
+
+def test_senders_share_the_buckets_and_their_digests_make_one_checksum() -> None:
+    manifest = Manifest.of(TENSORS, bucket_bytes=1)  # each tensor a bucket of its own
+    whole, shares = Buckets(manifest), [Buckets(manifest, sender, 2) for sender in (0, 1)]
+    assert list(whole.fill(TENSORS.items())) == [0, 1, 2, 3]
+    assert [list(share.fill(TENSORS.items())) for share in shares] == [[0, 2], [1, 3]]
+    digests = {number: digest(share[number]) for share in shares for number in share.numbers}
+    assert checksum(digests) == checksum({number: digest(whole[number]) for number in whole.numbers})
+    assert checksum({}) == ""
+
+
+def test_a_watchdog_aborts_what_does_not_move_and_leaves_the_rest_alone() -> None:
+    aborted = threading.Event()
+    with Watchdog(0.3, aborted.set) as watchdog:
+        for _ in watchdog.watched(iter([("w", torch.zeros(1))] * 4)):
+            time.sleep(0.1)
+    assert not aborted.is_set()
+    with pytest.raises(RuntimeError, match=r"nothing moved for 0.1 s"), Watchdog(0.1, aborted.set):
+        assert aborted.wait(10)

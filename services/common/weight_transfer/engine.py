@@ -1,11 +1,13 @@
-"""vLLM's side of a gloo push: a weight-transfer engine that stages, then swaps.
+"""vLLM's side of a gloo push: a weight-transfer engine that stages, then swaps; or streams, when asked to.
 
-vLLM's nccl engine writes each bucket into the model as it comes. This one keeps all of them beside the model
-until `finish`, so that a transfer which breaks off leaves the serving weights whole, at the price of one more
-copy of the weights while the push lasts.
+vLLM's nccl engine writes each bucket into the model as it comes. Staging keeps all of them beside the model until
+`finish`, so that a transfer which breaks off leaves the serving weights whole, at the price of one more copy of the
+weights in host memory, kept from push to push. Streaming needs no copy, and a transfer that breaks off leaves a
+model that can do nothing but receive again.
 """
 
-import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +19,23 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.common.weight_transfer.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.gloo import GlooGroup, reach_store
 from services.common.weight_transfer.manifest import Manifest
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """How a worker joins: the sender's store, and the worker's place in the group."""
+    """How a worker joins: the senders' stores, and the worker's place in their groups."""
 
-    master_address: str
-    master_port: int
+    senders: list[list[Any]]
+    """[address, port] of each sender's store."""
     rank_offset: int
     world_size: int
     epoch: int
     host: str
-    timeout_s: float
+    stall_s: float
+    streaming: bool
 
 
 @dataclass
@@ -54,55 +58,111 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.checksum = ""
-        """sha256 of the bytes last received."""
-        self._group: GlooGroup | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        """Of the bytes last received."""
+        self._groups: list[GlooGroup] = []
+        self._streaming = False
+        self._staged: Buckets | None = None
+        self._broken = False
+        """The model was taken apart by a streaming push and not put together again."""
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Joins the epoch's group, leaving the one before."""
+        """Joins the epoch's groups, leaving those before."""
         self.shutdown()
-        store = reach_store(init_info.master_address, init_info.master_port, init_info.timeout_s)
-        self._group = GlooGroup(
-            store,
-            host=init_info.host,
-            rank=init_info.rank_offset + self.parallel_config.rank,
-            world_size=init_info.world_size,
-            epoch=init_info.epoch,
-            timeout_s=init_info.timeout_s,
-        )
+        self._streaming = init_info.streaming
+        for address, port in init_info.senders:
+            self._groups.append(
+                GlooGroup(
+                    reach_store(address, port, init_info.stall_s),
+                    host=init_info.host,
+                    rank=init_info.rank_offset + self.parallel_config.rank,
+                    world_size=init_info.world_size,
+                    epoch=init_info.epoch,
+                    timeout_s=init_info.stall_s,
+                )
+            )
 
     def start_weight_update(self) -> None:
-        """Begins with nothing staged; the model is untouched until finish."""
-        self._staged = []
+        """Staged, the model is untouched until finish; streaming, it is taken apart here."""
+        if self._streaming:
+            initialize_layerwise_reload(self.model)
+            self._broken = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives. (The base class would then synchronise an accelerator, which a CPU does not have.)"""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Stages every bucket and hashes what came."""
-        if self._group is None:
+        """Receives every bucket and hashes what came.
+
+        Raises:
+            RuntimeError: the sender or another member is gone, or no bucket came for too long.
+        """
+        if not self._groups:
             raise RuntimeError("no transfer group: prepare comes before transfer")
         manifest = Manifest.from_fields(vars(update_info))
-        digest = hashlib.sha256()
         try:
-            for bucket in manifest.buckets():
-                data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
-                self._group.broadcast(data)
-                digest.update(memoryview(data.numpy()))
-                self._staged.extend(manifest.cut(bucket, data))
+            self.checksum = self._stream(manifest) if self._streaming else self._stage(manifest)
         except BaseException:
-            self.discard()
+            self.shutdown()
             raise
-        self.checksum = digest.hexdigest()
+
+    def _stage(self, manifest: Manifest) -> str:
+        if self._staged is None or self._staged.manifest != manifest:
+            self._staged = None  # the old memory goes before the new comes
+            self._staged = Buckets(manifest)
+        buckets, senders = self._staged, len(self._groups)
+
+        def receive(sender: int) -> dict[int, bytes]:
+            digests = {}
+            for number in buckets.numbers[sender::senders]:
+                self._groups[sender].broadcast(buckets[number])
+                digests[number] = hasher.submit(digest, buckets[number])
+            return {number: future.result() for number, future in digests.items()}
+
+        # Hashing one bucket takes place while the next one comes in.
+        with ThreadPoolExecutor(1, "hash") as hasher, ThreadPoolExecutor(senders, "push") as lines:
+            parts = _all_or_close([lines.submit(receive, sender) for sender in range(senders)], self._groups)
+        return checksum({number: found for part in parts for number, found in part.items()})
+
+    def _stream(self, manifest: Manifest) -> str:
+        digests = {}
+        with ThreadPoolExecutor(1, "push") as line:
+            for number, bucket, data in self._arriving(manifest, line):
+                digests[number] = digest(data)
+                self._load(manifest.cut(bucket, data))
+        return checksum(digests)
+
+    def _arriving(self, manifest: Manifest, line: ThreadPoolExecutor) -> Iterator[tuple[int, range, torch.Tensor]]:
+        """Each bucket; the next one comes in while the caller loads this one."""
+
+        def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
+            # Fresh memory: vLLM holds on to tensors until their layer is complete.
+            data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
+            self._groups[number % len(self._groups)].broadcast(data)
+            return number, bucket, data
+
+        coming: Future[tuple[int, range, torch.Tensor]] | None = None
+        for number, bucket in enumerate(manifest.buckets()):
+            following = line.submit(receive, number, bucket)
+            if coming is not None:
+                yield coming.result()
+            coming = following
+        if coming is not None:
+            yield coming.result()
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
 
     def finish_weight_update(self) -> None:
-        """Swaps the staged weights in."""
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self._staged)
+        """Swaps the staged weights in, or closes what was streamed."""
+        if not self._streaming:
+            assert self._staged is not None
+            self._broken = True
+            initialize_layerwise_reload(self.model)
+            self._load(self._staged.tensors())
         finalize_layerwise_reload(self.model, self.model_config)
-        self._staged = []
         self._repack_tied_head()
+        self._broken = False
 
     def _repack_tied_head(self) -> None:
         """With tied embeddings on a CPU, oneDNN's packed copy of lm_head does not follow the new embeddings."""
@@ -113,16 +173,26 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             head.quant_method.tie_weights(head, embedding)
             head.quant_method.process_weights_after_loading(head)
 
-    def discard(self) -> None:
-        """Forgets what is staged and leaves the group: the model keeps the weights it has."""
-        self._staged = []
+    def discard(self) -> bool:
+        """Leaves the group; whether the model is whole, with the weights it had."""
         self.shutdown()
+        return not self._broken
 
     def shutdown(self) -> None:
         """Leaves the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        for group in self._groups:
+            group.close()
+        self._groups = []
+
+
+def _all_or_close(futures: list[Future[Any]], groups: list[GlooGroup]) -> list[Any]:
+    """All results; at the first failure every group is closed, so that no thread waits for a bucket any more."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for group in groups:
+            group.close()
+        raise
 
 
 class WorkerExtension:
@@ -132,11 +202,14 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def weights_checksum(self) -> str:
-        """sha256 of the bytes this worker received last; empty where the backend keeps none."""
+        """Of the bytes this worker received last; empty where the backend keeps none."""
         return str(getattr(self.weight_transfer_engine, "checksum", ""))
 
-    def abort_weight_update(self) -> None:
-        """Ends a push without its weights."""
-        self._weight_update_active = False
-        discard = getattr(self.weight_transfer_engine, "discard", self.weight_transfer_engine.shutdown)
-        discard()
+    def abort_weight_update(self) -> bool:
+        """Ends a push without its weights; whether the model is whole, with the weights it had."""
+        begun, self._weight_update_active = self._weight_update_active, False
+        if hasattr(self.weight_transfer_engine, "discard"):
+            return bool(self.weight_transfer_engine.discard())
+        self.weight_transfer_engine.shutdown()
+        # vLLM's own engines take the model apart at the start of an update.
+        return not begun

@@ -1,4 +1,4 @@
-"""A gloo process group between the learner and the rollout workers, apart from torch's default group.
+"""Gloo process groups between the learner and the rollout workers, apart from torch's default group.
 
 Each epoch of the membership is a fresh group under a prefix of one long-lived store, so that re-forming
 costs milliseconds and a late member of an old epoch meets nobody.

@@ -108,8 +108,3 @@ class Manifest:
 
 def _is_dtype(name: object) -> bool:
     return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def fill(bucket: range, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The bytes of one bucket (uint8) from the tensors of the whole push, in manifest order."""
-    return torch.cat([tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in bucket])

@@ -1,18 +1,26 @@
 """The learner's end of a push: one interface, gloo and NCCL behind it."""
 
-import hashlib
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from services.common.weight_transfer.buckets import Buckets, digest
 from services.common.weight_transfer.gloo import SENDER, GlooGroup, serve_store
-from services.common.weight_transfer.manifest import Manifest, fill
+from services.common.weight_transfer.manifest import Manifest
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Named tensors in the manifest's order."""
 
 
 class Sender(Protocol):
-    """Sends weights to every member of an epoch's group."""
+    """Sends its share of the weights to every member of an epoch's group."""
+
+    keeps_copy: bool
+    """What was loaded stays as it was while the model is trained on."""
 
     def rendezvous(self) -> int:
         """Port, on the learner's host, at which the members of the next group meet."""
@@ -20,20 +28,36 @@ class Sender(Protocol):
     def join(self, epoch: int, world_size: int) -> None:
         """Forms the epoch's group; returns when all members have joined, RuntimeError if they do not."""
 
-    def send(self, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> str:
-        """Sends everything in manifest order; the checksum of what was sent, empty where receivers keep none."""
+    def load(self, weights: Weights) -> None:
+        """Takes the weights that are sent from now on; consumes all of them."""
+
+    def send(self) -> dict[int, bytes]:
+        """Sends what is loaded; the digest of each bucket by its number, none where receivers keep none.
+
+        Raises:
+            RuntimeError: a member is gone or makes no progress. The group is closed.
+        """
+
+    def admit(self, epoch: int, world_size: int) -> None:
+        """Sends what is loaded to a group of newcomers; the main group stays."""
 
     def close(self) -> None:
         """Leaves the group."""
 
 
 class GlooSender:
-    """For CPUs, and for GPUs without NCCL."""
+    """For CPUs, and for GPUs without NCCL. Keeps what it sent in host memory, for those that join later."""
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    keeps_copy = True
+
+    def __init__(self, manifest: Manifest, *, host: str, stall_s: float, sender: int = 0, senders: int = 1) -> None:
         self._host = host
-        self._timeout_s = timeout_s
-        self._store = serve_store(host, timeout_s)
+        self._stall_s = stall_s
+        self._store = serve_store(host, stall_s)
+        self._buckets = Buckets(manifest, sender, senders)
+        # Newcomers are served beside the training thread; a push must not overwrite what they are being sent.
+        self._in_use = threading.Lock()
+        self._digests: dict[int, bytes] = {}
         self._group: GlooGroup | None = None
 
     def rendezvous(self) -> int:
@@ -43,26 +67,47 @@ class GlooSender:
     def join(self, epoch: int, world_size: int) -> None:
         """See Sender."""
         self.close()
-        self._group = GlooGroup(
+        self._group = self._form(epoch, world_size)
+
+    def _form(self, epoch: int, world_size: int) -> GlooGroup:
+        return GlooGroup(
             self._store,
             host=self._host,
             rank=SENDER,
             world_size=world_size,
             epoch=epoch,
-            timeout_s=self._timeout_s,
+            timeout_s=self._stall_s,
         )
 
-    def send(self, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> str:
-        """See Sender. The sha256 is what every receiver must have computed too."""
+    def load(self, weights: Weights) -> None:
+        """See Sender. A copy: newcomers can have it while the model itself is half-way through an update."""
+        with self._in_use:
+            self._digests = {number: digest(self._buckets[number]) for number in self._buckets.fill(weights)}
+
+    def send(self) -> dict[int, bytes]:
+        """See Sender."""
         if self._group is None:
             raise RuntimeError("no transfer group: join comes before send")
-        digest = hashlib.sha256()
-        ordered = [tensors[name] for name in manifest.names]
-        for bucket in manifest.buckets():
-            data = fill(bucket, ordered).cpu()
-            self._group.broadcast(data)
-            digest.update(memoryview(data.numpy()))
-        return digest.hexdigest()
+        try:
+            self._broadcast(self._group)
+        except BaseException:
+            # Members that still wait for a bucket fail at once when the sender leaves.
+            self.close()
+            raise
+        return self._digests
+
+    def admit(self, epoch: int, world_size: int) -> None:
+        """See Sender."""
+        group = self._form(epoch, world_size)
+        try:
+            self._broadcast(group)
+        finally:
+            group.close()
+
+    def _broadcast(self, group: GlooGroup) -> None:
+        with self._in_use:
+            for number in self._buckets.numbers:
+                group.broadcast(self._buckets[number])
 
     def close(self) -> None:
         """See Sender."""
@@ -72,11 +117,18 @@ class GlooSender:
 
 
 class NCCLSender:
-    """For NVIDIA GPUs: rank 0 of the group that vLLM's own nccl engine joins, packed as that engine unpacks."""
+    """For NVIDIA GPUs: rank 0 of the group that vLLM's own nccl engine joins, packed as that engine unpacks.
 
-    def __init__(self, host: str, bucket_bytes: int) -> None:
+    NCCL has no deadline of its own. A watchdog aborts the communicator when a push makes no progress.
+    """
+
+    keeps_copy = False
+
+    def __init__(self, manifest: Manifest, *, host: str, stall_s: float) -> None:
+        self._manifest = manifest
         self._host = host
-        self._bucket_bytes = bucket_bytes
+        self._stall_s = stall_s
+        self._weights: list[tuple[str, torch.Tensor]] = []
         self._group: Any = None
         self._port = 0
 
@@ -87,32 +139,89 @@ class NCCLSender:
 
     def join(self, epoch: int, world_size: int) -> None:
         """See Sender."""
+        self.close()
+        self._group = self._form(world_size)
+
+    def _form(self, world_size: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        self.close()
-        self._group = trainer_init(
-            {"master_address": self._host, "master_port": self._port, "world_size": world_size}
-        )
+        return trainer_init({"master_address": self._host, "master_port": self._port, "world_size": world_size})
 
-    def send(self, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> str:
+    def load(self, weights: Weights) -> None:
+        """See Sender. No copy: a GPU has no room for one."""
+        self._weights = [(name, tensor.detach()) for name, tensor in weights]
+
+    def send(self) -> dict[int, bytes]:
         """See Sender. vLLM's engine keeps no checksum."""
+        try:
+            self._broadcast(self._group)
+        except BaseException:
+            self.close()
+            raise
+        return {}
+
+    def admit(self, epoch: int, world_size: int) -> None:
+        """See Sender."""
+        group = self._form(world_size)
+        try:
+            self._broadcast(group)
+        finally:
+            group.destroy()
+
+    def _broadcast(self, group: Any) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        packed_nccl_broadcast_producer(
-            iterator=iter([(name, tensors[name].detach()) for name in manifest.names]),
-            group=self._group,
-            src=SENDER,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=self._bucket_bytes,
-        )
-        torch.cuda.current_stream().synchronize()
-        return ""
+        with Watchdog(self._stall_s, lambda: group.nccl.ncclCommAbort(group.comm)) as watchdog:
+            packed_nccl_broadcast_producer(
+                iterator=iter(watchdog.watched(self._weights)),
+                group=group,
+                src=SENDER,
+                post_iter_func=lambda item: item[1],
+                buffer_size_bytes=self._manifest.bucket_bytes,
+            )
+            torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """See Sender."""
         if self._group is not None:
             self._group.destroy()
             self._group = None
+
+
+class Watchdog:
+    """Calls `abort` from a thread of its own when nothing has moved for `stall_s` seconds."""
+
+    def __init__(self, stall_s: float, abort: Any) -> None:
+        self._stall_s = stall_s
+        self._abort = abort
+        self._moved = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="push watchdog")
+        self.barked = False
+
+    def watched(self, items: Weights) -> Weights:
+        """The same items; each one that is asked for is progress."""
+        for item in items:
+            self._moved = time.monotonic()
+            yield item
+        self._moved = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._over.wait(max(0.0, self._moved + self._stall_s - time.monotonic())):
+            if time.monotonic() - self._moved >= self._stall_s:
+                self.barked = True
+                self._abort()
+                return
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self.barked:
+            raise RuntimeError(f"nothing moved for {self._stall_s:g} s: a member of the group is stuck or gone")
 
 
 def _free_port(host: str) -> int:
@@ -122,10 +231,12 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def make_sender(backend: str, *, host: str, bucket_bytes: int, timeout_s: float) -> Sender:
+def make_sender(
+    backend: str, manifest: Manifest, *, host: str, stall_s: float, sender: int = 0, senders: int = 1
+) -> Sender:
     """The sender for the backend that the rollout replicas were started with."""
-    if backend == "nccl":
-        return NCCLSender(host, bucket_bytes)
+    if backend == "nccl" and senders == 1:
+        return NCCLSender(manifest, host=host, stall_s=stall_s)
     if backend == "gloo":
-        return GlooSender(host, timeout_s)
-    raise ValueError(f"weights.backend: {backend!r} is neither nccl nor gloo")
+        return GlooSender(manifest, host=host, stall_s=stall_s, sender=sender, senders=senders)
+    raise ValueError(f"weights.backend: {backend!r} with {senders} senders; nccl takes one, gloo any number")

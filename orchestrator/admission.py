@@ -1,0 +1,66 @@
+"""Letting new rollout replicas in between two pushes, while the loop goes on."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+
+from orchestrator.weights import WeightPusher
+from services.common.errors import ServiceError
+from services.common.weight_transfer.registry import NAMESPACE, Admission, Registry, registry_name
+
+log = logging.getLogger("quartet")
+
+RETRY_S = 1.0
+START_S = 60
+
+
+@asynccontextmanager
+async def admissions(pusher: WeightPusher, application: str) -> AsyncIterator[None]:
+    """While this is open, newcomers to the rollout application are brought to the last pushed version.
+
+    Raises:
+        ServiceError: another run trains this application already.
+    """
+    registry = await _open_registry(application)
+    serving = asyncio.create_task(_serve(pusher, registry))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        ray.kill(registry)
+
+
+async def _open_registry(application: str) -> Any:
+    options: dict[str, Any] = {"name": registry_name(application), "namespace": NAMESPACE, "num_cpus": 0}
+    # Replicas wait in it for as long as it takes.
+    options |= {"max_concurrency": 10_000}
+    try:
+        registry: Any = ray.remote(Registry).options(**options).remote()
+        async with asyncio.timeout(START_S):
+            await registry.__ray_ready__.remote()
+    except ValueError:
+        raise ServiceError(
+            f"another run trains the application {application!r}: stop it first, or name another application"
+        ) from None
+    return registry
+
+
+async def _serve(pusher: WeightPusher, registry: Any) -> None:
+    """Consumes applications; waits for the push that may be under way; goes on until it is cancelled."""
+
+    async def deliver(admissions: dict[str, Admission | None]) -> None:
+        await registry.answer.remote(admissions)
+
+    while True:
+        # Waiting for someone to come has no deadline: it ends with the run.
+        applicants = await registry.applicants.remote()
+        try:
+            await pusher.admit(applicants, deliver)
+        except ServiceError as error:
+            log.warning("admission of %s: %s", sorted(applicants), error)
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,88 @@
+"""The bytes of a push, bucket by bucket: filled by the sender, received by the replicas, hashed by both.
+
+The memory is kept from push to push. Fresh memory costs a page fault for every 4 KiB, which takes several times as
+long as the copy itself.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import xxhash
+
+from services.common.weight_transfer.manifest import Manifest
+
+
+class Buckets:
+    """One host buffer for each bucket of a manifest; of several senders, each fills only its share."""
+
+    def __init__(self, manifest: Manifest, sender: int = 0, senders: int = 1) -> None:
+        """Allocates and touches the memory.
+
+        Args:
+            manifest: what is pushed.
+            sender: whose share to hold; with one sender, everything.
+            senders: bucket b is sent by sender b % senders.
+        """
+        self.manifest = manifest
+        self.ranges = list(manifest.buckets())
+        self.numbers = list(range(sender, len(self.ranges), senders))
+        """Which buckets are held here."""
+        self._data = {number: torch.zeros(self._bytes(number), dtype=torch.uint8) for number in self.numbers}
+
+    def _bytes(self, number: int) -> int:
+        return sum(self.manifest.size(index) for index in self.ranges[number])
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """Bucket `number`'s bytes: uint8, [bytes of the bucket]."""
+        return self._data[number]
+
+    def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[int]:
+        """Copies the weights in and yields each own bucket's number as soon as it is full.
+
+        Args:
+            weights: named tensors in the manifest's order, from any device. All are consumed, those of other
+                senders' buckets too: gathering them may need every rank.
+
+        Raises:
+            ValueError: they are not those of the manifest.
+        """
+        remaining = iter(weights)
+        for number, bucket in enumerate(self.ranges):
+            offset = 0
+            for index in bucket:
+                tensor = self._expected(index, next(remaining, None))
+                size = self.manifest.size(index)
+                if number in self._data:
+                    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                    self._data[number][offset : offset + size].copy_(flat)
+                offset += size
+            if number in self._data:
+                yield number
+
+    def _expected(self, index: int, found: tuple[str, torch.Tensor] | None) -> torch.Tensor:
+        manifest = self.manifest
+        expected = f"{manifest.names[index]} {manifest.dtypes[index]}{list(manifest.shapes[index])}"
+        if found is None:
+            raise ValueError(f"weights: they end where the manifest has {expected}")
+        name, tensor = found
+        came = f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if came != expected:
+            raise ValueError(f"weights: {came} came where the manifest has {expected}")
+        return tensor
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors of all buckets held here, as views of them."""
+        for number in self.numbers:
+            yield from self.manifest.cut(self.ranges[number], self._data[number])
+
+
+def digest(data: torch.Tensor) -> bytes:
+    """XXH3 (128 bits) of a host tensor's bytes: it finds transmission errors, at the speed of memory."""
+    return bytes(xxhash.xxh3_128_digest(memoryview(data.numpy())))
+
+
+def checksum(digests: Mapping[int, bytes]) -> str:
+    """One checksum of a whole push from the digests of its buckets by number; empty for none."""
+    if not digests:
+        return ""
+    return str(xxhash.xxh3_128_hexdigest(b"".join(digests[number] for number in sorted(digests))))
