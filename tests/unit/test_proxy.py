@@ -27,7 +27,7 @@ def services() -> list[Any]:
 async def test_health_checks_and_clients_name_the_same_applications() -> None:
     assert sorted(_APPLICATIONS) == sorted(service.full_name for service in services())
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        assert [client(channel)._application for client in CLIENTS] == list(_APPLICATIONS.values())
+        assert [client(channel).application for client in CLIENTS] == list(_APPLICATIONS.values())
 
 
 def test_a_health_check_is_sent_to_the_application_it_names() -> None:

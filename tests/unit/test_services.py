@@ -103,5 +103,5 @@ async def test_one_channel_serves_all_clients() -> None:
     services = Services.connect("127.0.0.1:1")
     clients = (services.rollout, services.reward, services.reference, services.critic)
     assert len({id(client._channel) for client in clients}) == 1
-    assert [client._application for client in clients] == ["rollout", "reward", "reference", "critic"]
+    assert [client.application for client in clients] == ["rollout", "reward", "reference", "critic"]
     await services.close()
