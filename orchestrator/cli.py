@@ -124,7 +124,7 @@ def evaluate(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
-    samples: Annotated[int, typer.Option(help="How many prompts to show the responses to.")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="How many prompts to show the responses to.")] = 0,
 ) -> None:
     """Write report.html for a run and print its summary."""
     from orchestrator.report import sample_pairs, summary_table, write_report

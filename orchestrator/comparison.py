@@ -1,6 +1,7 @@
 """Two evaluations of a run side by side: the first, usually before training, and the last."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from orchestrator.judged import Judged, read_rows
 from orchestrator.statistics import Interval, over_prompts, win_rate
+
+_STEP = re.compile(r"step-[0-9]+\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,14 @@ class Comparison:
 
 
 def read_comparison(run_dir: Path) -> Comparison | None:
-    """The first and the last of run_dir/evaluations/step-*.jsonl, or None where there is none.
+    """The first and the last of run_dir/evaluations/step-<number>.jsonl, or None where there is none.
 
     Raises:
         ConfigError: a line is no sample.
     """
-    files = sorted((run_dir / "evaluations").glob("step-*.jsonl"), key=_step)
+    found = (run_dir / "evaluations").glob("step-*.jsonl")
+    # An evaluation is named by its step; whatever else lies there is not ours.
+    files = sorted((file for file in found if _STEP.fullmatch(file.name)), key=_step)
     if not files:
         return None
     before, *later = (Evaluation(_step(file), read_rows(file)) for file in (files[0], *files[1:][-1:]))

@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from services.common.config import ConfigError
+from services.common.findings import shown, shown_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,45 @@ class Judged:
     """What each judge of the configuration said."""
 
     @classmethod
-    def parse(cls, line: str, where: str) -> Self:
+    def parse(cls, line: str | bytes, where: str) -> Self:
         """From one line of an evaluation file. ConfigError, beginning with `where`, if it is none."""
+        where = f"{where}: not a sample of an evaluation"
         try:
             raw = json.loads(line)
-            return cls(
-                row=raw["row"],
-                prompt=raw["prompt"],
-                response=raw["response"],
-                label=raw.get("label", ""),
-                ended=raw["ended"],
-                score=_number(raw["score"]),
-                kl=_number(raw["kl"]),
-                length=raw["length"],
-                judges={name: _number(value) for name, value in raw["judges"].items()},
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{where}: not a sample of an evaluation: {error!r}") from None
+        except ValueError:  # neither JSON nor, perhaps, text
+            raw = None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where}: should be a JSON object, got {shown_line(line)}")
+        raw = {"label": "", **raw}
+        for name, kinds, words in _FIELDS:
+            if name not in raw:
+                raise ConfigError(f"{where}: {name}: required")
+            if type(raw[name]) not in kinds:
+                raise ConfigError(f"{where}: {name}: should be {words}, got {shown(raw[name])}")
+        judges = {name: _number(value, f"{where}: judges.{name}") for name, value in raw["judges"].items()}
+        fields = {name: raw[name] for name, _, _ in _FIELDS}
+        numbers = {name: _number(raw[name], f"{where}: {name}") for name in ("score", "kl")}
+        return cls(**fields | numbers | {"judges": judges})
 
 
-def _number(value: float | None) -> float:
+_NUMBER = (int, float, type(None))
+_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("row", (int,), "a whole number"),
+    ("prompt", (str,), "text"),
+    ("response", (str,), "text"),
+    ("label", (str,), "text"),
+    ("ended", (bool,), "true or false"),
+    ("score", _NUMBER, "a number or null"),
+    ("kl", _NUMBER, "a number or null"),
+    ("length", (int,), "a whole number"),
+    ("judges", (dict,), "a mapping of names to numbers"),
+)
+"""Of a Judged in JSON: name, types, and these in words."""
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) not in _NUMBER:
+        raise ConfigError(f"{where}: should be a number or null, got {shown(value)}")
     return math.nan if value is None else float(value)
 
 
@@ -64,5 +84,5 @@ def write_rows(path: Path, rows: Sequence[Judged]) -> None:
 
 def read_rows(path: Path) -> list[Judged]:
     """The inverse of write_rows. ConfigError names the line that is no sample."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     return [Judged.parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line]

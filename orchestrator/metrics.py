@@ -19,9 +19,11 @@ import yaml
 
 from orchestrator.config import LogConfig
 from services.common.config import ConfigError
+from services.common.findings import shown, shown_line
 
 FILE = "metrics.jsonl"
 _OF_A_RUN = (FILE, "tensorboard", "evaluations", "report.html")
+_YEAR_10000 = 253_402_300_800
 _OF_AN_EVALUATION = {"score", "score_low", "score_high", "kl", "length", "truncated"}
 
 
@@ -140,12 +142,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl, null as NaN. A last line that a crash cut short is left out.
 
     Raises:
-        ConfigError: there is no such file, or a line before the last is no JSON object.
+        ConfigError: there is no such file, or a line before the last is none that MetricsLog writes.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; is {path.parent} the folder of a run?")
     # The writer ends each line with a newline, so what follows the last one was cut short.
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
@@ -156,11 +158,24 @@ def judges(names: Iterable[str]) -> list[str]:
     return [name for name in found if name not in _OF_AN_EVALUATION | bounds]
 
 
-def _parse(line: str, where: str) -> dict[str, float]:
+def _parse(line: bytes, where: str) -> dict[str, float]:
     try:
-        return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-    except (json.JSONDecodeError, AttributeError):
-        raise ConfigError(f"{where}: should be a JSON object, got {line[:80]!r}") from None
+        raw = json.loads(line)
+    except ValueError:  # neither JSON nor, perhaps, text
+        raw = None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: should be a JSON object, got {shown_line(line)}")
+    if missing := [name for name in ("step", "time") if name not in raw]:
+        raise ConfigError(f"{where}: {missing[0]}: required")
+    values = {name: math.nan if value is None else value for name, value in raw.items()}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{where}: {name}: should be a number or null, got {shown(value)}")
+    if not isinstance(raw["step"], int) or raw["step"] < 0:
+        raise ConfigError(f"{where}: step: should be a whole number, 0 or more, got {shown(raw['step'])}")
+    if not 0 <= values["time"] < _YEAR_10000:
+        raise ConfigError(f"{where}: time: should be seconds since 1970, got {shown(raw['time'])}")
+    return values
 
 
 def _clear(run_dir: Path, overwrite: bool) -> None:

@@ -162,7 +162,7 @@ def _response(heading: str, sample: Judged) -> str:
 def _configuration(path: Path) -> str:
     if not path.is_file():
         return ""
-    text = escape(path.read_text(encoding="utf-8"))
+    text = escape(path.read_text(encoding="utf-8", errors="replace"))
     return f'<details class="card"><summary>Configuration</summary><pre>{text}</pre></details>'
 
 

@@ -99,7 +99,7 @@ def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) 
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 2}\n{"step": 2, "ti')
     assert read_metrics(path) == [{"step": 1, "time": 2}]
-    path.write_text('{"step": 1}\n{"step": 2, "ti\n{"step": 3}\n')
+    path.write_text('{"step": 1, "time": 2}\n{"step": 2, "ti\n{"step": 3, "time": 4}\n')
     with pytest.raises(
         ConfigError, match=r"metrics.jsonl, line 2: should be a JSON object, got '{\"step\": 2, \"ti'"
     ):
@@ -109,6 +109,29 @@ def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) 
         read_metrics(path)
     with pytest.raises(ConfigError, match=r"none.jsonl: no such file; is .* the folder of a run\?"):
         read_metrics(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\xfe\x00", "should be a JSON object, got '\ufffd\ufffd\\x00'"),
+        (b"", "should be a JSON object, got ''"),
+        (b'{"time": 2}', "step: required"),
+        (b'{"step": 1}', "time: required"),
+        (b'{"step": null, "time": 2}', "step: should be a whole number, 0 or more, got null"),
+        (b'{"step": -1, "time": 2}', "step: should be a whole number, 0 or more, got -1"),
+        (b'{"step": 1.5, "time": 2}', "step: should be a whole number, 0 or more, got 1.5"),
+        (b'{"step": 1, "time": null}', "time: should be seconds since 1970, got null"),
+        (b'{"step": 1, "time": 1e300}', "time: should be seconds since 1970, got 1e+300"),
+        (b'{"step": 1, "time": 2, "score/mean": "x"}', "score/mean: should be a number or null, got 'x'"),
+    ],
+)
+def test_a_line_that_no_log_writes_is_named(line: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "time": 1}\n' + line + b"\n")
+    with pytest.raises(ConfigError) as caught:
+        read_metrics(path)
+    assert str(caught.value) == f"{path}, line 2: {message}"
 
 
 def test_open_keeps_the_configuration_and_writes_tensorboard(tmp_path: Path) -> None:
@@ -126,7 +149,7 @@ def earlier_run(run: Path) -> None:
     for name in ("tensorboard/events", "evaluations/step-000000.jsonl", "report.html", "policy/config.json"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("old")
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 2}\n')
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -134,7 +157,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) 
     message = f"{tmp_path} already holds a run; choose another name, or --overwrite"
     with pytest.raises(ConfigError, match=re.escape(message)):
         MetricsLog.open(tmp_path, QUIET, {})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 2}]
     assert (tmp_path / "report.html").exists()
 
 
@@ -178,7 +201,7 @@ def test_wandb_that_is_not_installed_is_named_before_anything_is_removed(tmp_pat
     config = LogConfig(tensorboard=False, wandb_project="quartet")
     with pytest.raises(ConfigError, match=re.escape(message)):
         MetricsLog.open(tmp_path, config, {}, overwrite=True, load=missing)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 2}]
     wandb = FakeWandb()
     MetricsLog.open(tmp_path, config, {}, overwrite=True, load=lambda name: wandb).close()
     assert [name for name, _ in wandb.calls] == ["init", "finish"]

@@ -87,8 +87,8 @@ def test_prompts_that_are_left_out_are_told(raw: dict[str, Any], tmp_path: Path)
         (
             lambda o: o["data"].update(prompt_split="train[4:]"),
             [
-                "data split 'train[4:]': the range is rows 4 to 4 (the end not included), but the split holds 4 rows; "
-                "it should start before it ends and end at 4 or before"
+                "data split 'train[4:]': the range is rows 4 to 4 (the end not included), but the split holds 4 "
+                "rows; it should start before it ends and end at 4 or before"
             ],
         ),
         (

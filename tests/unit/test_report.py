@@ -179,6 +179,46 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
         read_comparison(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\xfe", "should be a JSON object, got '\ufffd\ufffd'"),
+        (b'{"row": 1, "prom', 'should be a JSON object, got \'{"row": 1, "prom\''),
+        (b"[1]", "should be a JSON object, got '[1]'"),
+        (b'{"row": 1}', "prompt: required"),
+        (json.dumps(sample("1")).encode(), "row: should be a whole number, got '1'"),  # type: ignore[arg-type]
+        (json.dumps(sample(1, response=None)).encode(), "response: should be text, got null"),
+        (json.dumps(sample(1, score="high")).encode(), "score: should be a number or null, got 'high'"),
+        (json.dumps(sample(1, ended=1)).encode(), "ended: should be true or false, got 1"),
+        (json.dumps(sample(1, judges=[])).encode(), "judges: should be a mapping of names to numbers, got []"),
+        (json.dumps(sample(1, judges={"a": "b"})).encode(), "judges.a: should be a number or null, got 'b'"),
+    ],
+)
+def test_a_line_that_no_evaluation_writes_is_named(line: bytes, message: str, tmp_path: Path) -> None:
+    evaluate(tmp_path, 0, [sample(0)])
+    path = tmp_path / "evaluations" / "step-000000.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    with pytest.raises(ConfigError) as caught:
+        read_comparison(tmp_path)
+    assert str(caught.value) == f"{path}, line 2: not a sample of an evaluation: {message}"
+
+
+def test_files_that_are_not_named_by_a_step_are_no_evaluations(tmp_path: Path) -> None:
+    full_run(tmp_path)
+    for name in ("step-final.jsonl", "step-.jsonl", "step-1-2.jsonl"):
+        (tmp_path / "evaluations" / name).write_bytes(b"\xff")
+    comparison = read_comparison(tmp_path)
+    assert comparison is not None
+    assert comparison.after is not None
+    assert (comparison.before.step, comparison.after.step) == (0, 10)
+
+
+def test_a_configuration_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    full_run(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(b"name: \xff demo")
+    assert "name: \ufffd demo" in Page(write_report(tmp_path)).text
+
+
 def test_measures_compare_the_first_and_the_last_evaluation(tmp_path: Path) -> None:
     evaluate(tmp_path, 0, [sample(0, score=0.0), sample(1, score=2.0, ended=False), sample(2, score=1.0)])
     evaluate(tmp_path, 5, [sample(0, score=100.0)])
