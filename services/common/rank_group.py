@@ -59,7 +59,7 @@ class RankGroup:
         began = time.monotonic()
         try:
             async with self._turn:
-                address = await self._ask(self._ranks[:1], "start", timeout_s, "open")
+                (address,) = await self._ask(self._ranks[:1], "start", timeout_s, "open")
                 left = timeout_s - (time.monotonic() - began)
                 await self._ask(self._ranks, "start", left, "start", address, build, *arguments)
         except ServiceError as error:
@@ -75,14 +75,24 @@ class RankGroup:
             ServiceError: what the method raised; Internal, naming rank and error, if that was no ServiceError.
         """
         async with self._turn:
-            return await self._ask(self._ranks, method, timeout_s, "run", method, *arguments, **options)
+            answers = await self._ask(self._ranks, method, timeout_s, "run", method, *arguments, **options)
+        return answers[0]
 
-    async def first(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> Any:
-        """Like `call`, on rank 0 alone, for methods in which ranks do not meet: here a deadline ends nothing."""
+    async def some(self, count: int, method: str, *arguments: Any, timeout_s: float, **options: Any) -> list[Any]:
+        """Like `call`, on the first `count` ranks, for methods in which ranks do not meet; each one's answer.
+
+        Here a deadline does not end the group.
+        """
         async with self._turn:
             return await self._ask(
-                self._ranks[:1], method, timeout_s, "run", method, *arguments, _alone=True, **options
+                self._ranks[:count], method, timeout_s, "run", method, *arguments, _ends=False, **options
             )
+
+    async def beside(self, count: int, method: str, *arguments: Any, timeout_s: float, **options: Any) -> list[Any]:
+        """Like `some`, but out of turn: the method runs in a thread of its own beside whatever else is running."""
+        return await self._ask(
+            self._ranks[:count], method, timeout_s, "run_beside", method, *arguments, _ends=False, **options
+        )
 
     def check(self) -> None:
         """Raises RanksLost if the group has ended."""
@@ -100,9 +110,9 @@ class RankGroup:
         timeout_s: float,
         method: str,
         *arguments: Any,
-        _alone: bool = False,
+        _ends: bool = True,
         **options: Any,
-    ) -> Any:
+    ) -> list[Any]:
         self.check()
         calls = [asyncio.ensure_future(rank.call(method, *arguments, **options)) for rank in ranks]
         for call in calls:
@@ -115,11 +125,11 @@ class RankGroup:
             failures = _failures(calls)
         stuck = [rank for rank, call in enumerate(calls) if call in waiting]
         if failures or stuck:
-            raise self._verdict(f"{self._name}.{what}", failures, stuck, timeout_s, _alone)
-        return calls[0].result()
+            raise self._verdict(f"{self._name}.{what}", failures, stuck, timeout_s, _ends)
+        return [call.result() for call in calls]
 
     def _verdict(
-        self, what: str, failures: dict[int, BaseException], stuck: list[int], timeout_s: float, alone: bool
+        self, what: str, failures: dict[int, BaseException], stuck: list[int], timeout_s: float, ends: bool
     ) -> Exception:
         """The error to raise; ends the group where it cannot go on."""
         for rank, error in failures.items():
@@ -127,7 +137,7 @@ class RankGroup:
                 return self._end(f"{what}: rank {rank} of {len(self._ranks)} died: {error}")
         if not failures:
             late = f"{what}: no answer within {timeout_s:g} s from {_named(stuck)} of {len(self._ranks)}"
-            if not alone:
+            if ends:
                 self._end(late)
             return DeadlineExceeded(late)
         rank, error = next(iter(failures.items()))

@@ -93,3 +93,7 @@ class Rank:
     def run(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method of the trainer."""
         return getattr(self._trainer, method)(*arguments, **options)
+
+    def run_beside(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The same for a method that may overlap the others; whoever hosts the rank gives it a thread of its own."""
+        return self.run(method, *arguments, **options)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from orchestrator.config import KLConfig, PPOConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
@@ -15,7 +14,7 @@ from services.common.ranks import Ranks
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
 Result = dict[str, Any]
 
 
@@ -109,8 +108,3 @@ def joined(trainer: PolicyTrainer | CriticTrainer) -> dict[str, np.ndarray]:
     """Every parameter in float32, by name."""
     weights = trainer._learner.full_weights()
     return {name: tensor.float().cpu().clone().numpy() for name, tensor in weights}
-
-
-def threads() -> None:
-    """As the services run on small machines."""
-    torch.set_num_threads(1)

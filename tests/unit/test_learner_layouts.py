@@ -1,0 +1,146 @@
+"""The same numbers whatever the layout: DeepSpeed for real, and gloo between spawned processes.
+
+Five optimizer steps of the policy and of the critic, on minibatches of 5, 5, 5, 5 and 1 sequences: on two ranks
+shards are uneven, and in the last step rank 1 has no sequence at all. Everything is compared with one rank at ZeRO 0.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.common.rank_group import RankGroup, RanksLost
+from tests.unit.layouts import Bench, Result
+from tests.unit.rank_processes import spawned
+
+TIMEOUT_S = 120
+# Sums in another order differ by some 1e-7; AdamW, which divides by their size, makes steps of small gradients of it.
+LOSS, NORM, WEIGHT = 1e-6, 1e-5, 5e-5
+BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
+ACCUMULATED = {"micro_batch_tokens": 40}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": BY_LAYERS,
+    "zero 3, nothing partitioned": {"zero_stage": 3},
+    "accumulation": ACCUMULATED,
+    "accumulation, zero 1": ACCUMULATED | {"zero_stage": 1},
+    "accumulation, zero 2": ACCUMULATED | {"zero_stage": 2},
+    "accumulation, zero 3": ACCUMULATED | BY_LAYERS,
+    "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing, zero 3": {"gradient_checkpointing": True} | BY_LAYERS,
+    "adam offload, zero 1": {"adam_offload": True, "zero_stage": 1},
+    "adam offload, zero 2": {"adam_offload": True, "zero_stage": 2},
+    "adam offload, zero 3": {"adam_offload": True} | BY_LAYERS,
+    "both offloads": {"adam_offload": True, "param_offload": True} | ACCUMULATED | BY_LAYERS,
+    "plain attention": {"attn_implementation": "eager"},
+}
+
+
+@pytest.fixture(scope="module")
+async def benches(policy_folder: Path, reward_folder: Path) -> AsyncIterator[dict[int, RankGroup]]:
+    """One rank, and two."""
+    async with (
+        spawned(Bench, policy_folder, reward_folder, ranks=1) as (one, _),
+        spawned(Bench, policy_folder, reward_folder, ranks=2) as (two, _),
+    ):
+        yield {1: one, 2: two}
+
+
+@pytest.fixture(scope="module")
+async def expected(benches: dict[int, RankGroup]) -> dict[str, Result]:
+    """One rank, ZeRO 0."""
+    return {kind: await benches[1].call(kind, {}, timeout_s=TIMEOUT_S) for kind in ("policy", "critic")}
+
+
+def furthest(found: Any, wanted: Any) -> float:
+    """The largest difference between two rows of arrays, or two dicts of arrays."""
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        found, wanted = found.values(), wanted.values()
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+def numbers(result: Result, name: str) -> list[float]:
+    assert len(result["steps"]) == 5
+    return [step[name] for step in result["steps"]]
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+async def test_five_steps_are_the_same(
+    benches: dict[int, RankGroup], expected: dict[str, Result], layout: dict[str, Any], ranks: int, kind: str
+) -> None:
+    wanted = expected[kind]
+    found = await benches[ranks].call(kind, layout, timeout_s=TIMEOUT_S)
+    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(found["before"], wanted["before"]) < 1e-5
+    assert furthest(found["after"], wanted["after"]) < 1e-4
+    for step, right in zip(found["steps"], wanted["steps"], strict=True):
+        assert step == pytest.approx(right, abs=1e-4)
+
+
+async def test_the_steps_move_the_weights_far_beyond_the_tolerance(expected: dict[str, Result]) -> None:
+    for result in expected.values():
+        assert furthest(result["after"], result["before"]) > 100 * WEIGHT
+        assert min(numbers(result, "grad_norm")) > 0.05
+        assert np.ptp(numbers(result, "loss")) > 1000 * LOSS
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+async def test_bfloat16_stays_near_float32(
+    benches: dict[int, RankGroup], expected: dict[str, Result], zero: int, ranks: int, kind: str
+) -> None:
+    layout = BY_LAYERS | {"zero_stage": zero, "dtype": "bfloat16"}
+    found = await benches[ranks].call(kind, layout, timeout_s=TIMEOUT_S)
+    assert numbers(found, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
+    assert numbers(found, "grad_norm") == pytest.approx(numbers(expected[kind], "grad_norm"), rel=0.05)
+
+
+async def test_what_zero_3_saves_on_two_ranks_is_the_model(
+    benches: dict[int, RankGroup], policy_folder: Path, reward_folder: Path, tmp_path: Path
+) -> None:
+    await benches[2].call("saved", BY_LAYERS, tmp_path, timeout_s=TIMEOUT_S)
+    saved, source = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "policy", policy_folder)
+    )
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+    body = load_file(tmp_path / "critic" / "model.safetensors")
+    reward = load_file(reward_folder / "model.safetensors")
+    assert {f"model.{name}" for name in body} == reward.keys() - {"score.weight"}
+    assert all(torch.equal(tensor, reward[f"model.{name}"]) for name, tensor in body.items())
+    head = load_file(tmp_path / "critic" / "value_head.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {
+        "value_head.weight": (1, 64),
+        "value_head.bias": (1,),
+    }
+
+
+async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(
+    policy_folder: Path, reward_folder: Path
+) -> None:
+    async with spawned(Bench, policy_folder, reward_folder, ranks=2) as (group, processes):
+        training = asyncio.ensure_future(group.call("policy", BY_LAYERS, 4000, timeout_s=TIMEOUT_S))
+        await asyncio.sleep(2)
+        assert not training.done()
+        began = time.monotonic()
+        processes[1].process.kill()
+        with pytest.raises(RanksLost, match=r"learner.policy: rank 1 of 2 died"):
+            await training
+        assert time.monotonic() - began < 10
+        await asyncio.to_thread(processes[0].process.join, 5)
+        assert not processes[0].process.is_alive()
