@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.common.config import ConfigError
-from services.common.errors import ServiceError, Unavailable
+from services.common.errors import NotFound, ServiceError, Unavailable
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -124,9 +124,11 @@ def evaluate(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
-    samples: Annotated[int, typer.Option(min=0, help="How many prompts to show the responses to.")] = 0,
+    samples: Annotated[int, typer.Option(help="How many prompts to show the responses to.")] = 0,
 ) -> None:
     """Write report.html for a run and print its summary."""
+    if samples < 0:
+        raise ConfigError(f"--samples: should be 0 or more, got {samples}")
     from orchestrator.report import sample_pairs, summary_table, write_report
 
     page = write_report(run_dir)
@@ -154,9 +156,11 @@ def _guarded(command: Callable[[], Any]) -> int:
         if not all(_is_actionable(leaf) for leaf in leaves):
             raise
         # Calls that fail together usually fail for one reason.
-        for text in dict.fromkeys(str(leaf) for leaf in leaves):
+        texts = list(dict.fromkeys(str(leaf) for leaf in leaves))
+        for text in texts:
             _errors.print(f"[red]error:[/red] {escape(text)}")
-        if any(isinstance(leaf, Unavailable) for leaf in leaves):
+        absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in leaves)
+        if absent and not any("quartet up" in text for text in texts):
             _errors.print("are the services up? `quartet up FILE` starts them")
         return 1
     return 0

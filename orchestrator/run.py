@@ -51,6 +51,7 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
     services = Services.connect(config.target)
     run_dir = RUNS / config.name
     try:
+        await services.reach(config.target, deployment.path, config.timeouts.info_s)
         infos = await services.infos(config.timeouts.info_s)
         check_compatible(infos, inputs.tokenizer, config)
         _tell(progress, inputs, infos)

@@ -1,18 +1,24 @@
 """The four services as the orchestrator sees them, and the check that they speak of the same tokens."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.config import OrchestratorConfig
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from services.common.client import open_channel
 from services.common.config import ConfigError
+from services.common.errors import Unavailable
 from services.common.identity import tokenizer_hash
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from services.rollout.client import RolloutClient
+
+REACH_S = 3.0
+"""Longest wait for the connection, in seconds: whatever listens accepts one at once, however busy it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,19 @@ class Services:
         channel = open_channel(target)
         return cls(RolloutClient(channel), RewardClient(channel), ReferenceClient(channel), CriticClient(channel))
 
+    async def reach(self, target: str, file: Path, timeout_s: float) -> None:
+        """Returns once somebody answers at `target`, where the services of `file` should be.
+
+        Raises:
+            Unavailable: nobody does within `timeout_s`, at most REACH_S.
+        """
+        patience_s = min(timeout_s, REACH_S)
+        if not await self.rollout.reachable(patience_s):
+            raise Unavailable(
+                f"nobody answers at {target} (orchestrator.target) within {patience_s:g} s; are the services up? "
+                f"quartet up {file}"
+            )
+
     async def infos(self, timeout_s: float) -> Infos:
         """Asks all four at once.
 
@@ -60,25 +79,13 @@ class Services:
 
 def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -> None:
     """Raises ConfigError unless every service uses the policy's tokens and takes what will be sent."""
-    expected = tokenizer_hash(tokenizer)
-    longest = config.data.max_prompt_length + config.sampling.max_new_tokens
-    models: dict[str, common_pb2.ModelInfo] = {
+    models = {
         "rollout": infos.rollout.model,
         "reward": infos.reward.model,
         "reference": infos.reference.model,
         "critic": infos.critic.model,
     }
-    for name, model in models.items():
-        if model.tokenizer_hash != expected:
-            raise ConfigError(
-                f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
-                f"({config.policy.model}), so its token ids mean something else"
-            )
-        if model.max_length < longest:
-            raise ConfigError(
-                f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
-                f"orchestrator.sampling.max_new_tokens is {longest}"
-            )
+    check_models(models, tokenizer, config)
     if infos.rollout.model.dtype != config.policy.dtype:
         raise ConfigError(
             f"orchestrator.policy.dtype: {config.policy.dtype}, but the rollout service has "
@@ -90,3 +97,20 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with "
             f"{infos.rollout.weight_backend}"
         )
+
+
+def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, config: OrchestratorConfig) -> None:
+    """Raises ConfigError unless each service's model uses the policy's tokens and takes the longest pair."""
+    expected = tokenizer_hash(tokenizer)
+    longest = config.data.max_prompt_length + config.sampling.max_new_tokens
+    for name, model in models.items():
+        if model.tokenizer_hash != expected:
+            raise ConfigError(
+                f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
+                f"({config.policy.model}), so its token ids mean something else"
+            )
+        if model.max_length < longest:
+            raise ConfigError(
+                f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
+                f"orchestrator.sampling.max_new_tokens is {longest}"
+            )

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from orchestrator.experience import Collector
 from orchestrator.judged import Judged, write_rows
 from orchestrator.preflight import evaluation_prompts, load_judges
 from orchestrator.run import RUNS
-from orchestrator.services import Services
+from orchestrator.services import Services, check_models
 from orchestrator.statistics import Interval, over_prompts
 from services.common.arrays import Ints
 from services.common.config import ConfigError
 from services.common.errors import Internal
+from services.common.findings import shown
 from services.common.identity import tokenizer_hash
 from services.common.models import load_tokenizer
 from services.rollout.config import RolloutConfig
@@ -33,7 +34,13 @@ CURRENT = "current"
 _ROLLOUT = "services.rollout.replica:build"
 
 
-async def evaluate_model(deployment: Deployment, model: str, split: str, output: Path | None) -> Table:
+async def evaluate_model(
+    deployment: Deployment,
+    model: str,
+    split: str,
+    output: Path | None,
+    connect: Callable[[str], Services] = Services.connect,
+) -> Table:
     """Generates, scores, writes the samples as JSONL and returns the table.
 
     Args:
@@ -41,34 +48,50 @@ async def evaluate_model(deployment: Deployment, model: str, split: str, output:
         model: a model folder, or "current" for what the rollout service serves now.
         split: of the configured data set, such as "eval" or "train[:100]".
         output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
+        connect: makes the clients for a target.
 
     Raises:
-        ConfigError: no such model or split, or a model with another tokenizer.
+        ConfigError: no such model or split, or a model or service with another tokenizer.
+        Unavailable: the services are not up.
         ServiceError: a service fails or is out of time.
     """
     config = deployment.orchestrator
     tokenizer = load_tokenizer(config.policy.model)
     prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
     judges = load_judges(config)
-    services = Services.connect(config.target)
+    offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
+    services = connect(config.target)
     try:
-        if model != CURRENT:
-            services = replace(services, rollout=OfflineRollout(model, deployment, tokenizer))  # type: ignore[arg-type]
-        reward = await services.reward.info(config.timeouts.info_s)
-        if reward.model.tokenizer_hash != tokenizer_hash(tokenizer):
-            raise ConfigError(f"reward: the tokenizer of {reward.model.path} is not that of {config.policy.model}")
-        scorer = reward.scorer.name
+        await services.reach(config.target, deployment.path, config.timeouts.info_s)
+        infos = await ask(services, config.timeouts.info_s, with_rollout=offline is None)
+        check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
+        if offline is not None:
+            services = replace(services, rollout=offline)  # type: ignore[arg-type]
         repeated: list[Prompt] = [p for p in prompts for _ in range(config.evaluation.samples_per_prompt)]
         # One call holds everything: an engine that is started for this is started once.
         everything = config.model_copy(update={"prompts_per_call": len(repeated)})
-        collector = Collector(services, config if model == CURRENT else everything)
+        collector = Collector(services, config if offline is None else everything)
         collected = await collector.collect(repeated, step=SEED_STEP, min_version=0, with_values=False)
     finally:
         await services.reward.close()
     rows = judge(collected.experiences, tokenizer, judges)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
-    return table(rows, f"{model} on {split}", scorer, str(path))
+    return table(rows, f"{model} on {split}", infos["reward"].scorer.name, str(path))
+
+
+async def ask(services: Services, timeout_s: float, *, with_rollout: bool) -> dict[str, Any]:
+    """What the services that take part say of themselves, by name; the critic has no part in this.
+
+    Raises:
+        ExceptionGroup: of the ServiceErrors of those that do not answer within `timeout_s`.
+    """
+    clients: dict[str, Any] = {"reward": services.reward, "reference": services.reference}
+    if with_rollout:
+        clients["rollout"] = services.rollout
+    async with asyncio.TaskGroup() as group:
+        asked = {name: group.create_task(client.info(timeout_s)) for name, client in clients.items()}
+    return {name: task.result() for name, task in asked.items()}
 
 
 def _plain(split: str) -> str:
@@ -85,7 +108,7 @@ class OfflineRollout:
                 f"--model {model}: its tokenizer is not that of orchestrator.policy.model "
                 f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
             )
-        self._env = _env_vars(deployment)
+        self._env = env_vars(deployment)
 
     async def generate(
         self,
@@ -120,19 +143,35 @@ class OfflineRollout:
 
 def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:
     """The deployed rollout service's configuration with another model. ConfigError if there is none such."""
-    return RolloutConfig.parse(_rollout(deployment).get("args", {}) | {"model": model}, "--model: rollout")
+    args = _mapping(_rollout(deployment).get("args"), "applications.rollout.args")
+    return RolloutConfig.parse({**args, "model": model}, "--model: rollout")
+
+
+def env_vars(deployment: Deployment) -> dict[str, str]:
+    """The environment variables of the deployed rollout service. ConfigError if they are none."""
+    where = "applications.rollout.runtime_env"
+    variables = _mapping(
+        _mapping(_rollout(deployment).get("runtime_env"), where).get("env_vars"), f"{where}.env_vars"
+    )
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}.env_vars.{name}: should be text, got {shown(value)}; put it in quotes")
+    return dict(variables)
 
 
 def _rollout(deployment: Deployment) -> dict[str, Any]:
-    for application in deployment.raw.get("applications", []):
+    for application in deployment.raw.get("applications") or []:
         if application.get("import_path") == _ROLLOUT:
             found: dict[str, Any] = application
             return found
-    raise ConfigError(f"{deployment.path}: no application with import_path {_ROLLOUT}")
+    raise ConfigError(f"{deployment.path}: applications: none has the import_path {_ROLLOUT}, which --model needs")
 
 
-def _env_vars(deployment: Deployment) -> dict[str, str]:
-    return dict((_rollout(deployment).get("runtime_env") or {}).get("env_vars") or {})
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """`value`, or an empty mapping for null."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: should be a mapping, got {shown(value)}")
+    return value or {}
 
 
 def table(rows: Sequence[Judged], title: str, scorer: str, path: str) -> Table:

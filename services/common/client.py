@@ -80,6 +80,15 @@ class ServiceClient(Generic[Stub]):
                 raise failure
             await backoff.wait(failure)
 
+    async def reachable(self, timeout_s: float) -> bool:
+        """Whether a gRPC server takes the channel's connection within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            return False
+        return True
+
     async def close(self) -> None:
         """Closes the channel, for all clients that share it."""
         await self._channel.close()

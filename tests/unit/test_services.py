@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from orchestrator.services import Infos, Services, check_compatible
@@ -105,3 +106,23 @@ async def test_one_channel_serves_all_clients() -> None:
     assert len({id(client._channel) for client in clients}) == 1
     assert [client.application for client in clients] == ["rollout", "reward", "reference", "critic"]
     await services.close()
+
+
+async def test_a_port_where_nobody_listens_is_named_with_the_command_that_helps() -> None:
+    services = Services.connect("127.0.0.1:1")
+    expected = (
+        "nobody answers at 127.0.0.1:1 (orchestrator.target) within 0.3 s; are the services up? quartet up my.yaml"
+    )
+    with pytest.raises(Unavailable, match=re.escape(expected)):
+        await services.reach("127.0.0.1:1", Path("my.yaml"), timeout_s=0.3)
+    await services.close()
+
+
+async def test_a_port_where_a_server_listens_is_reached() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    services = Services.connect(f"127.0.0.1:{port}")
+    await services.reach("", Path("my.yaml"), timeout_s=30)
+    await services.close()
+    await server.stop(None)
