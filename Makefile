@@ -28,6 +28,11 @@ export TOKENIZERS_PARALLELISM ?= false
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
+	@python=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)); \
+	version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="no Python that runs"; \
+	case $$version in 3.11|3.12|3.13) ;; *) \
+	echo "$$python is $$version, and Quartet needs 3.11, 3.12 or 3.13, such as:" \
+	"$(if $(wildcard $(VENV)),make clean && )make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1;; esac
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --compile-bytecode $(UV_TORCH) -e '.[$(EXTRA),dev]'

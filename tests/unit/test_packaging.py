@@ -65,6 +65,23 @@ def test_layers_import_only_what_they_may() -> None:
     assert "0 broken" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("says", "shown"),
+    [("echo 3.10", "3.10"), ("echo 3.14", "3.14"), ("exit 1", "no Python that runs")],
+)
+def test_make_names_the_pythons_it_takes(says: str, shown: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{says}\n")
+    python.chmod(0o755)
+    done = run("make", "install", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode == 2
+    expected = f"{python} is {shown}, and Quartet needs 3.11, 3.12 or 3.13, such as: make PYTHON=python3.12 install"
+    assert expected in done.stderr
+    assert not (tmp_path / "venv").exists()
+    supported = [line for line in distribution("quartet-ppo").metadata.get_all("Classifier") or [] if ":: 3." in line]
+    assert [line.rpartition(" ")[2] for line in supported] == ["3.11", "3.12", "3.13"]
+
+
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
