@@ -1,6 +1,7 @@
 """Pydantic's findings in words that a user can act on: the field, what would be right, and what was given."""
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -94,6 +95,8 @@ def _hint(kind: str, value: Any) -> str:
     try:
         number = float(value)
     except ValueError:
+        return ""
+    if not math.isfinite(number):
         return ""
     if kind == "int_type":
         return f", which is text; write {int(number)}" if number.is_integer() else ""
