@@ -163,7 +163,7 @@ class TimeoutsConfig(Config):
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
-    """Info calls and the first connection."""
+    """Info calls; the first connection is waited for a few seconds only."""
     start_s: Seconds = 300
     """Starting the policy learner."""
 
