@@ -19,13 +19,12 @@ class RayRank:
     def __init__(self, config: LearnerConfig, rank: int) -> None:
         """Asks Ray for the actor and returns; calls wait until Ray has found it a place."""
         self._actor = (
-            ray.remote(Rank)
+            ray.remote(concurrency_groups={BESIDE: 1})(Rank)
             .options(
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
                 runtime_env={"env_vars": config.env_vars},
                 max_concurrency=1,
-                concurrency_groups={BESIDE: 1},
             )
             .remote(rank, config.ranks, config.rank_timeout_s)
         )

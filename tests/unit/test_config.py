@@ -177,7 +177,7 @@ def test_what_deepspeed_is_told(model: str) -> None:
     )
     told = describe(config)
     assert told["bf16"] == {"enabled": True}
-    assert told["zero_optimization"] == {"stage": 1}
+    assert told["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 50_000_000}
     assert told["gradient_clipping"] == 3
     assert told["optimizer"]["type"] == "AdamW"
     assert told["optimizer"]["params"] == {

@@ -1,0 +1,229 @@
+"""The learner against plain PyTorch, its batching against naive padding, and ZeRO's memory against the paper.
+
+    python -m benchmarks.learner step      [--rounds 9] [--hidden 128] [--layers 2]
+    python -m benchmarks.learner batching  [--rounds 5] [--hidden 128] [--layers 2]
+    python -m benchmarks.learner memory    [--hidden 512] [--layers 4]
+
+A Llama with random weights on random data, on the CPU. The two sides of a ratio take turns in one process, so that a
+machine that changes speed changes both; each ratio is that of the medians, and its range goes pair by pair.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.zero_bytes import STAGES, formula, measure
+from orchestrator.config import PPOConfig
+from orchestrator.policy import PolicyBatch, PolicyTrainer
+from orchestrator.ppo import importance_weights, policy_loss
+from services.common.learner_config import OptimizerConfig, PolicyConfig
+from services.common.minibatches import minibatches
+from services.common.models import load_causal, response_logits
+from services.common.numerics import entropy_of, logprobs_of, masked_sum
+from services.common.sequences import pad_pairs, pad_rows
+from services.common.shards import Part
+
+app = typer.Typer(help=__doc__, rich_markup_mode=None)
+console = Console()
+Side = Callable[[], object]
+
+Rounds = Annotated[int, typer.Option(min=1, help="turns of each side that count")]
+Hidden = Annotated[int, typer.Option(min=32, help="width of the model")]
+Layers = Annotated[int, typer.Option(min=1, help="depth of the model")]
+VOCABULARY, PROMPT, SEED = 106, 12, 0
+OPTIMIZER = OptimizerConfig(learning_rate=2e-4)
+
+
+@app.command()
+def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
+    """Four PPO steps on 128 responses of 32 tokens: PolicyTrainer (ZeRO 0, one rank) over a plain loop."""
+    ppo = PPOConfig(epochs=1, minibatch_size=32)
+    batch = _batch([32] * 128)
+    with _model(hidden, layers) as folder:
+        trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), ppo, 1.0)
+        plain = Plain(folder, ppo)
+        sides: dict[str, Side] = {
+            "learner": lambda: trainer.train(batch, SEED),
+            "plain PyTorch": lambda: plain.train(batch, SEED),
+        }
+        seconds = _take_turns(sides, rounds)
+    _report("seconds for four steps", seconds, "{:.3f}")
+    _ratio("learner / plain PyTorch", seconds["learner"], seconds["plain PyTorch"])
+
+
+class Plain:
+    """The same model, loss, order of minibatches and AdamW without DeepSpeed."""
+
+    def __init__(self, folder: str, ppo: PPOConfig) -> None:
+        self._model: Any = load_causal(folder, "float32")
+        self._ppo = ppo
+        config = OPTIMIZER
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def train(self, batch: PolicyBatch, seed: int) -> list[float]:
+        """The loss of each step."""
+        self._model.train()
+        size = self._ppo.minibatch_size
+        return [self._step(batch, rows) for rows in minibatches(len(batch.prompts), epochs=1, size=size, seed=seed)]
+
+    def _step(self, batch: PolicyBatch, rows: Sequence[int]) -> float:
+        ppo = self._ppo
+        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        sampled, old, advantages = (
+            pad_rows([values[i] for i in rows], pairs.width)
+            for values in (batch.logprobs, batch.old_logprobs, batch.advantages)
+        )
+        mask, tokens = pairs.action_mask, sum(pairs.lengths)
+        logits = response_logits(self._model, pairs)
+        result = policy_loss(
+            logprobs_of(logits, pairs.response_ids),
+            old,
+            advantages,
+            mask,
+            clip_eps_low=ppo.clip_eps_low,
+            clip_eps_high=ppo.clip_eps_high,
+            dual_clip=ppo.dual_clip,
+            weights=importance_weights(old, sampled, mask, cap=ppo.importance_cap),
+            denominator=tokens,
+        )
+        with torch.no_grad():
+            float(masked_sum(entropy_of(logits), mask) / tokens)
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), OPTIMIZER.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(result.loss.detach())
+
+
+@app.command()
+def batching(rounds: Rounds = 5, hidden: Hidden = 128, layers: Layers = 2) -> None:
+    """One step on 128 responses of 64 tokens in the mean and 256 at most, micro-batches of at most 4096 tokens.
+
+    Naive: so many sequences in the order of arrival as fit at the greatest length, padded to their own longest.
+    """
+    lengths = _uneven(128)
+    batch, rows = _batch(lengths), list(range(128))
+    with _model(hidden, layers) as folder:
+        config = PolicyConfig(model=folder, optimizer=OPTIMIZER, micro_batch_tokens=4096)
+        trainer = PolicyTrainer(config, PPOConfig(minibatch_size=128), 1.0)
+        learner, tokens = trainer._learner, sum(lengths)
+        size = config.micro_batch_tokens // (PROMPT + max(lengths))
+
+        def train(parts: Sequence[Part]) -> None:
+            learner.step([trainer._micro(batch, rows, part, tokens) for part in parts], trainer._loss)
+
+        arrival = [Part(tuple(rows[first : first + size])) for first in range(0, 128, size)]
+        sides: dict[str, Side] = {
+            "like lengths together": lambda: train(learner.parts(batch.prompts, batch.responses)),
+            "order of arrival": lambda: train(arrival),
+        }
+        seconds = _take_turns(sides, rounds)
+    speeds = {name: [tokens / s for s in taken] for name, taken in seconds.items()}
+    console.print(
+        f"responses: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)} tokens"
+    )
+    _report("response tokens/s", speeds, "{:,.0f}")
+    _ratio("like lengths / order of arrival", speeds["like lengths together"], speeds["order of arrival"])
+
+
+def _uneven(count: int) -> list[int]:
+    """Lengths of 64 in the mean and 256 at most: many short ones and a few long."""
+    drawn = np.random.default_rng(SEED).exponential(64, count)
+    lengths = np.clip(drawn * 64 / drawn.mean(), 4, 256).round().astype(int)
+    lengths[lengths.argmax()] = 256
+    return [int(length) for length in lengths]
+
+
+@app.command()
+def memory(hidden: Hidden = 512, layers: Layers = 4) -> None:
+    """Bytes of parameters, gradients and optimizer states on each of two ranks, in bfloat16 with fp32 masters."""
+    drawn = Table(title="bytes per parameter and rank: measured, and the paper's formula", title_justify="left")
+    for column in ("ZeRO", "rank", "parameters", "gradients", "optimizer", "total", "ratio"):
+        drawn.add_column(column, justify="right")
+    with _model(hidden, layers) as folder:
+        for rank, stages in enumerate(measure(Path(folder))):
+            for stage in STAGES:
+                held, wanted = stages[stage], formula(stage, ranks=2)
+                parts = ("parameters", "gradients", "optimizer", "total")
+                cells = [f"{getattr(held, part):.2f} ({getattr(wanted, part):g})" for part in parts]
+                drawn.add_row(str(stage), str(rank), *cells, f"{held.total / wanted.total:.3f}")
+    console.print(drawn)
+
+
+@contextmanager
+def _model(hidden: int, layers: int) -> Iterator[str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 32),
+        max_position_embeddings=512,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        yield folder
+
+
+def _batch(lengths: Sequence[int]) -> PolicyBatch:
+    draw = np.random.default_rng(SEED)
+    old = [draw.normal(-3, 1, length).astype(np.float32) for length in lengths]
+    return PolicyBatch(
+        prompts=[draw.integers(4, VOCABULARY, PROMPT).astype(np.int32) for _ in lengths],
+        responses=[draw.integers(4, VOCABULARY, length).astype(np.int32) for length in lengths],
+        logprobs=old,
+        old_logprobs=old,
+        ref_logprobs=old,
+        advantages=[draw.normal(0, 1, length).astype(np.float32) for length in lengths],
+        kl_coef=0.0,
+    )
+
+
+def _take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side and round, after two rounds that warm up and do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(-2, rounds):
+        for name, side in sides.items():
+            began = time.perf_counter()
+            side()
+            if round_ >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def _report(title: str, sides: dict[str, list[float]], form: str) -> None:
+    drawn = Table(title=title, title_justify="left")
+    for column in ("side", "min", "median", "max"):
+        drawn.add_column(column, justify="left" if column == "side" else "right")
+    for name, values in sides.items():
+        drawn.add_row(name, *(form.format(value) for value in (min(values), median(values), max(values))))
+    console.print(drawn)
+
+
+def _ratio(name: str, left: list[float], right: list[float]) -> None:
+    pairs = [a / b for a, b in zip(left, right, strict=True)]
+    console.print(f"{name}: {median(left) / median(right):.2f} (pair by pair {min(pairs):.2f} to {max(pairs):.2f})")
+
+
+if __name__ == "__main__":
+    app()
