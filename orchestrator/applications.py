@@ -41,7 +41,28 @@ def problems(applications: Sequence[Application]) -> list[str]:
     for index, application in enumerate(applications):
         where = f"applications.{application.get('name', index)}"
         found += _wrong_args(application, where) + _wrong_deployments(application, where)
+        try:
+            env_vars(application, where)
+        except ConfigError as error:
+            found.append(str(error))
     return found
+
+
+def env_vars(application: Application, where: str) -> dict[str, str]:
+    """The environment variables of the application's processes. ConfigError if they are none."""
+    where = f"{where}.runtime_env"
+    variables = mapping(mapping(application.get("runtime_env"), where).get("env_vars"), f"{where}.env_vars")
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}.env_vars.{name}: should be text, got {shown(value)}; put it in quotes")
+    return dict(variables)
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """`value`, or an empty mapping for null. ConfigError if it is none."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: should be a mapping, got {shown(value)}")
+    return value or {}
 
 
 def parse(applications: Sequence[Application]) -> dict[str, Config]:

@@ -187,7 +187,8 @@ def _is_elsewhere(runtime_env: Any) -> bool:
     """Modules may be found in this runtime environment that are not found here."""
     if not isinstance(runtime_env, Mapping):
         return runtime_env is not None
-    return bool(_ELSEWHERE & runtime_env.keys()) or "PYTHONPATH" in (runtime_env.get("env_vars") or {})
+    variables = runtime_env.get("env_vars")
+    return bool(_ELSEWHERE & runtime_env.keys()) or (isinstance(variables, Mapping) and "PYTHONPATH" in variables)
 
 
 def _models(deployment: Deployment) -> Iterator[tuple[str, str]]:

@@ -4,13 +4,14 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from orchestrator.applications import env_vars, mapping
 from orchestrator.data import Prompt, load_prompts
 from orchestrator.deployment import Deployment
 from orchestrator.evaluation import SEED_STEP, judge
@@ -23,7 +24,6 @@ from orchestrator.statistics import Interval, over_prompts
 from services.common.arrays import Ints
 from services.common.config import ConfigError
 from services.common.errors import Internal
-from services.common.findings import shown
 from services.common.identity import tokenizer_hash
 from services.common.models import load_tokenizer
 from services.rollout.config import RolloutConfig
@@ -108,7 +108,7 @@ class OfflineRollout:
                 f"--model {model}: its tokenizer is not that of orchestrator.policy.model "
                 f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
             )
-        self._env = env_vars(deployment)
+        self._env = env_vars(_rollout(deployment), "applications.rollout")
 
     async def generate(
         self,
@@ -143,20 +143,8 @@ class OfflineRollout:
 
 def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:
     """The deployed rollout service's configuration with another model. ConfigError if there is none such."""
-    args = _mapping(_rollout(deployment).get("args"), "applications.rollout.args")
+    args = mapping(_rollout(deployment).get("args"), "applications.rollout.args")
     return RolloutConfig.parse({**args, "model": model}, "--model: rollout")
-
-
-def env_vars(deployment: Deployment) -> dict[str, str]:
-    """The environment variables of the deployed rollout service. ConfigError if they are none."""
-    where = "applications.rollout.runtime_env"
-    variables = _mapping(
-        _mapping(_rollout(deployment).get("runtime_env"), where).get("env_vars"), f"{where}.env_vars"
-    )
-    for name, value in variables.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}.env_vars.{name}: should be text, got {shown(value)}; put it in quotes")
-    return dict(variables)
 
 
 def _rollout(deployment: Deployment) -> dict[str, Any]:
@@ -165,13 +153,6 @@ def _rollout(deployment: Deployment) -> dict[str, Any]:
             found: dict[str, Any] = application
             return found
     raise ConfigError(f"{deployment.path}: applications: none has the import_path {_ROLLOUT}, which --model needs")
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """`value`, or an empty mapping for null."""
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: should be a mapping, got {shown(value)}")
-    return value or {}
 
 
 def table(rows: Sequence[Judged], title: str, scorer: str, path: str) -> Table:

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from services.common.findings import explain, unknown
+from services.common.findings import explain, shown, unknown
 
 SECTIONS = frozenset(ServeDeploySchema.model_fields)
 """Names of the sections that are Serve's."""
@@ -38,6 +38,10 @@ def problems(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(model: type[BaseModel], given: Mapping[str, Any], where: str) -> list[str]:
+    deployments = given.get("deployments")
+    for index, entry in enumerate(deployments if isinstance(deployments, list) else []):
+        if not isinstance(entry, Mapping):  # Serve's own check would break on it
+            return [f"{where}.deployments.{index}: should be a mapping of fields to values, got {shown(entry)}"]
     return [*_unknown(model, given, where), *_refused(model, given, where)]
 
 

@@ -85,6 +85,14 @@ def test_settings_of_a_deployment_that_cannot_be(
             lambda a: a[0].update(route_prefix="/reward"),
             "applications: Found duplicate applications for route prefix",
         ),
+        (
+            lambda a: a[0].update(runtime_env={"env_vars": {"OMP_NUM_THREADS": 1}}),
+            "applications.rollout.runtime_env.env_vars.OMP_NUM_THREADS: should be text, got 1; put it in quotes",
+        ),
+        (
+            lambda a: a[0].update(deployments=["Rollout"]),
+            "applications.rollout.deployments.0: should be a mapping of fields to values, got 'Rollout'",
+        ),
         (lambda a: a[0].pop("name"), "applications.0.name: required\napplications: none is named rollout"),
         (lambda a: a.append(a[0]), "applications: more than one is named rollout"),
         (

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.applications import env_vars
 from orchestrator.deployment import Deployment
 from orchestrator.services import Services
-from orchestrator.standalone import OfflineRollout, ask, env_vars, evaluate_model, rollout_config
+from orchestrator.standalone import OfflineRollout, ask, evaluate_model, rollout_config
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
 from services.common.config import ConfigError
 from services.common.errors import Unavailable
@@ -110,12 +111,9 @@ def test_another_model_needs_a_rollout_application(applications: Any, policy_fol
 def test_what_is_null_in_the_rollout_section_is_left_to_its_defaults(policy_folder: Path, tmp_path: Path) -> None:
     deployment = load(tmp_path, policy_folder, [ROLLOUT | {"args": None, "runtime_env": None}])
     assert rollout_config(deployment, str(policy_folder)).model == str(policy_folder)
-    assert env_vars(deployment) == {}
     OfflineRollout(str(policy_folder), deployment, make_tokenizer())
-    deployment = load(tmp_path, policy_folder, [ROLLOUT | {"runtime_env": {"env_vars": None}}])
-    assert env_vars(deployment) == {}
-    deployment = load(tmp_path, policy_folder, [ROLLOUT | {"runtime_env": {"env_vars": {"A": "1"}}}])
-    assert env_vars(deployment) == {"A": "1"}
+    for runtime_env, variables in ((None, {}), ({"env_vars": None}, {}), ({"env_vars": {"A": "1"}}, {"A": "1"})):
+        assert env_vars(ROLLOUT | {"runtime_env": runtime_env}, "applications.rollout") == variables
 
 
 @pytest.mark.parametrize(
