@@ -1,16 +1,18 @@
-"""The policy learner as a Ray actor, and its asynchronous face with a deadline on every call."""
+"""The policy learner as Ray actors, and its asynchronous face with a deadline on every call."""
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
 
-from orchestrator.config import OrchestratorConfig, WeightsConfig
+from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
-from services.common.errors import DeadlineExceeded, Internal
+from services.common.rank_group import RankGroup, RanksLost
+from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
+
+Answer = TypeVar("Answer")
 
 
 class PolicyError(RuntimeError):
@@ -18,90 +20,86 @@ class PolicyError(RuntimeError):
 
 
 class Policy:
-    """What the loop needs of the policy learner."""
+    """What the loop needs of the policy learner. Every call raises PolicyError once a rank has died or is stuck."""
 
-    def __init__(self, actor: Any, config: OrchestratorConfig) -> None:
-        self._actor = actor
+    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: Callable[[Any], Any] = ray.put) -> None:
+        """`share` puts what all ranks get where each can fetch it."""
+        self._ranks = ranks
         self._timeouts = config.timeouts
         self._weights = config.weights
+        self._share = share
 
     @classmethod
     async def start(cls, config: OrchestratorConfig) -> "Policy":
-        """Starts the actor and returns when its model is loaded.
+        """Starts one actor for each rank and returns when their models are loaded.
 
         Raises:
             DeadlineExceeded: not within timeouts.start_s, usually because the cluster has not the CPUs or GPUs.
         """
-        actor = (
-            ray.remote(PolicyTrainer)
-            .options(
-                num_cpus=config.policy.num_cpus,
-                num_gpus=config.policy.num_gpus,
-                runtime_env={"env_vars": config.policy.env_vars},
-                max_concurrency=1,
-                concurrency_groups={"admit": 1},
-            )
-            .remote(config.policy, config.ppo, config.sampling.temperature)
-        )
-        policy = cls(actor, config)
-        await policy._call(actor.__ray_ready__.remote(), "start", config.timeouts.start_s)
-        return policy
+        ranks = ray_ranks("policy", config.policy)
+        arguments = (config.policy, config.ppo, config.sampling.temperature)
+        await _told(ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s))
+        return cls(ranks, config)
 
     async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """See PolicyTrainer.logprobs."""
-        answer: list[Floats] = await self._call(
-            self._actor.logprobs.remote(prompts, responses), "logprobs", self._timeouts.train_s
-        )
+        given = self._share(prompts), self._share(responses)
+        answer: list[Floats] = await _told(self._ranks.call("logprobs", *given, timeout_s=self._timeouts.train_s))
         return answer
 
     async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """See PolicyTrainer.train."""
-        metrics: dict[str, float] = await self._call(
-            self._actor.train.remote(batch, seed), "train", self._timeouts.train_s
-        )
+        call = self._ranks.call("train", self._share(batch), seed, timeout_s=self._timeouts.train_s)
+        metrics: dict[str, float] = await _told(call)
         return metrics
 
     async def rendezvous(self, backend: str) -> list[int]:
-        """See PolicyTrainer.rendezvous."""
-        weights: WeightsConfig = self._weights
-        call = self._actor.rendezvous.remote(
-            backend, host=weights.host, bucket_bytes=weights.bucket_mib << 20, stall_s=weights.stall_s
+        """The port of each sending rank. See PolicyTrainer.rendezvous."""
+        weights = self._weights
+        return await self._senders(
+            "rendezvous",
+            backend,
+            host=weights.host,
+            bucket_bytes=weights.bucket_mib << 20,
+            stall_s=weights.stall_s,
+            senders=weights.senders,
+            timeout_s=weights.timeout_s,
         )
-        return [int(await self._call(call, "rendezvous", weights.timeout_s))]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         """See PolicyTrainer.join."""
-        call = self._actor.join.remote(epoch, world_size)
-        return bytes(await self._call(call, "join", self._weights.stall_s + 5))
+        manifests = await self._senders("join", epoch, world_size, timeout_s=self._weights.stall_s + 5)
+        return bytes(manifests[0])
 
     async def gather(self) -> None:
         """See PolicyTrainer.gather."""
-        await self._call(self._actor.gather.remote(), "gather", self._weights.timeout_s)
+        await _told(self._ranks.call("gather", timeout_s=self._weights.timeout_s))
 
     async def send(self) -> str:
         """The checksum of what was sent. See PolicyTrainer.send."""
-        return checksum(await self._call(self._actor.send.remote(), "send", self._weights.timeout_s + 1))
+        sent = await self._senders("send", timeout_s=self._weights.timeout_s + 1)
+        return checksum({number: digest for digests in sent for number, digest in digests.items()})
 
     async def admit(self, epoch: int, world_size: int) -> None:
         """See PolicyTrainer.admit."""
-        call = self._actor.admit.options(concurrency_group="admit").remote(epoch, world_size)
-        await self._call(call, "admit", self._weights.timeout_s)
+        count, timeout_s = self._weights.senders, self._weights.timeout_s
+        await _told(self._ranks.beside(count, "admit", epoch, world_size, timeout_s=timeout_s))
 
     async def save(self, folder: str) -> str:
         """See PolicyTrainer.save."""
-        return str(await self._call(self._actor.save.remote(folder), "save", self._timeouts.train_s))
+        return str(await _told(self._ranks.call("save", folder, timeout_s=self._timeouts.train_s)))
 
     def stop(self) -> None:
-        """Ends the actor."""
-        ray.kill(self._actor)
+        """Ends the actors."""
+        self._ranks.stop()
 
-    async def _call(self, reference: Any, name: str, timeout_s: float) -> Any:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await reference
-        except TimeoutError:
-            raise DeadlineExceeded(f"policy.{name}: no answer within {timeout_s:g} s") from None
-        except ray.exceptions.RayActorError as error:
-            raise PolicyError(f"policy.{name}: the learner's process is gone: {error}") from None
-        except ray.exceptions.RayTaskError as error:
-            raise Internal(f"policy.{name}: {type(error.cause).__name__}: {error.cause}") from error
+    async def _senders(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> list[Any]:
+        call = self._ranks.some(self._weights.senders, method, *arguments, timeout_s=timeout_s, **options)
+        return await _told(call)
+
+
+async def _told(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except RanksLost as error:
+        raise PolicyError(str(error)) from None

@@ -118,13 +118,13 @@ class Learner:
             rows: this rank's, by index, row `i` of `lengths[i]` values; each index on one rank.
             lengths: of all rows.
         """
-        ends = np.cumsum(lengths)
-        flat = np.zeros(int(ends[-1]), np.float32)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        flat = np.zeros(sum(lengths), np.float32)
         for index, row in rows.items():
             flat[ends[index] - lengths[index] : ends[index]] = row
         # Zero on all ranks but one, so that the sum is that rank's value to the bit.
         values = self._ranks.sums(torch.from_numpy(flat).to(self.device)).cpu().numpy()
-        return list(np.split(values, ends[:-1]))
+        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def shapes(self) -> dict[str, torch.Tensor]:
         """The parameters by name as tensors without data (`meta`), whole also where ZeRO 3 has them in pieces."""

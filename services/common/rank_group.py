@@ -15,6 +15,10 @@ class RankDied(RuntimeError):
     """A rank's process is gone. Raised by RankProcess.call."""
 
 
+class RankFailed(Internal):
+    """What a rank's method raised, if that was no ServiceError. The text may hold anything: not for the network."""
+
+
 class RanksLost(RuntimeError):
     """The group has ended, because a rank died or is stuck. The message names it."""
 
@@ -72,7 +76,7 @@ class RankGroup:
         Raises:
             DeadlineExceeded: not all ranks answered within `timeout_s`. The group has ended.
             RanksLost: a rank died, or did not finish after another failed. The group has ended.
-            ServiceError: what the method raised; Internal, naming rank and error, if that was no ServiceError.
+            ServiceError: what the method raised; RankFailed, naming rank and error, if that was no ServiceError.
         """
         async with self._turn:
             answers = await self._ask(self._ranks, method, timeout_s, "run", method, *arguments, **options)
@@ -144,7 +148,7 @@ class RankGroup:
         message = f"{what}: rank {rank} of {len(self._ranks)}: {type(error).__name__}: {error}"
         if stuck:
             return self._end(f"{message}; {_named(stuck)} did not finish after it")
-        return error if isinstance(error, ServiceError) else Internal(message)
+        return error if isinstance(error, ServiceError) else RankFailed(message)
 
     def _end(self, reason: str) -> RanksLost:
         self._lost = self._lost or reason

@@ -76,8 +76,13 @@ class Rank:
         self._store: distributed.TCPStore | None = None
         self._trainer: Any = None
 
-    def open(self, host: str | None = None) -> tuple[str, int]:
-        """On rank 0: opens the store at which all ranks meet, on `host` or Ray's address of this node."""
+    def open(self, host: str | None = None) -> tuple[str, int] | None:
+        """On rank 0: opens the store at which all ranks meet, on `host` or Ray's address of this node.
+
+        Its address, or None for a single rank, which meets nobody.
+        """
+        if self._world_size == 1:
+            return None
         if host is None:
             import ray
 
@@ -85,9 +90,9 @@ class Rank:
         self._store = serve_store(host, self._timeout_s)
         return host, int(self._store.port)
 
-    def start(self, address: tuple[str, int], build: Callable[..., Any], *arguments: Any) -> None:
+    def start(self, address: tuple[str, int] | None, build: Callable[..., Any], *arguments: Any) -> None:
         """Builds the trainer, `build(*arguments, ranks)`, in step with the other ranks."""
-        store = self._store or reach_store(*address, self._timeout_s)
+        store = self._store or (reach_store(*address, self._timeout_s) if address else None)
         self._trainer = build(*arguments, Ranks(self._rank, self._world_size, store, self._timeout_s))
 
     def run(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -24,10 +24,8 @@ def shards(
 
     Sequences are dealt in the order of their length, so that all ranks have about as many tokens to do, and their
     n-th parts sequences of like length. A rank that has fewer parts repeats the shortest sequence without counting
-    it. ValueError if there is no sequence.
+    it. No sequences, no parts.
     """
-    if not prompts:
-        raise ValueError("prompts: none given; a shard needs at least one sequence")
     order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
     dealt: list[list[Part]] = []
     for rank in range(world_size):
@@ -35,5 +33,5 @@ def shards(
         batches = length_batches([prompts[i] for i in own], [responses[i] for i in own], max_tokens)
         dealt.append([Part(tuple(own[i] for i in batch)) for batch in batches])
     most = max(len(parts) for parts in dealt)
-    idle = Part((order[0],), counts=False)
+    idle = Part(tuple(order[:1]), counts=False)
     return [parts + [idle] * (most - len(parts)) for parts in dealt]

@@ -3,8 +3,7 @@
 One replica is one critic: values and training share its weights. Import path: `services.critic.replica:build`.
 """
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable
 from typing import Any
 
 from ray import serve
@@ -13,6 +12,7 @@ from protos import common_pb2
 from protos import critic_pb2 as pb
 from services.common.arrays import pack_floats, pack_metrics, split, unpack_finite, unpack_pairs
 from services.common.errors import InvalidArgument, translated
+from services.common.rank_group import RankFailed, RankGroup
 from services.common.replica import HealthMixin
 from services.critic.config import CriticConfig
 from services.critic.once import Once
@@ -22,19 +22,18 @@ from services.critic.once import Once
 class Critic(HealthMixin):
     """One replica, one value model."""
 
-    def __init__(self, config: CriticConfig) -> None:
+    async def __init__(self, config: CriticConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
         from services.common.identity import describe_model
         from services.common.models import load_tokenizer
         from services.critic.trainer import CriticBatch, CriticTrainer
 
         self._config = config
-        # One thread: values and training take turns, and every value comes from one set of weights.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="critic")
-        self._trainer = self._thread.submit(CriticTrainer, config).result()
+        self._ranks = start_ranks(config)
+        await self._ranks.start(CriticTrainer, config, timeout_s=config.rank_timeout_s)
         self._batch = CriticBatch
         self._once: Once[dict[str, float]] = Once()
-        vocab_size, max_length = self._trainer.limits()
+        vocab_size, max_length = await self._run("limits")
         self._model = describe_model(
             config.model,
             load_tokenizer(config.model),
@@ -43,16 +42,20 @@ class Critic(HealthMixin):
             dtype=config.dtype,
         )
 
+    def __del__(self) -> None:
+        ranks = getattr(self, "_ranks", None)
+        if ranks is not None:
+            ranks.stop()
+
     async def check_health(self) -> None:
-        """The trainer's thread takes work, or is busy training."""
-        if self._thread._shutdown:
-            raise RuntimeError("the critic's thread is gone")
+        """Serve restarts the replica when a rank has died or is stuck. The weights begin anew."""
+        self._ranks.check()
 
     @translated
     async def Values(self, request: pb.ValuesRequest) -> pb.ValuesResponse:
         """See critic.proto."""
         prompts, responses = self._pairs(request.pairs)
-        values = await self._run(self._trainer.values, prompts, responses)
+        values = await self._run("values", prompts, responses)
         return pb.ValuesResponse(values=pack_floats(values))
 
     @translated
@@ -70,13 +73,12 @@ class Critic(HealthMixin):
             if getattr(request, field) < least:
                 raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {least}")
 
-        def train() -> dict[str, float]:
-            metrics: dict[str, float] = self._trainer.train(
-                batch, epochs=request.epochs, minibatch_size=request.minibatch_size, seed=request.seed
+        def train() -> Awaitable[dict[str, float]]:
+            return self._run(
+                "train", batch, epochs=request.epochs, minibatch_size=request.minibatch_size, seed=request.seed
             )
-            return metrics
 
-        metrics = await self._once.run(request.step, lambda: self._run(train))
+        metrics = await self._once.run(request.step, train)
         return pb.TrainResponse(metrics=pack_metrics(metrics))
 
     @translated
@@ -84,7 +86,7 @@ class Critic(HealthMixin):
         """See critic.proto."""
         if not request.path:
             raise InvalidArgument("path: required")
-        path = await self._run(self._trainer.save, request.path)
+        path = await self._run("save", request.path)
         return pb.SaveResponse(path=str(path))
 
     @translated
@@ -95,8 +97,23 @@ class Critic(HealthMixin):
     def _pairs(self, pairs: common_pb2.Pairs) -> Any:
         return unpack_pairs(pairs, vocab_size=self._model.vocab_size, max_length=self._model.max_length)
 
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def _run(self, method: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await self._ranks.call(method, *arguments, timeout_s=self._config.rank_timeout_s, **options)
+        except RankFailed as error:
+            # No ServiceError: `translated` keeps its text from the caller.
+            raise RuntimeError(str(error)) from error
+
+
+def start_ranks(config: CriticConfig) -> RankGroup:
+    """The critic's ranks, without a model yet: one in this process, several as Ray actors."""
+    if config.ranks == 1:
+        from services.common.thread_rank import ThreadRank
+
+        return RankGroup("critic", [ThreadRank(config.rank_timeout_s)])
+    from services.common.ray_rank import ray_ranks
+
+    return ray_ranks("critic", config)
 
 
 def build(args: dict[str, Any]) -> serve.Application:

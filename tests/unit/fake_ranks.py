@@ -1,0 +1,30 @@
+"""A rank that answers what it is told to."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+NEVER = 3600.0
+
+
+class FakeRank:
+    """Answers its calls in order, each after a delay; an exception is raised."""
+
+    def __init__(self, *answers: Any, after_s: float = 0.0) -> None:
+        self.answers = list(answers)
+        self.after_s = after_s
+        self.called: list[tuple[Any, ...]] = []
+        self.killed = 0
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
+        self.called.append((method, *arguments, *options.values()))
+        return self._answer(self.answers.pop(0) if self.answers else None)
+
+    async def _answer(self, answer: Any) -> Any:
+        await asyncio.sleep(self.after_s)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self.killed += 1
