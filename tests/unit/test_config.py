@@ -159,6 +159,14 @@ def model(tmp_path: Path) -> str:
         ({"dtype": "bfloat16"}, "dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1"),
         ({"dtype": "float16"}, "dtype: should be 'float32' or 'bfloat16', got 'float16'"),
         ({"zero_stage": 9}, "zero_stage: should be 0"),
+        ({"ranks": 0}, "ranks: should be 1 or more, got 0"),
+        ({"adam_offload": True}, "adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3"),
+        ({"param_offload": True, "zero_stage": 2}, "param_offload is part of ZeRO 3; set zero_stage to 3"),
+        ({"attn_implementation": "flash"}, "attn_implementation: should be 'sdpa', 'eager' or 'flash_attention_2'"),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16",
+        ),
         ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
     ],
 )
@@ -177,6 +185,7 @@ def test_what_deepspeed_is_told(model: str) -> None:
     )
     told = describe(config)
     assert told["bf16"] == {"enabled": True}
+    assert told["gradient_accumulation_steps"] == 1
     assert told["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 50_000_000}
     assert told["gradient_clipping"] == 3
     assert told["optimizer"]["type"] == "AdamW"
@@ -187,6 +196,24 @@ def test_what_deepspeed_is_told(model: str) -> None:
         "weight_decay": 0.1,
         "torch_adam": True,
         "fused": True,
+    }
+
+
+def test_what_deepspeed_is_told_of_zero_3_with_offload(model: str) -> None:
+    config = PolicyConfig(
+        model=model,
+        zero_stage=3,
+        zero_persist_below=7,
+        adam_offload=True,
+        param_offload=True,
+        optimizer=OptimizerConfig(learning_rate=0.01),
+    )
+    assert describe(config)["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 7,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
     }
 
 

@@ -13,6 +13,7 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from services.common.config import ConfigError
 from services.common.models import (
@@ -129,6 +130,18 @@ def test_folders_that_hold_no_model(tmp_path: Path, policy_folder: Path) -> None
     for load, kind in ((load_causal, "AutoModelForCausalLM"), (load_body, "AutoModel")):
         with pytest.raises(ConfigError, match=re.escape(f"model: {tmp_path} cannot be loaded as {kind}: ")):
             load(str(tmp_path), "float32")
+
+
+def test_attention_is_the_one_asked_for(policy_folder: Path) -> None:
+    for attention in ("sdpa", "eager"):
+        assert load_causal(str(policy_folder), "float32", attention).config._attn_implementation == attention
+
+
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="FlashAttention 2 is here")
+def test_flash_attention_where_there_is_none_is_refused_by_its_field(policy_folder: Path) -> None:
+    for load in (load_causal, load_body):
+        with pytest.raises(ConfigError, match="attn_implementation: flash_attention_2 wants an NVIDIA GPU"):
+            load(str(policy_folder), "bfloat16", "flash_attention_2")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
