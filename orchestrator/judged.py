@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from orchestrator.jsonl import parse_object
 from services.common.config import ConfigError
-from services.common.findings import shown, shown_line
+from services.common.findings import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,7 @@ class Judged:
     def parse(cls, line: str | bytes, where: str) -> Self:
         """From one line of an evaluation file. ConfigError, beginning with `where`, if it is none."""
         where = f"{where}: not a sample of an evaluation"
-        try:
-            raw = json.loads(line)
-        except ValueError:  # neither JSON nor, perhaps, text
-            raw = None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{where}: should be a JSON object, got {shown_line(line)}")
-        raw = {"label": "", **raw}
+        raw = {"label": "", **parse_object(line, where)}
         for name, kinds, words in _FIELDS:
             if name not in raw:
                 raise ConfigError(f"{where}: {name}: required")

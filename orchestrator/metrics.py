@@ -18,8 +18,9 @@ from typing import Any, Protocol, Self
 import yaml
 
 from orchestrator.config import LogConfig
+from orchestrator.jsonl import parse_object
 from services.common.config import ConfigError
-from services.common.findings import shown, shown_line
+from services.common.findings import shown
 
 FILE = "metrics.jsonl"
 _OF_A_RUN = (FILE, "tensorboard", "evaluations", "report.html")
@@ -159,12 +160,7 @@ def judges(names: Iterable[str]) -> list[str]:
 
 
 def _parse(line: bytes, where: str) -> dict[str, float]:
-    try:
-        raw = json.loads(line)
-    except ValueError:  # neither JSON nor, perhaps, text
-        raw = None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: should be a JSON object, got {shown_line(line)}")
+    raw = parse_object(line, where)
     if missing := [name for name in ("step", "time") if name not in raw]:
         raise ConfigError(f"{where}: {missing[0]}: required")
     values = {name: math.nan if value is None else value for name, value in raw.items()}

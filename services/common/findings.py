@@ -61,11 +61,6 @@ def shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
-def shown_line(line: str | bytes) -> str:
-    """The beginning of a line of a file that should hold text and may not."""
-    return repr(line[:80] if isinstance(line, str) else line[:80].decode("utf-8", errors="replace"))
-
-
 def _line(finding: ErrorDetails, model: type[BaseModel]) -> str:
     """What stands after the path."""
     kind, location, context = finding["type"], finding["loc"], finding.get("ctx", {})

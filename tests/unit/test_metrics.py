@@ -116,6 +116,7 @@ def test_reading_leaves_out_a_line_cut_short_and_refuses_others(tmp_path: Path) 
     [
         (b"\xff\xfe\x00", "should be a JSON object, got '\ufffd\ufffd\\x00'"),
         (b"", "should be a JSON object, got ''"),
+        (b'{"step": 12345678901234567}', """should be a JSON object, got '{"step": 12345678901234567}'"""),
         (b'{"time": 2}', "step: required"),
         (b'{"step": 1}', "time: required"),
         (b'{"step": null, "time": 2}', "step: should be a whole number, 0 or more, got null"),
