@@ -8,6 +8,7 @@ import torch
 
 from orchestrator.config import PPOConfig
 from orchestrator.ppo import importance_weights, kl_estimate, policy_loss
+from services.common.adapters import add_adapters
 from services.common.arrays import Floats, Ints
 from services.common.learner import Learner
 from services.common.learner_config import PolicyConfig
@@ -62,7 +63,8 @@ class PolicyTrainer:
         self._config = config
         self._ppo = ppo
         self._temperature = temperature
-        self._learner = Learner(load_causal(config.model, config.dtype, config.attn_implementation), config, ranks)
+        model = load_causal(config.model, config.dtype, config.attn_implementation)
+        self._learner = Learner(add_adapters(model, config.lora), config, ranks)
         self._sender: Sender | None = None
         self._manifest: Manifest | None = None
         self._moved = False

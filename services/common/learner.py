@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from services.common.adapters import Weight, weights_of
 from services.common.arrays import Floats, Ints
 from services.common.errors import InvalidArgument
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
@@ -129,26 +130,30 @@ class Learner:
     def shapes(self) -> dict[str, torch.Tensor]:
         """The parameters by name as tensors without data (`meta`), whole also where ZeRO 3 has them in pieces."""
         return {
-            name: torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
-            for name, parameter in self.module.named_parameters()
+            weight.name: torch.empty(
+                getattr(weight.parameter, "ds_shape", weight.parameter.shape),
+                dtype=weight.parameter.dtype,
+                device="meta",
+            )
+            for weight in weights_of(self.module)
         }
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and its whole tensor, in the same order on all ranks.
+        """Every parameter's name and its whole tensor, in the same order on all ranks; adapters are merged in.
 
         With ZeRO 3 this gathers bucket by bucket: every rank has to exhaust it, and a tensor is valid only until
         the next one is asked for. Otherwise these are the parameters themselves.
         """
         if self._config.zero_stage < 3:
-            for name, parameter in self.module.named_parameters():
-                yield name, parameter.detach()
+            for weight in weights_of(self.module):
+                yield weight.name, weight.merged()
             return
         import deepspeed
 
         for bucket in _buckets(self.module):
-            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-                for name, parameter in bucket:
-                    yield name, parameter.detach()
+            with deepspeed.zero.GatheredParameters([part for weight in bucket for part in weight.parts]):
+                for weight in bucket:
+                    yield weight.name, weight.merged()
 
     def gathered(self) -> dict[str, torch.Tensor]:
         """On rank 0 every parameter, whole, by name; nothing on the others. Every rank calls it.
@@ -186,13 +191,13 @@ class Learner:
         return target
 
 
-def _buckets(module: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """The named parameters in groups of about GATHER_BYTES."""
-    bucket: list[tuple[str, nn.Parameter]] = []
+def _buckets(module: nn.Module) -> Iterator[list[Weight]]:
+    """The weights in groups of about GATHER_BYTES."""
+    bucket: list[Weight] = []
     size = 0
-    for name, parameter in module.named_parameters():
-        bucket.append((name, parameter))
-        size += parameter.ds_numel * parameter.element_size()
+    for weight in weights_of(module):
+        bucket.append(weight)
+        size += weight.parameter.ds_numel * weight.parameter.element_size()
         if size >= GATHER_BYTES:
             yield bucket
             bucket, size = [], 0

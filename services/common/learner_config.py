@@ -44,6 +44,20 @@ class OptimizerConfig(Config):
         return self
 
 
+class LoraConfig(Config):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): only they are trained, and what is pushed and saved is
+    the model with them merged in."""
+
+    rank: Count = 16
+    """Rank of each adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """The adapters' product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | None = None
+    """Last part of the names of the layers that get one, such as q_proj. Null: every linear layer but the head."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the adapters' initial weights. Their product begins at zero."""
+
+
 class LearnerConfig(Config):
     """A model that is trained, by DeepSpeed, on one rank (process) or several. docs/learner.md compares layouts."""
 
@@ -72,6 +86,8 @@ class LearnerConfig(Config):
     micro_batch_tokens: Count = 16_384
     """Most tokens, padding included, in one forward and backward pass of a rank. A minibatch of more is accumulated,
     sequences of like length together."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     num_cpus: Annotated[float, Field(ge=0)] = 1

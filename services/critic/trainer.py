@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.adapters import add_adapters
 from services.common.arrays import Floats, Ints
 from services.common.learner import Learner
 from services.common.minibatches import Means, minibatches
@@ -44,8 +45,8 @@ class CriticTrainer:
 
     def __init__(self, config: CriticConfig, ranks: Ranks | None = None) -> None:
         self._config = config
+        body = add_adapters(load_body(config.model, config.dtype, config.attn_implementation), config.lora)
         torch.manual_seed(config.seed)
-        body = load_body(config.model, config.dtype, config.attn_implementation)
         self._learner = Learner(ScalarModel(body, bias=True), config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
 

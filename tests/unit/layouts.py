@@ -91,6 +91,14 @@ class Bench:
         CriticTrainer(critic, self._ranks).save(str(folder / "critic"))
 
 
+def furthest(found: Any, wanted: Any) -> float:
+    """The largest difference between two rows of arrays, or two dicts of arrays."""
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        found, wanted = found.values(), wanted.values()
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
 def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
     """The numbers of each step that `trainer` takes from now on."""
     steps: list[dict[str, float]] = []

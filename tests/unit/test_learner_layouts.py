@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.common.learner_config import LoraConfig
 from services.common.rank_group import RankGroup, RanksLost
-from tests.unit.layouts import Bench, Result
+from tests.unit.layouts import Bench, Result, furthest
 from tests.unit.rank_processes import spawned
 
 TIMEOUT_S = 120
@@ -61,14 +62,6 @@ async def expected(benches: dict[int, RankGroup]) -> dict[str, Result]:
     return {kind: await benches[1].call(kind, {}, timeout_s=TIMEOUT_S) for kind in ("policy", "critic")}
 
 
-def furthest(found: Any, wanted: Any) -> float:
-    """The largest difference between two rows of arrays, or two dicts of arrays."""
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        found, wanted = found.values(), wanted.values()
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
-
-
 def numbers(result: Result, name: str) -> list[float]:
     assert len(result["steps"]) == 5
     return [step[name] for step in result["steps"]]
@@ -89,6 +82,17 @@ async def test_five_steps_are_the_same(
     assert furthest(found["after"], wanted["after"]) < 1e-4
     for step, right in zip(found["steps"], wanted["steps"], strict=True):
         assert step == pytest.approx(right, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], kind: str) -> None:
+    lora = {"lora": LoraConfig(rank=4)}
+    wanted = await benches[1].call(kind, lora, timeout_s=TIMEOUT_S)
+    found = await benches[2].call(kind, lora | ACCUMULATED | BY_LAYERS, timeout_s=TIMEOUT_S)
+    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(found["after"], wanted["after"]) < 1e-4
 
 
 async def test_the_steps_move_the_weights_far_beyond_the_tolerance(expected: dict[str, Result]) -> None:
