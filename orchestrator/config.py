@@ -158,6 +158,9 @@ class TimeoutsConfig(Config):
 
     generate_s: Seconds = 300
     """One Generate call, all its prompts."""
+    stall_s: Annotated[float, Field(ge=5)] = 20
+    """Silence after which a rollout replica is given up as stuck and its unfinished samples are asked of another.
+    Replicas speak every 2 s, busy or not."""
     score_s: Seconds = 60
     """One Score, Logprobs or Values call."""
     train_s: Seconds = 600

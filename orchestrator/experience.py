@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,11 +47,26 @@ class Collected:
     """From the first request to the last finished sample."""
     score_s: float
     """What scoring took beyond that."""
+    repeated: int = 0
+    """Samples that were asked for once more because their replica was lost, stuck or too old. Each of those counts
+    once for every repetition; none is in `experiences` twice."""
 
     @property
     def tokens(self) -> int:
         """Response tokens."""
         return sum(len(experience.sample.response_ids) for experience in self.experiences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is asked for, and what came of it so far."""
+
+    prompts: Sequence[Prompt]
+    step: int
+    min_version: int
+    with_values: bool
+    finished: dict[int, Experience] = field(default_factory=dict)
+    repeats: list[int] = field(default_factory=list)
 
 
 class Collector:
@@ -76,30 +91,18 @@ class Collector:
             with_values: ask the critic too.
         """
         start = time.monotonic()
-        finished: dict[int, Experience] = {}
+        batch = _Batch(prompts, step, min_version, with_values)
         size = self._config.prompts_per_call
         # One group for both kinds of calls: with two, a failure in one would race with new tasks from the other.
         async with asyncio.TaskGroup() as group:
-            calls = [
-                group.create_task(self._generate(prompts, first, step, min_version, with_values, finished, group))
-                for first in range(0, len(prompts), size)
-            ]
+            calls = [group.create_task(self._generate(batch, first, group)) for first in range(0, len(prompts), size)]
             await asyncio.gather(*calls, return_exceptions=True)
             generated = time.monotonic()
-        experiences = [finished[index] for index in range(len(prompts))]
-        return Collected(experiences, generated - start, time.monotonic() - generated)
+        experiences = [batch.finished[index] for index in range(len(prompts))]
+        return Collected(experiences, generated - start, time.monotonic() - generated, sum(batch.repeats))
 
-    async def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        first: int,
-        step: int,
-        min_version: int,
-        with_values: bool,
-        finished: dict[int, Experience],
-        group: asyncio.TaskGroup,
-    ) -> None:
-        asked = prompts[first : first + self._config.prompts_per_call]
+    async def _generate(self, batch: _Batch, first: int, group: asyncio.TaskGroup) -> None:
+        asked = batch.prompts[first : first + self._config.prompts_per_call]
         sampling = self._config.sampling
         stream = self._services.rollout.generate(
             [prompt.prompt_ids for prompt in asked],
@@ -108,12 +111,14 @@ class Collector:
                 temperature=sampling.temperature,
                 min_new_tokens=sampling.min_new_tokens,
             ),
-            seeds=self._seeds(step, first, len(asked)),
-            min_version=min_version,
+            seeds=self._seeds(batch.step, first, len(asked)),
+            min_version=batch.min_version,
             timeout_s=self._config.timeouts.generate_s,
+            stall_s=self._config.timeouts.stall_s,
+            on_repeat=batch.repeats.append,
         )
         async for samples in stream:
-            group.create_task(self._judge(asked, first, samples, with_values, finished))
+            group.create_task(self._judge(batch, first, samples))
 
     def _seeds(self, step: int, first: int, count: int) -> list[int] | None:
         """One seed per sample, different for every step and row of the batch, however it is cut into calls."""
@@ -122,17 +127,11 @@ class Collector:
         draws = np.random.SeedSequence([self._config.seed, step]).generate_state(first + count, np.uint64)
         return [int(draw >> 1) for draw in draws[first:]]
 
-    async def _judge(
-        self,
-        asked: Sequence[Prompt],
-        first: int,
-        samples: Sequence[Sample],
-        with_values: bool,
-        finished: dict[int, Experience],
-    ) -> None:
-        prompts = [asked[sample.index].prompt_ids for sample in samples]
+    async def _judge(self, batch: _Batch, first: int, samples: Sequence[Sample]) -> None:
+        asked = [batch.prompts[first + sample.index] for sample in samples]
+        prompts = [prompt.prompt_ids for prompt in asked]
         responses = [sample.response_ids for sample in samples]
-        labels = [asked[sample.index].label for sample in samples]
+        labels = [prompt.label for prompt in asked]
         deadline = self._config.timeouts.score_s
         temperature = self._config.sampling.temperature
         async with asyncio.TaskGroup() as group:
@@ -142,12 +141,12 @@ class Collector:
             reference = group.create_task(
                 self._services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=deadline)
             )
-            if with_values:
+            if batch.with_values:
                 critic = group.create_task(self._services.critic.values(prompts, responses, timeout_s=deadline))
-        values = critic.result() if with_values else [np.empty(0, np.float32)] * len(samples)
+        values = critic.result() if batch.with_values else [np.empty(0, np.float32)] * len(samples)
         for row, sample in enumerate(samples):
-            finished[first + sample.index] = Experience(
-                prompt=asked[sample.index],
+            batch.finished[first + sample.index] = Experience(
+                prompt=asked[row],
                 sample=sample,
                 score=float(scores.result().values[row]),
                 ref_logprobs=reference.result()[row],

@@ -178,6 +178,10 @@ def _speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, floa
     return {
         "tokens_per_s/generation": collected.tokens / collected.generate_s,
         "tokens_per_s/training": collected.tokens * epochs / train_s,
+        # The ledger: as many are used as were asked for, however many it took.
+        "samples/asked": len(collected.experiences) + collected.repeated,
+        "samples/repeated": collected.repeated,
+        "samples/used": len(collected.experiences),
         "seconds/generate": collected.generate_s,
         "seconds/score": collected.score_s,
     }

@@ -173,7 +173,7 @@ class WeightPusher:
 
     async def _phase(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
         """One phase on all members; Unavailable unless each took part and succeeded."""
-        reports = await self._rollout.update_weights(timeout_s, **phase)
+        reports = await self._rollout.update_weights(timeout_s, members=self._members, **phase)
         # Whoever came since is not in this epoch and says so; only members count.
         failures = [f"{r.replica}: {r.error}" for r in reports if not r.ok and r.replica in self._members]
         missing = set(self._members) - {report.replica for report in reports}

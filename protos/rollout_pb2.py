@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/rollout.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"\xd2\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\x05\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_k\"\x8b\x01\n\x0fGenerateRequest\x12&\n\x07prompts\x18\x01 \x01(\x0b\x32\x15.quartet.v1.Sequences\x12,\n\x08sampling\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\r\n\x05seeds\x18\x03 \x01(\x0c\x12\x13\n\x0bmin_version\x18\x04 \x01(\x03\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb0\x01\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x14\n\x0cresponse_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12&\n\x05spans\x18\x06 \x03(\x0b\x32\x17.quartet.v1.VersionSpan\"H\n\x10GenerateResponse\x12#\n\x07samples\x18\x01 \x03(\x0b\x32\x12.quartet.v1.Sample\x12\x0f\n\x07replica\x18\x02 \x01(\t\"\x9d\x02\n\x0bRolloutInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\x05\x12\x18\n\x10weights_checksum\x18\x05 \x01(\t\x12\x16\n\x0eweight_backend\x18\x06 \x01(\t\x12\x0f\n\x07workers\x18\x07 \x01(\x05\x12\x39\n\tchecksums\x18\x08 \x03(\x0b\x32&.quartet.v1.RolloutInfo.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xef\x01\n\x0bWeightPhase\x12(\n\x08\x64iscover\x18\x01 \x01(\x0b\x32\x14.quartet.v1.DiscoverH\x00\x12&\n\x07prepare\x18\x02 \x01(\x0b\x32\x13.quartet.v1.PrepareH\x00\x12(\n\x08transfer\x18\x03 \x01(\x0b\x32\x14.quartet.v1.TransferH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.quartet.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x11.quartet.v1.AbortH\x00\x12\x11\n\ttimeout_s\x18\x06 \x01(\x02\x42\x07\n\x05phase\"\n\n\x08\x44iscover\"\xff\x01\n\x07Prepare\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\'\n\x07senders\x18\x02 \x03(\x0b\x32\x16.quartet.v1.Rendezvous\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12-\n\x05ranks\x18\x04 \x03(\x0b\x32\x1e.quartet.v1.Prepare.RanksEntry\x12\x11\n\tin_flight\x18\x05 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07stall_s\x18\x07 \x01(\x02\x12\x11\n\tstreaming\x18\x08 \x01(\x08\x1a,\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"+\n\nRendezvous\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x08Transfer\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\"/\n\x06\x43ommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x16\n\x05\x41\x62ort\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x84\x01\n\x0cWeightReport\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\":\n\rWeightReports\x12)\n\x07reports\x18\x01 \x03(\x0b\x32\x18.quartet.v1.WeightReport*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd1\x01\n\x07Rollout\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12\x38\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x17.quartet.v1.RolloutInfo\x12\x43\n\rUpdateWeights\x12\x17.quartet.v1.WeightPhase\x1a\x19.quartet.v1.WeightReportsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/rollout.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"\xd2\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\x05\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x02\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_k\"\x8b\x01\n\x0fGenerateRequest\x12&\n\x07prompts\x18\x01 \x01(\x0b\x32\x15.quartet.v1.Sequences\x12,\n\x08sampling\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\r\n\x05seeds\x18\x03 \x01(\x0c\x12\x13\n\x0bmin_version\x18\x04 \x01(\x03\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb0\x01\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x14\n\x0cresponse_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12&\n\x05spans\x18\x06 \x03(\x0b\x32\x17.quartet.v1.VersionSpan\"H\n\x10GenerateResponse\x12#\n\x07samples\x18\x01 \x03(\x0b\x32\x12.quartet.v1.Sample\x12\x0f\n\x07replica\x18\x02 \x01(\t\"\x9d\x02\n\x0bRolloutInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07replica\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\x05\x12\x18\n\x10weights_checksum\x18\x05 \x01(\t\x12\x16\n\x0eweight_backend\x18\x06 \x01(\t\x12\x0f\n\x07workers\x18\x07 \x01(\x05\x12\x39\n\tchecksums\x18\x08 \x03(\x0b\x32&.quartet.v1.RolloutInfo.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x80\x02\n\x0bWeightPhase\x12(\n\x08\x64iscover\x18\x01 \x01(\x0b\x32\x14.quartet.v1.DiscoverH\x00\x12&\n\x07prepare\x18\x02 \x01(\x0b\x32\x13.quartet.v1.PrepareH\x00\x12(\n\x08transfer\x18\x03 \x01(\x0b\x32\x14.quartet.v1.TransferH\x00\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.quartet.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x11.quartet.v1.AbortH\x00\x12\x11\n\ttimeout_s\x18\x06 \x01(\x02\x12\x0f\n\x07members\x18\x07 \x03(\tB\x07\n\x05phase\"\n\n\x08\x44iscover\"\xff\x01\n\x07Prepare\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\'\n\x07senders\x18\x02 \x03(\x0b\x32\x16.quartet.v1.Rendezvous\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12-\n\x05ranks\x18\x04 \x03(\x0b\x32\x1e.quartet.v1.Prepare.RanksEntry\x12\x11\n\tin_flight\x18\x05 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07stall_s\x18\x07 \x01(\x02\x12\x11\n\tstreaming\x18\x08 \x01(\x08\x1a,\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"+\n\nRendezvous\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\x05\"+\n\x08Transfer\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\"/\n\x06\x43ommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x16\n\x05\x41\x62ort\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x84\x01\n\x0cWeightReport\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\":\n\rWeightReports\x12)\n\x07reports\x18\x01 \x03(\x0b\x32\x18.quartet.v1.WeightReport*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd1\x01\n\x07Rollout\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12\x38\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x17.quartet.v1.RolloutInfo\x12\x43\n\rUpdateWeights\x12\x17.quartet.v1.WeightPhase\x1a\x19.quartet.v1.WeightReportsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTINFO_CHECKSUMSENTRY']._serialized_options = b'8\001'
   _globals['_PREPARE_RANKSENTRY']._loaded_options = None
   _globals['_PREPARE_RANKSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1890
-  _globals['_FINISHREASON']._serialized_end=1985
+  _globals['_FINISHREASON']._serialized_start=1907
+  _globals['_FINISHREASON']._serialized_end=2002
   _globals['_SAMPLINGPARAMS']._serialized_start=58
   _globals['_SAMPLINGPARAMS']._serialized_end=268
   _globals['_GENERATEREQUEST']._serialized_start=271
@@ -53,25 +53,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTINFO_CHECKSUMSENTRY']._serialized_start=970
   _globals['_ROLLOUTINFO_CHECKSUMSENTRY']._serialized_end=1018
   _globals['_WEIGHTPHASE']._serialized_start=1021
-  _globals['_WEIGHTPHASE']._serialized_end=1260
-  _globals['_DISCOVER']._serialized_start=1262
-  _globals['_DISCOVER']._serialized_end=1272
-  _globals['_PREPARE']._serialized_start=1275
-  _globals['_PREPARE']._serialized_end=1530
-  _globals['_PREPARE_RANKSENTRY']._serialized_start=1486
-  _globals['_PREPARE_RANKSENTRY']._serialized_end=1530
-  _globals['_RENDEZVOUS']._serialized_start=1532
-  _globals['_RENDEZVOUS']._serialized_end=1575
-  _globals['_TRANSFER']._serialized_start=1577
-  _globals['_TRANSFER']._serialized_end=1620
-  _globals['_COMMIT']._serialized_start=1622
-  _globals['_COMMIT']._serialized_end=1669
-  _globals['_ABORT']._serialized_start=1671
-  _globals['_ABORT']._serialized_end=1693
-  _globals['_WEIGHTREPORT']._serialized_start=1696
-  _globals['_WEIGHTREPORT']._serialized_end=1828
-  _globals['_WEIGHTREPORTS']._serialized_start=1830
-  _globals['_WEIGHTREPORTS']._serialized_end=1888
-  _globals['_ROLLOUT']._serialized_start=1988
-  _globals['_ROLLOUT']._serialized_end=2197
+  _globals['_WEIGHTPHASE']._serialized_end=1277
+  _globals['_DISCOVER']._serialized_start=1279
+  _globals['_DISCOVER']._serialized_end=1289
+  _globals['_PREPARE']._serialized_start=1292
+  _globals['_PREPARE']._serialized_end=1547
+  _globals['_PREPARE_RANKSENTRY']._serialized_start=1503
+  _globals['_PREPARE_RANKSENTRY']._serialized_end=1547
+  _globals['_RENDEZVOUS']._serialized_start=1549
+  _globals['_RENDEZVOUS']._serialized_end=1592
+  _globals['_TRANSFER']._serialized_start=1594
+  _globals['_TRANSFER']._serialized_end=1637
+  _globals['_COMMIT']._serialized_start=1639
+  _globals['_COMMIT']._serialized_end=1686
+  _globals['_ABORT']._serialized_start=1688
+  _globals['_ABORT']._serialized_end=1710
+  _globals['_WEIGHTREPORT']._serialized_start=1713
+  _globals['_WEIGHTREPORT']._serialized_end=1845
+  _globals['_WEIGHTREPORTS']._serialized_start=1847
+  _globals['_WEIGHTREPORTS']._serialized_end=1905
+  _globals['_ROLLOUT']._serialized_start=2005
+  _globals['_ROLLOUT']._serialized_end=2214
 # @@protoc_insertion_point(module_scope)

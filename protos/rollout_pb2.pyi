@@ -109,20 +109,22 @@ class RolloutInfo(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
-    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "timeout_s")
+    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "timeout_s", "members")
     DISCOVER_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     discover: Discover
     prepare: Prepare
     transfer: Transfer
     commit: Commit
     abort: Abort
     timeout_s: float
-    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    members: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Discover(_message.Message):
     __slots__ = ()

@@ -124,6 +124,6 @@ class OneEngine:
     def __init__(self, host: Any) -> None:
         self._host = host
 
-    async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
+    async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
         request = pb.WeightPhase(timeout_s=timeout_s, **phase)
         return [pb.WeightReport.FromString(await self._host.carry_out.remote(request.SerializeToString()))]

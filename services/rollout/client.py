@@ -1,7 +1,7 @@
 """Client of the rollout service."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -111,12 +111,15 @@ class RolloutClient(ServiceClient[RolloutStub]):
         info: pb.RolloutInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
         return info
 
-    async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
-        """Has every replica carry out one phase, given as `prepare=Prepare(...)`; each one's report.
+    async def update_weights(
+        self, timeout_s: float, *, members: Collection[str] = (), **phase: Any
+    ) -> list[pb.WeightReport]:
+        """Has every replica carry out one phase, given as `prepare=Prepare(...)`; the reports that came.
 
+        Returns when all `members` have answered, everyone if there are none, or else after `timeout_s`.
         Not repeated when the fan-out's own replica is lost on the way: the caller aborts and pushes again.
         """
-        request = pb.WeightPhase(timeout_s=timeout_s, **phase)
+        request = pb.WeightPhase(timeout_s=timeout_s, members=members, **phase)
         try:
             reply = await self._stub.UpdateWeights(request, metadata=self._metadata, timeout=timeout_s + 5)
         except grpc.RpcError as error:

@@ -16,6 +16,7 @@ from services.common.arrays import Ints, unpack_longs, unpack_sequences
 from services.common.errors import FailedPrecondition, InvalidArgument, translated, translated_stream
 from services.common.replica import HealthMixin
 from services.rollout.config import RolloutConfig
+from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
 
@@ -122,12 +123,7 @@ class Rollout(HealthMixin):
         if not request.timeout_s > 0:
             raise InvalidArgument("timeout_s: required, more than 0")
         everyone = serve.get_deployment_handle("Rollout", self._app)
-        # A second beyond the replicas' own deadline: a slow replica's report says more than its absence.
-        results = await everyone.broadcast("carry_out", request.SerializeToString()).results_async(
-            timeout_s=request.timeout_s + 1, return_exceptions=True
-        )
-        reports = [pb.WeightReport.FromString(result) for result in results if isinstance(result, bytes)]
-        return pb.WeightReports(reports=reports)
+        return pb.WeightReports(reports=await broadcast(everyone, "carry_out", request))
 
     async def carry_out(self, phase: bytes) -> bytes:
         """This replica's part of a push phase; called through the deployment's own handle only."""
@@ -148,10 +144,14 @@ def _seeds(data: bytes, prompts: int) -> list[int | None]:
 
 
 async def _as_finished(
-    engine: Engine, prompts: list[Ints], sampling: Sampling, seeds: list[int | None]
+    engine: Engine,
+    prompts: list[Ints],
+    sampling: Sampling,
+    seeds: list[int | None],
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> AsyncGenerator[list[Sample], None]:
     """Every sample once, each list holding those that finished since the last: at most one list in LINGER_S, and an
-    empty one after HEARTBEAT_S in which none did.
+    empty one after `heartbeat_s` in which none did.
 
     However this ends (exhausted, cancelled, failed), no request of it is left in the engine.
     """
@@ -161,7 +161,7 @@ async def _as_finished(
     }
     try:
         while pending:
-            done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(pending, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 yield []
                 continue

@@ -55,6 +55,8 @@ class FakeRollout:
         self.journal, self.lag = journal, lag
         self.calls: list[dict[str, Any]] = []
         self.gate: Callable[[int], Any] = lambda sent: asyncio.sleep(0)
+        self.repeats: list[int] = []
+        """Told to the caller, one a call."""
         self.cancelled = 0
         self.closed = False
 
@@ -66,8 +68,12 @@ class FakeRollout:
         seeds: Sequence[int] | None,
         min_version: int,
         timeout_s: float,
+        stall_s: float,
+        on_repeat: Callable[[int], None],
     ) -> AsyncIterator[list[Sample]]:
         self.journal.note("generate")
+        if self.repeats:
+            on_repeat(self.repeats.pop(0))
         options = {"seeds": seeds, "min_version": min_version, "timeout_s": timeout_s}
         self.calls.append({"prompts": prompts, "sampling": sampling, **options})
         try:

@@ -161,6 +161,21 @@ async def test_the_deadline_tells_how_much_is_missing() -> None:
             await replica.cancelled.wait()
 
 
+async def test_a_silent_replica_is_given_up_and_its_rest_asked_again() -> None:
+    """After 0.3 s of silence, long before the deadline; heartbeats, messages without samples, are no silence."""
+    replica = FakeReplica([[[1], HANG], [[], [], [0, 1, 2]]])
+    repeats: list[int] = []
+    async with replica.serve() as channel:
+        async with asyncio.timeout(5):
+            messages = await collect(channel, stall_s=0.3, timeout_s=60, on_repeat=repeats.append)
+        async with asyncio.timeout(5):
+            await replica.cancelled.wait()
+    check(messages)
+    assert [len(message) for message in messages] == [1, 3]
+    assert replica.asked() == [[10, 11, 12, 13], [10, 12, 13]]
+    assert repeats == [3]
+
+
 async def test_leaving_the_samples_ends_the_call_on_the_replica() -> None:
     replica = FakeReplica([[[1], HANG]])
     async with replica.serve() as channel:

@@ -47,9 +47,9 @@ class FakeEngine:
         self.ends[index].set_exception(error)
 
 
-def start(engine: FakeEngine, count: int = 4) -> Any:
+def start(engine: Any, count: int = 4, **options: float) -> Any:
     prompts = [np.asarray([10 + index], np.int32) for index in range(count)]
-    return _as_finished(engine, prompts, SAMPLING, list(range(count)))  # type: ignore[arg-type]
+    return _as_finished(engine, prompts, SAMPLING, list(range(count)), **options)
 
 
 async def indices(finished: Any) -> list[int]:
@@ -71,6 +71,14 @@ async def test_samples_are_handed_out_as_they_finish() -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(finished)
     assert engine.cancelled == []
+
+
+async def test_while_nothing_finishes_a_heartbeat_is_heard() -> None:
+    engine = FakeEngine()
+    finished = start(engine, 1, heartbeat_s=0.05)
+    assert [await anext(finished), await anext(finished)] == [[], []]
+    engine.finish(0)
+    assert await indices(finished) == [0]
 
 
 async def test_a_failure_loses_nothing_that_is_finished_and_leaves_nothing_behind() -> None:

@@ -226,6 +226,7 @@ STEP_METRICS = {
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
     *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
     *("tokens_per_s/generation", "tokens_per_s/training"),
+    *("samples/asked", "samples/repeated", "samples/used"),
     *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
 }
 
@@ -240,11 +241,19 @@ async def test_what_is_measured(policy_folder: Path) -> None:
     first = lines[1]
     assert (first["policy/loss"], first["value/loss"], first["seconds/push"]) == (0.5, 0.25, 0.125)
     assert (first["score/mean"], first["response/length_mean"], lines[2]["eval/score"]) == (10.5, 1.5, 2.0)
+    assert [first[f"samples/{part}"] for part in ("asked", "repeated", "used")] == [2, 0, 2]
     # Three tokens and two epochs.
     assert first["tokens_per_s/generation"] == pytest.approx(3 / first["seconds/generate"])
     assert first["tokens_per_s/training"] == pytest.approx(3 * 2 / first["seconds/train"])
     parts = sum(first[f"seconds/{part}"] for part in ("generate", "score", "logprobs", "train"))
     assert first["seconds/step"] >= parts
+
+
+async def test_the_ledger_counts_what_was_asked_for_again(policy_folder: Path) -> None:
+    stage = Stage(policy_folder, steps=1)
+    stage.fakes.rollout.repeats = [3]
+    await stage.run()
+    assert [stage.log.lines[1][f"samples/{part}"] for part in ("asked", "repeated", "used")] == [5, 3, 2]
 
 
 async def test_policy_and_critic_train_at_the_same_time(policy_folder: Path) -> None:

@@ -104,7 +104,7 @@ class Fleet:
     def remove(self, name: str) -> None:
         del self.engines[name], self.members[name]
 
-    async def update_weights(self, timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
+    async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
         (name,) = phase
         self.phases.append(name)
         self.timeouts.append(timeout_s)

@@ -59,10 +59,12 @@ class GlooGroup:
         options = ProcessGroupGloo._Options()
         options._timeout = self.timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        self._group = ProcessGroupGloo(PrefixStore(f"epoch{epoch}", store), rank, world_size, options)
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(f"epoch{epoch}", store), rank, world_size, options)
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Sends `data` from the sender to everyone, or receives into it. Blocks; RuntimeError on failure."""
+        if self._group is None:
+            raise RuntimeError("this member has left the group")
         options = BroadcastOptions()
         options.rootRank = SENDER
         options.rootTensor = 0
@@ -71,4 +73,8 @@ class GlooGroup:
 
     def close(self) -> None:
         """Leaves the group; pending operations fail on all members."""
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()
+            # Only its end closes the connections, which is what the others notice. An exception on its way out may
+            # still hold on to this object, so the group cannot be left to go with it.
+            self._group = None
