@@ -66,6 +66,9 @@ class RankGroup:
                 (address,) = await self._ask(self._ranks[:1], "start", timeout_s, "open")
                 left = timeout_s - (time.monotonic() - began)
                 await self._ask(self._ranks, "start", left, "start", address, build, *arguments)
+        except DeadlineExceeded as error:
+            self._end(str(error))
+            raise DeadlineExceeded(f"{error}; has the cluster the CPUs and GPUs that all ranks ask for?") from None
         except ServiceError as error:
             self._end(str(error))
             raise
@@ -151,9 +154,10 @@ class RankGroup:
         return error if isinstance(error, ServiceError) else RankFailed(message)
 
     def _end(self, reason: str) -> RanksLost:
-        self._lost = self._lost or reason
-        for rank in self._ranks:
-            rank.kill()
+        if not self._lost:
+            self._lost = reason
+            for rank in self._ranks:
+                rank.kill()
         return RanksLost(reason)
 
 

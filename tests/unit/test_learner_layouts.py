@@ -1,7 +1,8 @@
 """The same numbers whatever the layout: DeepSpeed for real, and gloo between spawned processes.
 
-Five optimizer steps of the policy and of the critic, on minibatches of 5, 5, 5, 5 and 1 sequences: on two ranks
-shards are uneven, and in the last step rank 1 has no sequence at all. Everything is compared with one rank at ZeRO 0.
+Five optimizer steps of the policy, and of the critic in some layouts, on minibatches of 5, 5, 5, 5 and 1 sequences:
+on two ranks shards are uneven, and in the last step rank 1 has no sequence at all. Everything is compared with one
+rank at ZeRO 0.
 """
 
 import asyncio
@@ -16,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.learner_config import LoraConfig
+from orchestrator.config import PPOConfig
+from orchestrator.policy import PolicyBatch, PolicyTrainer
+from services.common.learner_config import LoraConfig, PolicyConfig
 from services.common.rank_group import RankGroup, RanksLost
-from tests.unit.layouts import Bench, Result, furthest
+from tests.unit.layouts import OPTIMIZER, Bench, Result, furthest, noise, pairs
 from tests.unit.rank_processes import spawned
 
 TIMEOUT_S = 120
@@ -67,14 +70,17 @@ def numbers(result: Result, name: str) -> list[float]:
     return [step[name] for step in result["steps"]]
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+CASES = [("policy", name) for name in LAYOUTS]
+CASES += [("critic", name) for name in ("zero 0", "zero 1", "zero 2", "accumulation, zero 3", "both offloads")]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("kind", "layout"), CASES)
 async def test_five_steps_are_the_same(
-    benches: dict[int, RankGroup], expected: dict[str, Result], layout: dict[str, Any], ranks: int, kind: str
+    benches: dict[int, RankGroup], expected: dict[str, Result], layout: str, ranks: int, kind: str
 ) -> None:
     wanted = expected[kind]
-    found = await benches[ranks].call(kind, layout, timeout_s=TIMEOUT_S)
+    found = await benches[ranks].call(kind, LAYOUTS[layout], timeout_s=TIMEOUT_S)
     assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
     assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
     assert furthest(found["weights"], wanted["weights"]) < WEIGHT
@@ -93,6 +99,21 @@ async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], ki
     assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
     assert furthest(found["weights"], wanted["weights"]) < WEIGHT
     assert furthest(found["after"], wanted["after"]) < 1e-4
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])
+def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
+    policy_folder: Path, checkpointing: bool, forwards: int
+) -> None:
+    config = PolicyConfig(model=str(policy_folder), optimizer=OPTIMIZER, gradient_checkpointing=checkpointing)
+    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=3), 1.0)
+    prompts, responses = pairs(3)
+    ran: list[int] = []
+    layer = trainer._learner.module.model.layers[0]  # type: ignore[index, union-attr]
+    layer.self_attn.register_forward_pre_hook(lambda *_: ran.append(1))  # type: ignore[union-attr]
+    rows = noise(responses, 1)
+    trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, rows, 0.0), seed=0)
+    assert len(ran) == forwards
 
 
 async def test_the_steps_move_the_weights_far_beyond_the_tolerance(expected: dict[str, Result]) -> None:

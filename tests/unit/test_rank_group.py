@@ -94,6 +94,13 @@ async def test_calls_take_turns_and_a_deadline_counts_from_the_turn() -> None:
     assert await asyncio.gather(*(ours.call("values", timeout_s=0.25) for _ in range(2))) == ["first", "second"]
 
 
+async def test_a_rank_that_finds_no_place_is_named() -> None:
+    ranks = [FakeRank(("host", 7)), FakeRank(after_s=NEVER)]
+    with pytest.raises(DeadlineExceeded, match=r"policy.start: .* from rank 1 of 2; has the cluster the CPUs"):
+        await group(*ranks).start(dict, timeout_s=0.05)
+    assert [rank.killed for rank in ranks] == [1, 1]
+
+
 async def test_a_group_that_does_not_start_has_ended() -> None:
     ranks = [FakeRank(("host", 7)), FakeRank(MemoryError("model too large"))]
     with pytest.raises(Internal, match=r"policy.start: rank 1 of 2: MemoryError: model too large"):
