@@ -53,7 +53,7 @@ def main(
         state = Path(folder, "ray.json")
         served = Path(folder, "rollout.yaml")
         application["deployments"][0]["num_replicas"] = replicas
-        port = _only_rollout(deployment.raw, application, served)
+        port = only_rollout(deployment.raw, application, served)
         ray = cluster.start(console.print, state)
         try:
             cluster.deploy(ray, served)
@@ -71,7 +71,7 @@ def _prompts(deployment: Deployment, count: int) -> list[Ints]:
     return [loaded[index % len(loaded)].prompt_ids for index in range(count)]
 
 
-def _only_rollout(raw: dict[str, Any], application: dict[str, Any], path: Path) -> int:
+def only_rollout(raw: dict[str, Any], application: dict[str, Any], path: Path) -> int:
     """Writes a YAML file with this application alone on free ports; the gRPC port."""
     ports = []
     for _ in range(2):

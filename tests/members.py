@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class StagingEngine:
         self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", 1
         self._group: GlooGroup | None = None
         self._staged: Buckets | None = None
+        self._model: dict[str, torch.Tensor] = {}
 
     async def join(self, info: dict[str, Any]) -> None:
         await asyncio.to_thread(self._join, info)
@@ -59,13 +61,27 @@ class StagingEngine:
 
     def _receive(self, manifest: Manifest) -> str:
         assert self._group is not None
-        self._staged = Buckets(manifest)
-        for number in self._staged.numbers:
-            self._group.broadcast(self._staged[number])
-        return checksum({number: digest(self._staged[number]) for number in self._staged.numbers})
+        if self._staged is None or self._staged.manifest != manifest:
+            self._staged = Buckets(manifest)
+        with ThreadPoolExecutor(1) as hasher:
+            digests = {}
+            for number in self._staged.numbers:
+                self._group.broadcast(self._staged[number])
+                digests[number] = hasher.submit(digest, self._staged[number])
+            return checksum({number: found.result() for number, found in digests.items()})
 
     async def commit(self, version: int) -> None:
+        await asyncio.to_thread(self._swap)
         self.version, self.checksum = version, self._received
+
+    def _swap(self) -> None:
+        """The copy that loading into a model is."""
+        assert self._staged is not None
+        for name, tensor in self._staged.tensors():
+            if name in self._model:
+                self._model[name].copy_(tensor)
+            else:
+                self._model[name] = tensor.clone()
 
     async def abort(self) -> bool:
         self._leave()

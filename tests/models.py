@@ -42,13 +42,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_policy(folder: Path, *, kind: Literal["llama", "qwen2"], tied: bool, seed: int = 0) -> Path:
-    """Writes a language model with random weights and its tokenizer to `folder`; returns `folder`."""
+def make_policy(folder: Path, *, kind: Literal["llama", "qwen2"], tied: bool, seed: int = 0, **shape: int) -> Path:
+    """Writes a language model with random weights and its tokenizer to `folder`; returns `folder`.
+
+    `shape` replaces entries of the configuration, such as num_hidden_layers.
+    """
     torch.manual_seed(seed)
     if kind == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**_shape(), tie_word_embeddings=tied))
+        model: Any = LlamaForCausalLM(LlamaConfig(**_shape() | shape, tie_word_embeddings=tied))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**_shape(), tie_word_embeddings=tied))
+        model = Qwen2ForCausalLM(Qwen2Config(**_shape() | shape, tie_word_embeddings=tied))
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     return _save(model, folder)
 

@@ -1,0 +1,87 @@
+"""A push through Serve and vLLM against one layer by layer: a call and a broadcast for each of 300 tensors.
+
+    python -m benchmarks.weights_serve [deploy/ppo.yaml] [--replicas 1] [--rounds 5]
+
+The rollout application of the YAML file is deployed with a model of 300 tensors (86 MB) on a Ray head of its own.
+Both sides use the same services, the same control call and the same gloo groups, and take turns.
+"""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.rollout import only_rollout
+from benchmarks.weights import HOST, STALL_S, Layers, Source
+from orchestrator import cluster
+from orchestrator.config import WeightsConfig
+from orchestrator.deployment import Deployment
+from orchestrator.weights import WeightPusher
+from services.common.client import open_channel
+from services.rollout.client import RolloutClient
+from tests.models import make_policy
+from tests.plain import language_model
+
+LAYERS = {"num_hidden_layers": 33, "hidden_size": 256, "intermediate_size": 512}
+"""33 layers of 9 tensors, and 3 more."""
+console = Console()
+
+
+def main(
+    config: Annotated[Path, typer.Argument()] = Path("deploy/ppo.yaml"),
+    replicas: Annotated[int, typer.Option(min=1)] = 1,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """See the module's docstring."""
+    torch.set_num_threads(1)
+    raw = Deployment.load(config).raw
+    application = next(a for a in raw["applications"] if a["import_path"].startswith("services.rollout"))
+    with tempfile.TemporaryDirectory() as folder:
+        state, served = Path(folder, "ray.json"), Path(folder, "rollout.yaml")
+        model = make_policy(Path(folder, "model"), kind="llama", tied=False, **LAYERS)
+        application["args"] |= {"model": str(model)}
+        application["deployments"][0]["num_replicas"] = replicas
+        port = only_rollout(raw, application, served)
+        ray = cluster.start(console.print, state)
+        try:
+            cluster.deploy(ray, served)
+            cluster.await_running(ray, (application["name"],), console.print, 300)
+            asyncio.run(_race(f"{HOST}:{port}", model, rounds))
+        finally:
+            cluster.stop(ray, state)
+
+
+async def _race(target: str, model: Path, rounds: int) -> None:
+    weights = {name: parameter.detach() for name, parameter in language_model(model).named_parameters()}
+    client = RolloutClient(open_channel(target))
+    source = Source(weights, bucket_mib=64)
+    config = WeightsConfig(timeout_s=600, stall_s=STALL_S, control_s=30)
+    pusher = WeightPusher(client, source, "gloo", config)
+    pushed: list[float] = []
+    transferred: list[float] = []
+    layered: list[float] = []
+    for round_ in range(-1, rounds):
+        report = await pusher.push(round_ + 2)
+        assert report.attempts == 1
+        began = time.perf_counter()
+        took = await Layers(client, list(report.replicas), weights, 1_000_000 * (round_ + 2)).push()
+        console.print(f"push {report.seconds:.3f} s, layer by layer {took:.3f} s ({time.perf_counter() - began:.1f})")
+        if round_ >= 0:
+            pushed.append(report.seconds)
+            transferred.append(source.transfer_s)
+            layered.append(took)
+    size = sum(tensor.nbytes for tensor in weights.values()) / 1e6
+    console.print(f"{len(weights)} tensors, {size:.0f} MB, {len(report.replicas)} replicas; medians of {rounds}")
+    console.print(f"push {median(pushed):.3f} s, of which bytes move {median(transferred):.3f} s")
+    console.print(f"layer by layer / push: {median(layered) / median(pushed):.1f}")
+    await client.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)
