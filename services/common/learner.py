@@ -1,6 +1,7 @@
 """A model that is trained by DeepSpeed: the policy in the orchestrator's actor, the critic in its service."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from services.common.adapters import Weight, weights_of
 from services.common.arrays import Floats, Ints
+from services.common.average import Average
 from services.common.errors import InvalidArgument
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
 from services.common.ranks import Ranks, start_distributed
@@ -39,12 +41,14 @@ class Learner:
 
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,
-            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+            model_parameters=trained,
             config=describe(config),
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
+        self._average = Average(trained, config.ema_decay) if config.ema_decay else None
         self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
 
     @property
@@ -98,6 +102,8 @@ class Learner:
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())
         self._engine.eval()
+        if self._average:
+            self._average.update()
         joined = self._ranks.joined({name: float(total) for name, total in totals.items()}, self.device)
         return joined | {"grad_norm": norm, "learning_rate": rate}
 
@@ -166,29 +172,34 @@ class Learner:
         }
 
     def save(self, folder: str | Path, write: Callable[[Path, dict[str, torch.Tensor]], None]) -> Path:
-        """Rank 0 writes the weights through `write` beside `folder` and renames at the end, so that no half model is
-        ever seen. Every rank calls it.
+        """Rank 0 writes the weights, or their running mean if there is one, through `write` beside `folder` and
+        renames at the end, so that no half model is ever seen. Every rank calls it.
 
         Raises:
             InvalidArgument: something other than a model or an empty folder is there, which would be lost, or
                 no folder can be made there.
         """
         target = Path(folder).resolve()
-        weights = self.gathered()
-        if self._ranks.rank:
-            return target
-        if target.exists() and not _may_go(target):
-            raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
-        aside = target.with_name(f".{target.name}.writing")
-        _remove(aside)
-        try:
-            aside.mkdir(parents=True)
-        except OSError as error:
-            raise InvalidArgument(f"path: {target} cannot be written: {error.strerror}") from None
-        write(aside, weights | _buffers(self.module))
-        _remove(target)
-        aside.rename(target)
+        with self._average.in_place() if self._average else nullcontext():
+            weights = self.gathered()
+            if self._ranks.rank == 0:
+                _replace(target, lambda aside: write(aside, weights | _buffers(self.module)))
         return target
+
+
+def _replace(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes the folder beside its place, then moves it there. InvalidArgument as for Learner.save."""
+    if target.exists() and not _may_go(target):
+        raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
+    aside = target.with_name(f".{target.name}.writing")
+    _remove(aside)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise InvalidArgument(f"path: {target} cannot be written: {error.strerror}") from None
+    write(aside)
+    _remove(target)
+    aside.rename(target)
 
 
 def _buckets(module: nn.Module) -> Iterator[list[Weight]]:

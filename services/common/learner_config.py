@@ -88,6 +88,10 @@ class LearnerConfig(Config):
     sequences of like length together."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep a running mean of the weights, mean = decay * mean + (1 - decay) * weights after each optimizer step, in
+    fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models are the mean; what is
+    trained and pushed are the weights. Null: no mean."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     num_cpus: Annotated[float, Field(ge=0)] = 1

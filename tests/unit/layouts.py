@@ -16,6 +16,7 @@ from services.critic.trainer import CriticBatch, CriticTrainer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
 Result = dict[str, Any]
+Weights = dict[str, np.ndarray]
 
 
 def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
@@ -83,6 +84,23 @@ class Bench:
             "before": before,
         }
 
+    def averaged(self, layout: dict[str, Any], folder: Path) -> tuple[list[Weights], Weights, Weights]:
+        """Trains five steps with a running mean and saves it to `folder`; the weights before and after each step,
+        after saving, and after a sixth step."""
+        config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), 0.7, self._ranks)
+        prompts, responses = pairs(5)
+        rows = noise(responses, 1)
+        batch = PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0)
+        seen = [joined(trainer)]
+        for step in range(5):
+            trainer.train(batch, seed=step)
+            seen.append(joined(trainer))
+        trainer.save(str(folder))
+        saved = joined(trainer)
+        trainer.train(batch, seed=5)
+        return seen, saved, joined(trainer)
+
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
@@ -112,7 +130,7 @@ def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
     return steps
 
 
-def joined(trainer: PolicyTrainer | CriticTrainer) -> dict[str, np.ndarray]:
+def joined(trainer: PolicyTrainer | CriticTrainer) -> Weights:
     """Every parameter in float32, by name."""
     weights = trainer._learner.full_weights()
     return {name: tensor.float().cpu().clone().numpy() for name, tensor in weights}

@@ -90,6 +90,25 @@ async def test_five_steps_are_the_same(
         assert step == pytest.approx(right, abs=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", [{}, {"zero_stage": 2}, BY_LAYERS, {"zero_stage": 3}], ids=str)
+async def test_the_running_mean_is_saved_and_the_weights_go_on(
+    benches: dict[int, RankGroup], layout: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    averaged = layout | {"ema_decay": 0.75}
+    seen, after, later = await benches[ranks].call("averaged", averaged, tmp_path / "mean", timeout_s=TIMEOUT_S)
+    _, _, wanted = await benches[1].call("averaged", {}, tmp_path / "no mean", timeout_s=TIMEOUT_S)
+    saved = load_file(tmp_path / "mean" / "model.safetensors")
+    assert furthest(after, seen[-1]) == 0
+    assert furthest(later, wanted) < WEIGHT < furthest(later, after)
+    for name, tensor in saved.items():
+        mean = seen[0][name]
+        for weights in seen[1:]:
+            mean = 0.75 * mean + 0.25 * weights[name]
+        assert float(np.abs(tensor.numpy() - mean).max()) < 1e-6
+    assert furthest({name: saved[name].numpy() for name in after}, after) > 1e-3
+
+
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], kind: str) -> None:
     lora = {"lora": LoraConfig(rank=4)}
