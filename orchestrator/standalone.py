@@ -118,8 +118,9 @@ class OfflineRollout:
         seeds: Sequence[int] | None = None,
         min_version: int = 0,
         timeout_s: float,
+        **_of_replicas: Any,
     ) -> AsyncIterator[list[Sample]]:
-        """As RolloutClient.generate; all samples come at once."""
+        """As RolloutClient.generate; all samples come at once, and there are no replicas that could be lost."""
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "request"), Path(folder, "samples")
             source.write_bytes(pack_request(self._config, prompts, sampling, seeds or range(len(prompts))))

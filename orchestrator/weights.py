@@ -76,6 +76,8 @@ class WeightPusher:
         self._rendezvous: list[pb.Rendezvous] = []
         self._manifest = b""
         self._pushed: PushReport | None = None
+        self._ahead = False
+        """The source holds weights that are not pushed yet."""
 
     async def push(self, version: int) -> PushReport:
         """Brings every replica to `version`.
@@ -87,12 +89,15 @@ class WeightPusher:
         async with self._turn:
             if not self._rendezvous:
                 await self._open()
-            there, _ = await _both(self._discover(), self._source.gather())
+            there = await self._discover()
+            await self._source.gather()
+            self._ahead = True
             for attempt in range(1, self._config.attempts + 1):
                 try:
                     checksum = await self._attempt(version, there or await self._discover())
                     seconds = time.monotonic() - start
                     self._pushed = PushReport(version, tuple(self._members), seconds, attempt, checksum)
+                    self._ahead = False
                     return self._pushed
                 except ServiceError as error:
                     failure = error
@@ -132,7 +137,12 @@ class WeightPusher:
                 return reports
             if clock() >= end:
                 raise failure
-            await asyncio.sleep(0.5)
+            # Whoever comes now may have to be let in first.
+            self._turn.release()
+            try:
+                await asyncio.sleep(0.5)
+            finally:
+                await self._turn.acquire()
 
     async def _meet(self, there: list[pb.WeightReport]) -> None:
         """A membership that is new, or not together, starts a new epoch."""
@@ -196,14 +206,14 @@ class WeightPusher:
     async def admit(self, applicants: Mapping[str, int], deliver: "Delivery") -> None:
         """Brings newcomers, by name with their workers, to the version that was last pushed.
 
-        `deliver` hands each its Admission, or None before the first push: then they begin as they are, and the
-        push that comes takes them along.
+        `deliver` hands each its Admission, or None before the first push and while one waits for a first replica:
+        then they begin as they are, and the push that comes takes them along.
 
         Raises:
             ServiceError: the learner could not send. The newcomers notice, and apply again.
         """
         async with self._turn:
-            if self._pushed is None:
+            if self._pushed is None or self._ahead:
                 await deliver(dict.fromkeys(applicants))
                 return
             epoch = self._new_epoch()

@@ -1,7 +1,7 @@
 """Weight pushes from a plain model, and a vLLM engine without Serve to push to."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from orchestrator.config import WeightsConfig
 from orchestrator.weights import PushReport, WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.arrays import Ints
+from services.common.errors import Internal
 from services.common.weight_transfer.buckets import checksum
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.sender import GlooSender
@@ -28,7 +29,7 @@ class ModelSource:
     """The learner's part of a push, for a model in this process."""
 
     def __init__(self, model: torch.nn.Module, senders: int = 1) -> None:
-        self._tensors: dict[str, Any] = dict(model.named_parameters())
+        self.replace(model)
         self.manifest = Manifest.of(self._tensors, BUCKET_BYTES)
         assert len(list(self.manifest.buckets())) > 2
         self.senders = [
@@ -36,6 +37,12 @@ class ModelSource:
         ]
         self.fails = False
         """The next transfer breaks off after its first bucket."""
+        self.midway: Callable[[], object] | None = None
+        """Called once, after the first bucket of a transfer, which then goes on."""
+
+    def replace(self, model: torch.nn.Module) -> None:
+        """Other weights from here on."""
+        self._tensors: dict[str, Any] = dict(model.named_parameters())
 
     async def rendezvous(self, backend: str) -> list[int]:
         assert backend == "gloo"
@@ -52,18 +59,33 @@ class ModelSource:
     async def send(self) -> str:
         if self.fails:
             self.fails = False
-            await asyncio.to_thread(self._break_off)
+            await asyncio.to_thread(self._first_bucket)
+            self.senders[0].close()
+        if self.midway is not None:
+            midway, self.midway = self.midway, None
+            await asyncio.to_thread(self._first_bucket)
+            midway()
+            return await self._rest()
         parts = await asyncio.gather(*(asyncio.to_thread(sender.send) for sender in self.senders))
         return checksum({number: found for part in parts for number, found in part.items()})
 
     async def admit(self, epoch: int, world_size: int) -> None:
         await asyncio.gather(*(asyncio.to_thread(sender.admit, epoch, world_size) for sender in self.senders))
 
-    def _break_off(self) -> None:
+    def _first_bucket(self) -> None:
         group, data = self.senders[0]._group, self.senders[0]._buckets[0]
         assert group is not None
         group.broadcast(data)
-        self.senders[0].close()
+
+    async def _rest(self) -> str:
+        buckets = self.senders[0]._buckets
+        buckets.numbers = buckets.numbers[1:]
+        try:
+            return checksum(await asyncio.to_thread(self.senders[0].send))
+        except RuntimeError as error:
+            raise Internal(f"policy.send: {error}") from error
+        finally:
+            buckets.numbers = [0, *buckets.numbers]
 
 
 def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:

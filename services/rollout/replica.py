@@ -5,6 +5,7 @@ Import path for Serve: `services.rollout.replica:build`.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -39,6 +40,9 @@ class Rollout(HealthMixin):
 
     async def __init__(self, config: RolloutConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         # Here and not above: Serve builds the application in a process that needs no engine, seconds sooner.
+        # vLLM's logging set-up closes the handlers of everyone else in the process, Serve's among them; and a replica
+        # whose log Serve's controller does not find is stopped when the controller recovers from its own death.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         from services.common.identity import describe_model
         from services.rollout.engine import VLLMEngine
         from services.rollout.joining import catch_up
@@ -48,7 +52,8 @@ class Rollout(HealthMixin):
         self._engine: Engine = engine
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
-        self._app = context.app_name
+        # One handle for good: each has a router of its own, which asks Serve's controller.
+        self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._member = WeightMember(engine, self._replica, config.host)
         self._model = describe_model(
             config.model,
@@ -58,7 +63,7 @@ class Rollout(HealthMixin):
             dtype=config.dtype,
         )
         # Last: when this returns, Serve sends requests here.
-        await catch_up(self._member, engine, self._replica, self._app, config.join_s)
+        await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
@@ -122,8 +127,7 @@ class Rollout(HealthMixin):
             raise InvalidArgument("phase: set one of discover, prepare, transfer, commit and abort")
         if not request.timeout_s > 0:
             raise InvalidArgument("timeout_s: required, more than 0")
-        everyone = serve.get_deployment_handle("Rollout", self._app)
-        return pb.WeightReports(reports=await broadcast(everyone, "carry_out", request))
+        return pb.WeightReports(reports=await broadcast(self._everyone, "carry_out", request))
 
     async def carry_out(self, phase: bytes) -> bytes:
         """This replica's part of a push phase; called through the deployment's own handle only."""

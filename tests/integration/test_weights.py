@@ -130,7 +130,10 @@ async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_
         return not any(process.is_running() and process.status() != "zombie" for process in engine)
 
     async def replaced() -> bool:
-        return len(processes(quartet)) == 2 and victim.pid not in processes(quartet)
+        if len(processes(quartet)) != 2 or victim.pid in processes(quartet):
+            return False
+        # Serve tells the replicas of one another a moment later.
+        return len(await rollout.update_weights(2, discover=pb.Discover())) == 2
 
     await eventually(engine_gone, 10)
     await eventually(replaced, 180)

@@ -308,6 +308,32 @@ async def test_a_silent_replica_is_out_of_the_epoch_that_follows(source: FakeSou
     assert ("join", 2, 2) in source.calls
 
 
+async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(source: FakeSource) -> None:
+    """It would wait for them, and they for it. They get what was pushed last, or come as they are."""
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet, patience_s=10)
+    await pusher.push(1)
+    fleet.remove("a")
+    pushing = asyncio.create_task(pusher.push(2))
+    await asyncio.sleep(0.1)
+    await pusher.admit({"new": 1}, lobby)
+    admission = lobby.told["new"]
+    assert admission is not None
+    assert pb.Commit.FromString(admission.commit).policy_version == 1
+    fleet.add(new=1)
+    assert (await pushing).replicas == ("new",)
+
+    # Lost in the middle of a push: the source holds the weights of version 3 already.
+    fleet.afterwards = {"transfer": lambda: fleet.remove("new")}
+    pushing = asyncio.create_task(pusher.push(3))
+    await asyncio.sleep(0.1)
+    await pusher.admit({"newer": 1}, lobby)
+    assert lobby.told["newer"] is None
+    fleet.add(newer=1)
+    assert (await pushing).replicas == ("newer",)
+    assert fleet.versions == {"newer": 3}
+
+
 class Lobby:
     """Notes what newcomers are told."""
 

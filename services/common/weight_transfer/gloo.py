@@ -59,7 +59,9 @@ class GlooGroup:
         options = ProcessGroupGloo._Options()
         options._timeout = self.timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(f"epoch{epoch}", store), rank, world_size, options)
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(
+            PrefixStore(f"epoch{epoch}", store), rank, world_size, options
+        )
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Sends `data` from the sender to everyone, or receives into it. Blocks; RuntimeError on failure."""

@@ -1,0 +1,204 @@
+"""The real services under faults, while a loop pushes and generates as training does.
+
+Processes are really killed (SIGKILL) and frozen (SIGSTOP). After each fault the loop goes on, every sample that was
+asked for is used once, and when Serve has replaced what was lost all replicas serve the same bytes. Each test prints
+how long the loop was held up, and after what time the service was whole again.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from orchestrator import cluster as ray_cluster
+from orchestrator.admission import admissions
+from protos import rollout_pb2 as pb
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.cluster import Quartet, eventually
+from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed
+
+PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
+LONG = Sampling(max_new_tokens=100, ignore_eos=True)
+REPLACED_S = 180
+
+
+class Loop:
+    """Training without the training: new weights, a push, and samples from no older weights, for ever."""
+
+    def __init__(self, quartet: Quartet, version: int) -> None:
+        self._quartet = quartet
+        self._version = version
+        self.source = ModelSource(plain.language_model(quartet.policy))
+        self._model = plain.language_model(quartet.policy)
+        self.pusher = make_pusher(quartet.services.rollout, self.source, attempts=4, patience_s=REPLACED_S)
+        self.steps = 0
+        self.longest = 0.0
+        """Seconds of the slowest step."""
+        self.repeated = 0
+
+    async def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            await self.step()
+            self.longest = max(self.longest, time.monotonic() - began)
+
+    async def step(self) -> None:
+        self._version += 1
+        perturbed(self._model, seed=self._version)
+        self.source.replace(self._model)
+        self.report = await self.pusher.push(self._version)
+        repeats: list[int] = []
+        stream = self._quartet.services.rollout.generate(
+            PROMPTS, LONG, min_version=self._version, timeout_s=120, stall_s=8, on_repeat=repeats.append
+        )
+        used = [sample async for some in stream for sample in some]
+        assert sorted(sample.index for sample in used) == list(range(len(PROMPTS)))
+        assert {sample.policy_version for sample in used} == {self._version}
+        self.repeated += sum(repeats)
+        self.steps += 1
+
+    async def further(self, steps: int = 2) -> None:
+        """Waits until so many more steps are done."""
+        goal = self.steps + steps
+
+        async def reached() -> bool:
+            return self.steps >= goal
+
+        await eventually(reached, 120)
+
+
+@pytest.fixture
+async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
+    """Running, with two replicas; at the end it must not have failed, and all replicas serve what was last pushed."""
+    await whole(quartet, 2)
+    reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    loop = Loop(quartet, max(report.policy_version for report in reports))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(admissions(loop.pusher, "rollout"))
+        running = asyncio.create_task(loop.run())
+        await loop.further()
+        loop.longest = 0.0
+        yield loop
+        took = await whole(quartet, quartet.rollout_replicas)
+        await loop.further()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await loop.step()
+    infos = await quartet.replicas()
+    assert {info.policy_version for info in infos.values()} == {loop.report.policy_version}
+    assert {info.weights_checksum for info in infos.values()} == {loop.report.checksum}
+    print(f"\nheld up for {loop.longest:.1f} s, {loop.repeated} samples asked again, whole after {took:.0f} s more")
+
+
+def rollouts(quartet: Quartet) -> dict[str, int]:
+    """Process ids of the rollout replicas that run, by name."""
+    rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
+    return {r["replica_id"]: r["pid"] for r in rollout["replicas"] if r["state"] == "RUNNING"}
+
+
+async def whole(quartet: Quartet, count: int) -> float:
+    """Seconds until so many replicas run, and answer as members."""
+
+    async def complete() -> bool:
+        pids = rollouts(quartet)
+        if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
+            return False
+        reports = await quartet.services.rollout.update_weights(2, discover=pb.Discover())
+        return len(reports) == count
+
+    return await eventually(complete, REPLACED_S)
+
+
+def scale(quartet: Quartet, count: int) -> None:
+    """As a user does: another number in the YAML, deployed again."""
+    quartet.raw["applications"][0]["deployments"][0]["num_replicas"] = count
+    path = quartet.folder / "scaled.yaml"
+    path.write_text(yaml.safe_dump(quartet.raw))
+    ray_cluster.deploy(quartet.cluster, path)
+
+
+def engine_of(pid: int) -> int:
+    """The process of a replica's vLLM engine."""
+    [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    return engine.pid
+
+
+def named(quartet: Quartet, name: str) -> psutil.Process:
+    """The Ray worker of the cluster whose title begins so."""
+    family = psutil.Process(quartet.cluster.pid).children(recursive=True)
+    alive = [process for process in family if process.status() != psutil.STATUS_ZOMBIE]
+    [found] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
+    return found
+
+
+async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:
+    psutil.Process(next(iter(rollouts(quartet).values()))).kill()
+    await loop.further()
+
+
+async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, loop: Loop) -> None:
+    victim = next(iter(rollouts(quartet).values()))
+    loop.source.midway = psutil.Process(engine_of(victim)).kill
+    await loop.further(3)
+    assert loop.source.midway is None
+
+
+async def test_an_engine_that_dies_under_a_living_replica(quartet: Quartet, loop: Loop) -> None:
+    replica, victim = next(iter(rollouts(quartet).items()))
+    psutil.Process(engine_of(victim)).kill()
+    await loop.further()
+
+    async def replaced() -> bool:
+        return replica not in rollouts(quartet)
+
+    await eventually(replaced, REPLACED_S)
+
+
+async def test_a_replica_frozen_with_its_engine(quartet: Quartet, loop: Loop) -> None:
+    """Nothing closes a connection: only deadlines, heartbeats and health checks find it. Serve replaces it."""
+    replica, victim = next(iter(rollouts(quartet).items()))
+    frozen = [psutil.Process(engine_of(victim)), psutil.Process(victim)]
+    for process in frozen:
+        process.suspend()
+    try:
+        await loop.further(3)
+
+        async def replaced() -> bool:
+            return replica not in rollouts(quartet)
+
+        await eventually(replaced, REPLACED_S)
+    finally:
+        for process in frozen:
+            if process.is_running():
+                process.send_signal(signal.SIGCONT)
+
+
+async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet, loop: Loop) -> None:
+    for name in ("ray::ServeController", "ray::ProxyActor"):
+        named(quartet, name).kill()
+    await loop.further(3)
+
+
+async def test_scaling_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
+    """2 -> 3 -> 1 -> 2. Every newcomer holds the pushed version before it is RUNNING: the loop would see another."""
+    for count in (3, 1, 2):
+        scale(quartet, count)
+        took = await whole(quartet, count)
+        await loop.further()
+        assert len(loop.report.replicas) == count
+        print(f"\n{count} replicas after {took:.0f} s")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_it_was(quartet: Quartet) -> Any:
+    """Other modules find two replicas."""
+    yield
+    assert quartet.rollout_replicas == 2
