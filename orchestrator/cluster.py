@@ -121,7 +121,7 @@ def _environment() -> dict[str, str]:
     defaults = {
         # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.common.proxy:bind_to_host",
-        # A proxy that dies takes all traffic with it until Serve has missed three of these; Serve's own choice is 10 s.
+        # A proxy that dies takes all traffic with it until Serve has missed three of these; its own choice is 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Threads that spin at barriers make processes on the same cores several times slower.
