@@ -133,8 +133,9 @@ class WeightPusher:
                 failure: ServiceError = Unavailable("no rollout replica answers")
             except ServiceError as error:
                 reports, failure = [], error
-            if reports:
-                return reports
+            # One that could not roll back says so; Serve replaces it.
+            if able := [report for report in reports if report.ok]:
+                return able
             if clock() >= end:
                 raise failure
             # Whoever comes now may have to be let in first.

@@ -49,7 +49,7 @@ class ModelSource:
         return [sender.rendezvous() for sender in self.senders]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
-        await asyncio.gather(*(asyncio.to_thread(sender.join, epoch, world_size) for sender in self.senders))
+        await self._on_all("join", epoch, world_size)
         return self.manifest.pack()
 
     async def gather(self) -> None:
@@ -66,11 +66,19 @@ class ModelSource:
             await asyncio.to_thread(self._first_bucket)
             midway()
             return await self._rest()
-        parts = await asyncio.gather(*(asyncio.to_thread(sender.send) for sender in self.senders))
+        parts = await self._on_all("send")
         return checksum({number: found for part in parts for number, found in part.items()})
 
     async def admit(self, epoch: int, world_size: int) -> None:
-        await asyncio.gather(*(asyncio.to_thread(sender.admit, epoch, world_size) for sender in self.senders))
+        await self._on_all("admit", epoch, world_size)
+
+    async def _on_all(self, method: str, *arguments: int) -> list[Any]:
+        """As through the learner's processes: what a sender raises arrives as a ServiceError."""
+        calls = [asyncio.to_thread(getattr(sender, method), *arguments) for sender in self.senders]
+        try:
+            return list(await asyncio.gather(*calls))
+        except RuntimeError as error:
+            raise Internal(f"policy.{method}: {error}") from error
 
     def _first_bucket(self) -> None:
         group, data = self.senders[0]._group, self.senders[0]._buckets[0]
@@ -81,9 +89,8 @@ class ModelSource:
         buckets = self.senders[0]._buckets
         buckets.numbers = buckets.numbers[1:]
         try:
-            return checksum(await asyncio.to_thread(self.senders[0].send))
-        except RuntimeError as error:
-            raise Internal(f"policy.send: {error}") from error
+            [digests] = await self._on_all("send")
+            return checksum(digests)
         finally:
             buckets.numbers = [0, *buckets.numbers]
 

@@ -27,6 +27,7 @@ class WeightMember:
         self._open = False
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
+        self._stuck = False
         self.failure = ""
         """Why this replica cannot go on, for its health check; empty while it can."""
 
@@ -39,7 +40,7 @@ class WeightMember:
         """Never raises: a phase that fails is rolled back here and its report says what went wrong."""
         name = phase.WhichOneof("phase")
         if name == "discover":
-            return self._report(ok=True)
+            return self._report(ok=not self._stuck, error=self.failure if self._stuck else "")
         steps: dict[str, Callable[[Any], Awaitable[str]]] = {
             "prepare": self._prepare,
             "transfer": self._transfer,
@@ -110,7 +111,7 @@ class WeightMember:
 
     async def _abort(self, message: pb.Abort) -> str:
         whole = await self._engine.abort() if self._open else True
-        self._open, self._epoch = False, 0
+        self._open, self._epoch, self._stuck = False, 0, False
         if whole and self._engine.version >= 0:
             self.failure = ""
         else:
@@ -128,6 +129,7 @@ class WeightMember:
                 await self._abort(pb.Abort())
         except Exception as error:
             log.error("push: roll-back failed on %s: %s", self._replica, error)
+            self._stuck = True
             self.failure = f"paused by a push that could not be rolled back: {type(error).__name__}: {error}"
 
     async def _expire(self, seconds: float) -> None:

@@ -112,7 +112,7 @@ async def whole(quartet: Quartet, count: int) -> float:
         if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
             return False
         reports = await quartet.services.rollout.update_weights(2, discover=pb.Discover())
-        return len(reports) == count
+        return sum(report.ok for report in reports) == count
 
     return await eventually(complete, REPLACED_S)
 

@@ -46,7 +46,7 @@ async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner
     before = await learner.logprobs(PROMPTS, RESPONSES)
     assert plain.furthest(before, expected) < 1e-4
     metrics = await learner.train(make_batch(before), seed=0)
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=0.2)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=0.5)
     assert plain.furthest(await learner.logprobs(PROMPTS, RESPONSES), before) > 0.01
     reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     version = 1 + max(report.policy_version for report in reports)

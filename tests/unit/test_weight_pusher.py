@@ -334,6 +334,13 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     assert fleet.versions == {"newer": 3}
 
 
+async def test_a_replica_that_cannot_roll_back_is_no_member(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.members["b"]._stuck = True
+    report = await make_pusher(fleet).push(1)
+    assert (report.attempts, report.replicas) == (1, ("a",))
+
+
 class Lobby:
     """Notes what newcomers are told."""
 
