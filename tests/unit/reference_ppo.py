@@ -7,6 +7,7 @@ code uses a recursion or a fused operation. `pad` turns them into tensors with N
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,3 +164,13 @@ def mismatch(behaviour: Rows, old: Rows, cap: float) -> dict[str, float]:
         "kl": sum(kl(b, o, "k3") for b, o in pairs) / len(pairs),
         "capped": sum(math.exp(o - b) > cap for b, o in pairs) / len(pairs),
     }
+
+
+def doubles(rows: Any) -> Tensor:
+    """The rows as float64, in which a check by hand is exact."""
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """d loss / d leaf."""
+    return torch.autograd.grad(loss, leaf)[0]

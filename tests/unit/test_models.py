@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,9 +138,12 @@ def test_attention_is_the_one_asked_for(policy_folder: Path) -> None:
         assert load_causal(str(policy_folder), "float32", attention).config._attn_implementation == attention
 
 
-@pytest.mark.skipif(is_flash_attn_2_available(), reason="FlashAttention 2 is here")
-def test_flash_attention_where_there_is_none_is_refused_by_its_field(policy_folder: Path) -> None:
+def test_flash_attention_is_taken_where_it_is_and_refused_by_its_field_elsewhere(policy_folder: Path) -> None:
     for load in (load_causal, load_body):
+        if is_flash_attn_2_available():
+            model: Any = load(str(policy_folder), "bfloat16", "flash_attention_2")
+            assert model.config._attn_implementation == "flash_attention_2"
+            continue
         with pytest.raises(ConfigError, match="attn_implementation: flash_attention_2 wants an NVIDIA GPU"):
             load(str(policy_folder), "bfloat16", "flash_attention_2")
 

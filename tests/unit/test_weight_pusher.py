@@ -1,135 +1,17 @@
 """The push of weights to replicas that play their real part, on engines that only take notes."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from fake_fleet import FakeSource, Fleet, make_pusher
 
-from orchestrator.config import WeightsConfig
-from orchestrator.weights import PushFailed, WeightPusher
-from protos import rollout_pb2 as pb
+from orchestrator.weights import PushFailed
 from services.common.errors import Internal, ServiceError, Unavailable
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.registry import Admission
-from services.rollout.weights import WeightMember
-
-MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
-
-
-class NoteTaker:
-    """An engine that receives what the source sends."""
-
-    def __init__(self, source: "FakeSource", workers: int) -> None:
-        self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", workers
-        self.source = source
-        self.calls: list[str] = []
-        self.joined: list[dict[str, Any]] = []
-        self.garbles = False
-
-    async def join(self, init_info: dict[str, Any]) -> None:
-        self.calls.append("join")
-        self.joined.append(init_info)
-
-    async def pause(self, in_flight: str) -> None:
-        self.calls.append(f"pause {in_flight}")
-
-    async def receive(self, manifest: Manifest) -> str:
-        self.calls.append("receive")
-        assert manifest == MANIFEST
-        return "garbled" if self.garbles else self.source.checksum
-
-    async def commit(self, version: int) -> None:
-        self.calls.append("commit")
-        self.version = version
-
-    async def abort(self) -> bool:
-        self.calls.append("abort")
-        return True
-
-
-class FakeSource:
-    """The learner's end."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.checksum = "sum"
-        self.failures: list[Exception] = []
-
-    async def rendezvous(self, backend: str) -> list[int]:
-        self.calls.append(("rendezvous", backend))
-        return [4000]
-
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        self.calls.append(("join", epoch, world_size))
-        return MANIFEST.pack()
-
-    async def gather(self) -> None:
-        self.calls.append("gather")
-
-    async def admit(self, epoch: int, world_size: int) -> None:
-        self.calls.append(("admit", epoch, world_size))
-        if self.failures:
-            raise self.failures.pop(0)
-
-    async def send(self) -> str:
-        self.calls.append("send")
-        if self.failures:
-            raise self.failures.pop(0)
-        return self.checksum
-
-
-class Fleet:
-    """Stands in for the rollout client: fans a phase out to its replicas."""
-
-    def __init__(self, source: FakeSource, **workers: int) -> None:
-        self.source = source
-        self.engines: dict[str, NoteTaker] = {}
-        self.members: dict[str, WeightMember] = {}
-        self.phases: list[str] = []
-        self.timeouts: list[float] = []
-        self.mute: set[tuple[str, str]] = set()
-        """(replica, phase): no answer, as of one that died."""
-        self.down: list[str] = []
-        """Phases whose call fails as a whole, once."""
-        self.afterwards: dict[str, Callable[[], None]] = {}
-        """What happens after a phase, once."""
-        self.add(**workers)
-
-    def add(self, **workers: int) -> None:
-        for name, count in workers.items():
-            self.engines[name] = NoteTaker(self.source, count)
-            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
-
-    def remove(self, name: str) -> None:
-        del self.engines[name], self.members[name]
-
-    async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
-        (name,) = phase
-        self.phases.append(name)
-        self.timeouts.append(timeout_s)
-        if name in self.down:
-            self.down.remove(name)
-            raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
-        message = pb.WeightPhase(timeout_s=timeout_s, **phase)
-        answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
-        reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))
-        self.afterwards.pop(name, lambda: None)()
-        return reports
-
-    @property
-    def versions(self) -> dict[str, int]:
-        return {name: engine.version for name, engine in self.engines.items()}
 
 
 @pytest.fixture
 def source() -> FakeSource:
     return FakeSource()
-
-
-def make_pusher(fleet: Fleet, **config: Any) -> WeightPusher:
-    settings = {"host": "10.0.0.1", "timeout_s": 9, "stall_s": 4, "control_s": 2, "patience_s": 0.1, "attempts": 3}
-    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(**settings | config))  # type: ignore[arg-type]
 
 
 GOOD = ["discover", "prepare", "transfer", "commit"]
@@ -308,94 +190,11 @@ async def test_a_silent_replica_is_out_of_the_epoch_that_follows(source: FakeSou
     assert ("join", 2, 2) in source.calls
 
 
-async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(source: FakeSource) -> None:
-    """It would wait for them, and they for it. They get what was pushed last, or come as they are."""
-    fleet, lobby = Fleet(source, a=1), Lobby()
-    pusher = make_pusher(fleet, patience_s=10)
-    await pusher.push(1)
-    fleet.remove("a")
-    pushing = asyncio.create_task(pusher.push(2))
-    await asyncio.sleep(0.1)
-    await pusher.admit({"new": 1}, lobby)
-    admission = lobby.told["new"]
-    assert admission is not None
-    assert pb.Commit.FromString(admission.commit).policy_version == 1
-    fleet.add(new=1)
-    assert (await pushing).replicas == ("new",)
-
-    # Lost in the middle of a push: the source holds the weights of version 3 already.
-    fleet.afterwards = {"transfer": lambda: fleet.remove("new")}
-    pushing = asyncio.create_task(pusher.push(3))
-    await asyncio.sleep(0.1)
-    await pusher.admit({"newer": 1}, lobby)
-    assert lobby.told["newer"] is None
-    fleet.add(newer=1)
-    assert (await pushing).replicas == ("newer",)
-    assert fleet.versions == {"newer": 3}
-
-
 async def test_a_replica_that_cannot_roll_back_is_no_member(source: FakeSource) -> None:
     fleet = Fleet(source, a=1, b=1)
     fleet.members["b"]._stuck = True
     report = await make_pusher(fleet).push(1)
     assert (report.attempts, report.replicas) == (1, ("a",))
-
-
-class Lobby:
-    """Notes what newcomers are told."""
-
-    def __init__(self) -> None:
-        self.told: dict[str, Admission | None] = {}
-
-    async def __call__(self, admissions: dict[str, Admission | None]) -> None:
-        self.told |= admissions
-
-
-async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
-    lobby = Lobby()
-    await make_pusher(Fleet(source)).admit({"new": 1}, lobby)
-    assert lobby.told == {"new": None}
-    assert source.calls == []
-
-
-async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: FakeSource) -> None:
-    fleet, lobby = Fleet(source, a=1), Lobby()
-    pusher = make_pusher(fleet)
-    await pusher.push(7)
-    await pusher.admit({"new": 2, "other": 1}, lobby)
-    assert source.calls[-1] == ("admit", 2, 4)
-    admission = lobby.told["new"]
-    assert admission is not None
-    assert lobby.told["other"] == admission
-    prepare = pb.Prepare.FromString(admission.prepare)
-    assert (prepare.epoch, prepare.world_size, dict(prepare.ranks)) == (2, 4, {"new": 1, "other": 3})
-    assert pb.Transfer.FromString(admission.transfer).manifest == MANIFEST.pack()
-    assert pb.Commit.FromString(admission.commit).policy_version == 7
-    assert admission.checksum == "sum"
-    # The group of the others is as it was.
-    await pusher.push(8)
-    assert source.calls[-2:] == ["gather", "send"]
-    assert fleet.engines["a"].calls.count("join") == 1
-
-
-async def test_a_push_and_an_admission_take_turns(source: FakeSource) -> None:
-    fleet, lobby = Fleet(source, a=1), Lobby()
-    pusher = make_pusher(fleet)
-    await pusher.push(1)
-    await asyncio.gather(pusher.push(2), pusher.admit({"new": 1}, lobby))
-    admission = lobby.told["new"]
-    assert admission is not None
-    assert pb.Commit.FromString(admission.commit).policy_version == 2
-
-
-async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(source: FakeSource) -> None:
-    fleet = Fleet(source, a=1)
-    pusher = make_pusher(fleet)
-    await pusher.push(1)
-    source.failures = [Internal("policy.admit: the newcomer is gone")]
-    with pytest.raises(Internal, match="the newcomer is gone"):
-        await pusher.admit({"new": 1}, Lobby())
-    assert (await pusher.push(2)).attempts == 1
 
 
 async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -> None:

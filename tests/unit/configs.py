@@ -1,0 +1,13 @@
+"""For tests of configuration: what is said of values."""
+
+from typing import Any
+
+import pytest
+
+from services.common.config import Config, ConfigError
+
+
+def problems(kind: type[Config], values: Any, where: str = "root") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        kind.parse(values, where)
+    return str(caught.value).splitlines()

@@ -1,0 +1,124 @@
+"""Replicas that play their real part in a push, on engines that only take notes, and a learner's end of it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.config import WeightsConfig
+from orchestrator.weights import WeightPusher
+from protos import rollout_pb2 as pb
+from services.common.errors import Unavailable
+from services.common.weight_transfer.manifest import Manifest
+from services.rollout.weights import WeightMember
+
+MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
+
+
+class NoteTaker:
+    """An engine that receives what the source sends."""
+
+    def __init__(self, source: "FakeSource", workers: int) -> None:
+        self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", workers
+        self.source = source
+        self.calls: list[str] = []
+        self.joined: list[dict[str, Any]] = []
+        self.garbles = False
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("join")
+        self.joined.append(init_info)
+
+    async def pause(self, in_flight: str) -> None:
+        self.calls.append(f"pause {in_flight}")
+
+    async def receive(self, manifest: Manifest) -> str:
+        self.calls.append("receive")
+        assert manifest == MANIFEST
+        return "garbled" if self.garbles else self.source.checksum
+
+    async def commit(self, version: int) -> None:
+        self.calls.append("commit")
+        self.version = version
+
+    async def abort(self) -> bool:
+        self.calls.append("abort")
+        return True
+
+
+class FakeSource:
+    """The learner's end."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.checksum = "sum"
+        self.failures: list[Exception] = []
+
+    async def rendezvous(self, backend: str) -> list[int]:
+        self.calls.append(("rendezvous", backend))
+        return [4000]
+
+    async def join(self, epoch: int, world_size: int) -> bytes:
+        self.calls.append(("join", epoch, world_size))
+        return MANIFEST.pack()
+
+    async def gather(self) -> None:
+        self.calls.append("gather")
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        self.calls.append(("admit", epoch, world_size))
+        if self.failures:
+            raise self.failures.pop(0)
+
+    async def send(self) -> str:
+        self.calls.append("send")
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.checksum
+
+
+class Fleet:
+    """Stands in for the rollout client: fans a phase out to its replicas."""
+
+    def __init__(self, source: FakeSource, **workers: int) -> None:
+        self.source = source
+        self.engines: dict[str, NoteTaker] = {}
+        self.members: dict[str, WeightMember] = {}
+        self.phases: list[str] = []
+        self.timeouts: list[float] = []
+        self.mute: set[tuple[str, str]] = set()
+        """(replica, phase): no answer, as of one that died."""
+        self.down: list[str] = []
+        """Phases whose call fails as a whole, once."""
+        self.afterwards: dict[str, Callable[[], None]] = {}
+        """What happens after a phase, once."""
+        self.add(**workers)
+
+    def add(self, **workers: int) -> None:
+        for name, count in workers.items():
+            self.engines[name] = NoteTaker(self.source, count)
+            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
+
+    def remove(self, name: str) -> None:
+        del self.engines[name], self.members[name]
+
+    async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
+        (name,) = phase
+        self.phases.append(name)
+        self.timeouts.append(timeout_s)
+        if name in self.down:
+            self.down.remove(name)
+            raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
+        message = pb.WeightPhase(timeout_s=timeout_s, **phase)
+        answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
+        reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))
+        self.afterwards.pop(name, lambda: None)()
+        return reports
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return {name: engine.version for name, engine in self.engines.items()}
+
+
+def make_pusher(fleet: Fleet, **config: Any) -> WeightPusher:
+    settings = {"host": "10.0.0.1", "timeout_s": 9, "stall_s": 4, "control_s": 2, "patience_s": 0.1, "attempts": 3}
+    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(**settings | config))  # type: ignore[arg-type]

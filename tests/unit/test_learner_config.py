@@ -1,0 +1,103 @@
+"""Learners and scorers that cannot be, and what DeepSpeed is told of those that can."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configs import problems
+
+from services.common.learner_config import LearnerConfig, OptimizerConfig, PolicyConfig, describe
+from services.reward.config import RewardConfig
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": {"learning_rate": 1, "schedule": "cosine"}}, "total_steps is required by schedule: cosine"),
+        (
+            {"optimizer": {"learning_rate": 1, "warmup_steps": 9, "total_steps": 9}},
+            "warmup_steps must be less than total_steps",
+        ),
+        ({"optimizer": {"learning_rate": 0}}, "learning_rate: should be more than 0, got 0"),
+        ({"optimizer": {"learning_rate": 1, "betas": [0.9, 1]}}, "betas.1: should be less than 1, got 1"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1"),
+        ({"dtype": "float16"}, "dtype: should be 'float32' or 'bfloat16', got 'float16'"),
+        ({"zero_stage": 9}, "zero_stage: should be 0"),
+        ({"ranks": 0}, "ranks: should be 1 or more, got 0"),
+        ({"adam_offload": True}, "adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3"),
+        ({"param_offload": True, "zero_stage": 2}, "param_offload is part of ZeRO 3; set zero_stage to 3"),
+        ({"attn_implementation": "flash"}, "attn_implementation: should be 'sdpa', 'eager' or 'flash_attention_2'"),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16",
+        ),
+        ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
+    ],
+)
+def test_learners_that_cannot_be(model: str, values: dict[str, Any], message: str) -> None:
+    lines = problems(LearnerConfig, {"model": model, "optimizer": {"learning_rate": 1}} | values)
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_what_deepspeed_is_told(model: str) -> None:
+    config = PolicyConfig(
+        model=model,
+        dtype="bfloat16",
+        zero_stage=1,
+        optimizer=OptimizerConfig(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, max_grad_norm=3),
+    )
+    told = describe(config)
+    assert told["bf16"] == {"enabled": True}
+    assert told["gradient_accumulation_steps"] == 1
+    assert told["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 50_000_000}
+    assert told["gradient_clipping"] == 3
+    assert told["optimizer"]["type"] == "AdamW"
+    assert told["optimizer"]["params"] == {
+        "lr": 0.01,
+        "betas": [0.8, 0.9],
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "torch_adam": True,
+        "fused": True,
+    }
+
+
+def test_what_deepspeed_is_told_of_zero_3_with_offload(model: str) -> None:
+    config = PolicyConfig(
+        model=model,
+        zero_stage=3,
+        zero_persist_below=7,
+        adam_offload=True,
+        param_offload=True,
+        optimizer=OptimizerConfig(learning_rate=0.01),
+    )
+    assert describe(config)["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 7,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    }
+
+
+def test_scorers_nest(model: str) -> None:
+    function = {"kind": "function", "function": "a.b:c"}
+    blend = {"kind": "blend", "parts": [{"weight": 2, "scorer": function}]}
+    outer = {"kind": "blend", "parts": [{"weight": 0.5, "scorer": blend}, {"weight": 1, "scorer": function}]}
+    config = RewardConfig.parse({"tokenizer": model, "scorer": outer}, "reward.args")
+    assert config.model_dump()["scorer"] == outer
+    assert problems(RewardConfig, {"tokenizer": model, "scorer": {"kind": "blend", "parts": []}})[0].startswith(
+        "root.scorer.parts: should have 1 or more items, got []"
+    )
+    blend["parts"][0]["scorer"] = {"kind": "function", "function": "no path", "funktion": 1}  # type: ignore[index]
+    lines = problems(RewardConfig, {"tokenizer": model, "scorer": outer}, "reward.args")
+    inner = "reward.args.scorer.parts.0.scorer.parts.0.scorer"
+    assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
+    assert lines[1:] == [f"{inner}.funktion: unknown field; known: function, kind; did you mean function?"]
