@@ -255,3 +255,12 @@ class OrchestratorConfig(Config):
                 f"ppo.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _senders_are_ranks(self) -> Self:
+        senders = self.weights.senders
+        if senders > self.policy.ranks:
+            raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
+        if senders > 1 and self.weights.backend == "nccl":
+            raise ValueError(f"weights.senders ({senders}) must be 1 with weights.backend nccl")
+        return self

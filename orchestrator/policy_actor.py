@@ -8,7 +8,6 @@ import ray
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
-from services.common.config import ConfigError
 from services.common.rank_group import RankGroup, RanksLost
 from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
@@ -24,12 +23,7 @@ class Policy:
     """What the loop needs of the policy learner. Every call raises PolicyError once a rank has died or is stuck."""
 
     def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: Callable[[Any], Any] = ray.put) -> None:
-        """`share` puts what all ranks get where each can fetch it. ConfigError if more ranks shall send than are."""
-        if config.weights.senders > config.policy.ranks:
-            raise ConfigError(
-                f"orchestrator.weights.senders: {config.weights.senders}, but orchestrator.policy.ranks is "
-                f"{config.policy.ranks}; at most all ranks can send"
-            )
+        """`share` puts what all ranks get where each can fetch it."""
         self._ranks = ranks
         self._timeouts = config.timeouts
         self._weights = config.weights
@@ -41,7 +35,6 @@ class Policy:
 
         Raises:
             DeadlineExceeded: not within timeouts.start_s, usually because the cluster has not the CPUs or GPUs.
-            ConfigError: more ranks shall send weights than there are.
         """
         ranks = ray_ranks("policy", config.policy)
         policy = cls(ranks, config)

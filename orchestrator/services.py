@@ -97,6 +97,11 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with "
             f"{infos.rollout.weight_backend}"
         )
+    if config.weights.senders > 1 and infos.rollout.weight_backend == "nccl":
+        raise ConfigError(
+            f"orchestrator.weights.senders: {config.weights.senders}, but the rollout replicas were started with "
+            "nccl, which takes one"
+        )
 
 
 def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, config: OrchestratorConfig) -> None:

@@ -62,6 +62,10 @@ def write(path: Path, content: dict[str, Any]) -> Path:
             {"sampling": {"min_new_tokens": 9, "max_new_tokens": 8}},
             "orchestrator.sampling: min_new_tokens (9) must not exceed max_new_tokens (8)",
         ),
+        (
+            {"weights": {"senders": 2}},
+            "orchestrator: weights.senders (2) must not exceed policy.ranks (1)",
+        ),
         ({"seed": -1}, "orchestrator.seed: should be 0 or more, got -1"),
         ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: should be 0.01 or more, got 0"),
         ({"ppo": {"dual_clip": 1}}, "orchestrator.ppo.dual_clip: should be more than 1, got 1"),

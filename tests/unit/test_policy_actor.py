@@ -7,7 +7,6 @@ import pytest
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy_actor import Policy, PolicyError
-from services.common.config import ConfigError
 from services.common.errors import DeadlineExceeded
 from services.common.rank_group import RankDied, RankGroup
 from services.common.weight_transfer.buckets import checksum
@@ -59,11 +58,6 @@ async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> 
     assert [methods(rank) for rank in ranks] == [["rendezvous", "join", "send", "admit"]] * 2 + [[]]
     assert ranks[0].called[0] == ("run", "rendezvous", "gloo", "127.0.0.1", 2 << 20, 0.5, 2)
     assert ranks[0].called[3] == ("run_beside", "admit", 2, 3)
-
-
-async def test_there_cannot_be_more_senders_than_ranks(policy_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"orchestrator.weights.senders: 2, but orchestrator.policy.ranks is 1"):
-        make_policy(policy_folder, FakeRank(), senders=2)
 
 
 async def test_a_send_out_of_time_may_be_tried_again(policy_folder: Path) -> None:

@@ -68,6 +68,16 @@ def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> 
         check_compatible(make_infos(), make_tokenizer(), config)
 
 
+def test_nccl_takes_one_sender(policy_folder: Path) -> None:
+    policy = {"model": str(policy_folder), "optimizer": {"learning_rate": 1e-4}, "ranks": 2}
+    config = make_config(policy_folder, **LENGTHS, weights={"senders": 2}, policy=policy)
+    infos = make_infos()
+    check_compatible(infos, make_tokenizer(), config)
+    infos.rollout.weight_backend = "nccl"
+    with pytest.raises(ConfigError, match=r"orchestrator.weights.senders: 2, but the rollout replicas .* nccl"):
+        check_compatible(infos, make_tokenizer(), config)
+
+
 class FakeClient:
     def __init__(self, answer: Any) -> None:
         self.answer, self.closed = answer, False
