@@ -29,13 +29,11 @@ from rich.table import Table
 from orchestrator.config import WeightsConfig
 from orchestrator.weights import WeightPusher
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.buckets import checksum
 from services.common.weight_transfer.gloo import GlooGroup, reach_store, serve_store
 from services.common.weight_transfer.manifest import MIB, Manifest
-from services.common.weight_transfer.sender import GlooSender
 from tests.members import Fleet
+from tests.sources import HOST, LocalSource
 
-HOST = "127.0.0.1"
 STALL_S = 60.0
 TENSORS = 300
 console = Console()
@@ -72,7 +70,7 @@ async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int) -> lis
     fleet, others = Fleet(), Fleet()
     for each in (fleet, others):
         await each.add(*(f"replica{number}" for number in range(replicas)))
-    source = Source(weights, bucket_mib)
+    source = LocalSource(weights, bucket_bytes=bucket_mib * MIB, stall_s=STALL_S)
     config = WeightsConfig(timeout_s=600, stall_s=STALL_S, control_s=30, bucket_mib=bucket_mib)
     pusher = WeightPusher(fleet, source, "gloo", config)  # type: ignore[arg-type]
     bare = Bare(mib, replicas)
@@ -110,35 +108,6 @@ async def _pushed(pusher: WeightPusher) -> float:
     report = await pusher.push(1)
     assert report.attempts == 1
     return report.seconds
-
-
-class Source:
-    """The learner's part, in this process."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], bucket_mib: int) -> None:
-        self._weights = weights
-        self._manifest = Manifest.of(weights, bucket_mib * MIB)
-        self._sender = GlooSender(self._manifest, host=HOST, stall_s=STALL_S)
-        self.transfer_s = 0.0
-
-    async def rendezvous(self, backend: str) -> list[int]:
-        return [self._sender.rendezvous()]
-
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        await asyncio.to_thread(self._sender.join, epoch, world_size)
-        return self._manifest.pack()
-
-    async def gather(self) -> None:
-        await asyncio.to_thread(self._sender.load, self._weights.items())
-
-    async def send(self) -> str:
-        began = time.perf_counter()
-        digests = await asyncio.to_thread(self._sender.send)
-        self.transfer_s = time.perf_counter() - began
-        return checksum(digests)
-
-    async def admit(self, epoch: int, world_size: int) -> None:
-        await asyncio.to_thread(self._sender.admit, epoch, world_size)
 
 
 class Layers:

@@ -18,15 +18,17 @@ import typer
 from rich.console import Console
 
 from benchmarks.rollout import only_rollout
-from benchmarks.weights import HOST, STALL_S, Layers, Source
+from benchmarks.weights import STALL_S, Layers
 from orchestrator import cluster
 from orchestrator.config import WeightsConfig
 from orchestrator.deployment import Deployment
 from orchestrator.weights import WeightPusher
 from services.common.client import open_channel
+from services.common.weight_transfer.manifest import MIB
 from services.rollout.client import RolloutClient
 from tests.models import make_policy
 from tests.plain import language_model
+from tests.sources import HOST, LocalSource
 
 LAYERS = {"num_hidden_layers": 33, "hidden_size": 256, "intermediate_size": 512}
 """33 layers of 9 tensors, and 3 more."""
@@ -60,7 +62,7 @@ def main(
 async def _race(target: str, model: Path, rounds: int) -> None:
     weights = {name: parameter.detach() for name, parameter in language_model(model).named_parameters()}
     client = RolloutClient(open_channel(target))
-    source = Source(weights, bucket_mib=64)
+    source = LocalSource(weights, bucket_bytes=64 * MIB, stall_s=STALL_S)
     config = WeightsConfig(timeout_s=600, stall_s=STALL_S, control_s=30)
     pusher = WeightPusher(client, source, "gloo", config)
     pushed: list[float] = []

@@ -1,7 +1,7 @@
 """Weight pushes from a plain model, and a vLLM engine without Serve to push to."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,89 +10,24 @@ from orchestrator.config import WeightsConfig
 from orchestrator.weights import PushReport, WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.arrays import Ints
-from services.common.errors import Internal
-from services.common.weight_transfer.buckets import checksum
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.sender import GlooSender
 from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig
 from services.rollout.sample import Sample, Sampling
+from tests.sources import HOST, LocalSource
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 20
 STALL_S = 5
 BUCKET_BYTES = 100_000
 """The test models have 0.5 MB: several buckets."""
 
 
-class ModelSource:
+class ModelSource(LocalSource):
     """The learner's part of a push, for a model in this process."""
 
     def __init__(self, model: torch.nn.Module, senders: int = 1) -> None:
-        self.replace(model)
-        self.manifest = Manifest.of(self._tensors, BUCKET_BYTES)
-        assert len(list(self.manifest.buckets())) > 2
-        self.senders = [
-            GlooSender(self.manifest, host=HOST, stall_s=STALL_S, sender=i, senders=senders) for i in range(senders)
-        ]
-        self.fails = False
-        """The next transfer breaks off after its first bucket."""
-        self.midway: Callable[[], object] | None = None
-        """Called once, after the first bucket of a transfer, which then goes on."""
-
-    def replace(self, model: torch.nn.Module) -> None:
-        """Other weights from here on."""
-        self._tensors: dict[str, Any] = dict(model.named_parameters())
-
-    async def rendezvous(self, backend: str) -> list[int]:
-        assert backend == "gloo"
-        return [sender.rendezvous() for sender in self.senders]
-
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        await self._on_all("join", epoch, world_size)
-        return self.manifest.pack()
-
-    async def gather(self) -> None:
-        for sender in self.senders:
-            sender.load(self._tensors.items())
-
-    async def send(self) -> str:
-        if self.fails:
-            self.fails = False
-            await asyncio.to_thread(self._first_bucket)
-            self.senders[0].close()
-        if self.midway is not None:
-            midway, self.midway = self.midway, None
-            await asyncio.to_thread(self._first_bucket)
-            midway()
-            return await self._rest()
-        parts = await self._on_all("send")
-        return checksum({number: found for part in parts for number, found in part.items()})
-
-    async def admit(self, epoch: int, world_size: int) -> None:
-        await self._on_all("admit", epoch, world_size)
-
-    async def _on_all(self, method: str, *arguments: int) -> list[Any]:
-        """As through the learner's processes: what a sender raises arrives as a ServiceError."""
-        calls = [asyncio.to_thread(getattr(sender, method), *arguments) for sender in self.senders]
-        try:
-            return list(await asyncio.gather(*calls))
-        except RuntimeError as error:
-            raise Internal(f"policy.{method}: {error}") from error
-
-    def _first_bucket(self) -> None:
-        group, data = self.senders[0]._group, self.senders[0]._buckets[0]
-        assert group is not None
-        group.broadcast(data)
-
-    async def _rest(self) -> str:
-        buckets = self.senders[0]._buckets
-        buckets.numbers = buckets.numbers[1:]
-        try:
-            [digests] = await self._on_all("send")
-            return checksum(digests)
-        finally:
-            buckets.numbers = [0, *buckets.numbers]
+        tensors = dict(model.named_parameters())
+        super().__init__(tensors, bucket_bytes=BUCKET_BYTES, stall_s=STALL_S, senders=senders)
+        assert self.buckets > 2
 
 
 def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:

@@ -86,13 +86,13 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
 
 
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
-    """After the first of several buckets; then the same weights arrive with the next push."""
+    """In the middle; then the same weights arrive with the next push."""
     [old] = await loaded.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     seeded = Sampling(max_new_tokens=40)
     before = await loaded.host.generate.remote(PROMPTS, seeded)
     perturbed(loaded.model, seed=99)
     source = ModelSource(loaded.model)
-    source.fails = True
+    source.midway = source.leave
     with pytest.raises(PushFailed, match=r"version 50 after 1 attempts: only: transfer: \w+"):
         await push(loaded.rollout, source, 50)
     after = await loaded.host.generate.remote(PROMPTS, seeded)
@@ -120,7 +120,7 @@ async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeat
     await push(loaded.rollout, source, 80, streaming=True)
     await loaded.check(version=80)
     perturbed(loaded.model, seed=103)
-    source.fails = True
+    source.midway = source.leave
     with pytest.raises(PushFailed, match=r"version 81 after 1 attempts: only: transfer: \w+"):
         await push(loaded.rollout, source, 81, streaming=True)
     [lost] = await loaded.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
@@ -135,7 +135,7 @@ async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeat
 async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=100)
     source = ModelSource(loaded.model)
-    source.fails = True
+    source.midway = source.leave
     report = await push(loaded.rollout, source, 60, attempts=2)
     assert report.attempts == 2
     await loaded.check(version=60)

@@ -52,7 +52,7 @@ class Loop:
     async def step(self) -> None:
         self._version += 1
         perturbed(self._model, seed=self._version)
-        self.source.replace(self._model)
+        self.source.tensors = dict(self._model.named_parameters())
         self.report = await self.pusher.push(self._version)
         repeats: list[int] = []
         stream = self._quartet.services.rollout.generate(

@@ -6,7 +6,7 @@ SIGKILL and frozen with SIGSTOP. The same through Serve and vLLM, where it takes
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,11 +15,9 @@ from orchestrator.config import WeightsConfig
 from orchestrator.weights import PushReport, WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.errors import Internal, Unavailable
-from services.common.weight_transfer.buckets import checksum
-from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.registry import Admission
-from services.common.weight_transfer.sender import GlooSender
-from tests.members import HOST, Fleet, Hook, weights
+from tests.members import Fleet, Hook, weights
+from tests.sources import LocalSource
 
 MIB = 64
 STALL_S = 2.0
@@ -27,55 +25,13 @@ CONTROL_S = 1.0
 TIMEOUT_S = 8.0
 
 
-class Source:
-    """The learner's part, with a moment in the middle of the transfer at which something can be done."""
-
-    def __init__(self) -> None:
-        self.tensors = weights(0, MIB)
-        self.manifest = Manifest.of(self.tensors, MIB << 17)  # each tensor a bucket of its own
-        self.sender = GlooSender(self.manifest, host=HOST, stall_s=STALL_S)
-        self.midway: Callable[[], None] | None = None
-
-    async def rendezvous(self, backend: str) -> list[int]:
-        return [self.sender.rendezvous()]
-
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        await self._run(self.sender.join, epoch, world_size)
-        return self.manifest.pack()
-
-    async def gather(self) -> None:
-        self.sender.load(self.tensors.items())
-
-    async def send(self) -> str:
-        if self.midway is not None:
-            group, midway, self.midway = self.sender._group, self.midway, None
-            assert group is not None
-            # Half of the buckets, then the fault, then as always.
-            for number in range(4):
-                await self._run(group.broadcast, self.sender._buckets[number])
-            midway()
-            self.sender._buckets.numbers = [4, 5, 6, 7]
-        try:
-            return checksum(await self._run(self.sender.send))
-        finally:
-            self.sender._buckets.numbers = list(range(8))
-
-    async def admit(self, epoch: int, world_size: int) -> None:
-        await self._run(self.sender.admit, epoch, world_size)
-
-    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As through the learner's Ray actor: what it raises arrives as a ServiceError."""
-        try:
-            return await asyncio.to_thread(function, *arguments)
-        except RuntimeError as error:
-            raise Internal(str(error)) from error
-
-
 class Stage:
     """Three members at version 1, and the pusher that brought them there."""
 
     def __init__(self) -> None:
-        self.fleet, self.source = Fleet(), Source()
+        self.fleet = Fleet()
+        # Each tensor a bucket of its own.
+        self.source = LocalSource(weights(0, MIB), bucket_bytes=MIB << 17, stall_s=STALL_S)
         config = WeightsConfig(timeout_s=TIMEOUT_S, stall_s=STALL_S, control_s=CONTROL_S, attempts=3, patience_s=30)
         self.pusher = WeightPusher(self.fleet, self.source, "gloo", config)  # type: ignore[arg-type]
 

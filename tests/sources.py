@@ -1,0 +1,90 @@
+"""The learner's part of a push for weights in this process, without a learner. Benchmarks use it too."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from services.common.errors import Internal
+from services.common.weight_transfer.buckets import checksum
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.sender import GlooSender
+
+HOST = "127.0.0.1"
+
+
+class LocalSource:
+    """Sends named tensors over gloo; what a sender raises arrives as a ServiceError, as from a learner's process."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int, stall_s: float, senders: int = 1
+    ) -> None:
+        self.tensors = tensors
+        """What is gathered; may be replaced between pushes."""
+        self._manifest = Manifest.of(tensors, bucket_bytes)
+        self._senders = [
+            GlooSender(self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders) for i in range(senders)
+        ]
+        self.midway: Callable[[], object] | None = None
+        """Called once, in the middle of a transfer by one sender, which then goes on."""
+        self.transfer_s = 0.0
+        """How long the last transfer took."""
+
+    @property
+    def buckets(self) -> int:
+        """In how many parts the weights travel."""
+        return len(list(self._manifest.buckets()))
+
+    async def rendezvous(self, backend: str) -> list[int]:
+        assert backend == "gloo"
+        return [sender.rendezvous() for sender in self._senders]
+
+    async def join(self, epoch: int, world_size: int) -> bytes:
+        await self._on_all("join", epoch, world_size)
+        return self._manifest.pack()
+
+    async def gather(self) -> None:
+        for sender in self._senders:
+            await asyncio.to_thread(sender.load, self.tensors.items())
+
+    async def send(self) -> str:
+        began = time.perf_counter()
+        midway, self.midway = self.midway, None
+        parts = await (self._on_all("send") if midway is None else self._interrupted(midway))
+        self.transfer_s = time.perf_counter() - began
+        return checksum({number: found for part in parts for number, found in part.items()})
+
+    async def admit(self, epoch: int, world_size: int) -> None:
+        await self._on_all("admit", epoch, world_size)
+
+    def leave(self) -> None:
+        """For `midway`: the transfer breaks off."""
+        for sender in self._senders:
+            sender.close()
+
+    async def _on_all(self, method: str, *arguments: int) -> list[Any]:
+        calls = [asyncio.to_thread(getattr(sender, method), *arguments) for sender in self._senders]
+        try:
+            return list(await asyncio.gather(*calls))
+        except RuntimeError as error:
+            raise Internal(f"policy.{method}: {error}") from error
+
+    async def _interrupted(self, midway: Callable[[], object]) -> list[Any]:
+        """Half of the buckets, then `midway`, then the rest."""
+        [sender] = self._senders
+        group, buckets, everything = sender._group, sender._buckets, sender._buckets.numbers
+        assert group is not None
+        half = len(everything) // 2
+        try:
+            for number in everything[:half]:
+                await asyncio.to_thread(group.broadcast, buckets[number])
+        except RuntimeError as error:
+            raise Internal(f"policy.send: {error}") from error
+        midway()
+        buckets.numbers = everything[half:]
+        try:
+            return await self._on_all("send")
+        finally:
+            buckets.numbers = everything
