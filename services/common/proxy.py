@@ -1,6 +1,9 @@
-"""What Quartet adds to Serve's gRPC proxy: standard health checks, and a port that listens where it should."""
+"""What Quartet adds to Serve's gRPC proxy: streams that end with their caller, standard health checks, and a port that
+listens where it should."""
 
+import asyncio
 import os
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -44,6 +47,49 @@ class _Health(health_pb2_grpc.HealthServicer):
         application = _APPLICATIONS.get(request.service, request.service)
         reply = await self._ask(request, _ForApplication(context, application))
         return health_pb2.HealthCheckResponse.FromString(reply)
+
+
+Stream = Callable[[Any, Any], AsyncIterator[bytes]]
+
+
+def end_with_caller(_servicer: Any, server: Any) -> None:
+    """For `grpc_servicer_functions`, before all others: a caller that goes away ends its stream in the replica too.
+
+    Serve's proxy passes the end on only while it waits for the replica; to a caller that leaves while a message is
+    being written to it, the replica goes on streaming, for nobody.
+    """
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    make = server.service_handler_factory
+
+    def factory(service_method: str, streaming_type: Any) -> Any:
+        handler = make(service_method=service_method, streaming_type=streaming_type)
+        return _attended(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
+
+    server.service_handler_factory = factory
+
+
+def _attended(stream: Stream) -> Stream:
+    """The same stream, read by a task of its own. That does nothing but wait for the next message, so that its end
+    always reaches whoever is to send it."""
+
+    async def attended(request: Any, context: Any) -> AsyncIterator[bytes]:
+        messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def read() -> None:
+            try:
+                async for message in stream(request, context):
+                    messages.put_nowait(message)
+            finally:
+                messages.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        context.add_done_callback(lambda _: reading.cancel())
+        while (message := await messages.get()) is not None:
+            yield message
+        await reading
+
+    return attended
 
 
 def add_health(_servicer: Any, server: Any) -> None:
