@@ -197,6 +197,18 @@ class PolicyTrainer:
         """Writes the model, its tokenizer and generation settings in Hugging Face's format; the absolute path."""
         return str(self._learner.save(folder, self._write))
 
+    def take_snapshot(self, folder: str, step: int) -> None:
+        """Copies the state after `step`, and the model itself, for `write_snapshot`. See Learner.take_snapshot."""
+        self._learner.take_snapshot(Path(folder), step, self._write)
+
+    def write_snapshot(self) -> None:
+        """Brings it to disk; may run beside any other call."""
+        self._learner.write_snapshot()
+
+    def restore(self, folder: str) -> int:
+        """Goes on from a snapshot, before any training; its step. See Learner.restore."""
+        return self._learner.restore(Path(folder))
+
     def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         self._learner.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         load_tokenizer(self._config.model).save_pretrained(folder)

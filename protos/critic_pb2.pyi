@@ -7,10 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ValuesRequest(_message.Message):
-    __slots__ = ("pairs",)
+    __slots__ = ("pairs", "last_step")
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     pairs: _common_pb2.Pairs
-    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ...) -> None: ...
+    last_step: int
+    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., last_step: _Optional[int] = ...) -> None: ...
 
 class ValuesResponse(_message.Message):
     __slots__ = ("values",)
@@ -19,7 +21,7 @@ class ValuesResponse(_message.Message):
     def __init__(self, values: _Optional[bytes] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
-    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed")
+    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +29,7 @@ class TrainRequest(_message.Message):
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     MINIBATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     pairs: _common_pb2.Pairs
     values: bytes
@@ -34,7 +37,8 @@ class TrainRequest(_message.Message):
     epochs: int
     minibatch_size: int
     seed: int
-    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    last_step: int
+    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("metrics",)
@@ -53,6 +57,20 @@ class SaveResponse(_message.Message):
     PATH_FIELD_NUMBER: _ClassVar[int]
     path: str
     def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ("path", "last_step")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    last_step: int
+    def __init__(self, path: _Optional[str] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class CheckpointResponse(_message.Message):
+    __slots__ = ("last_step",)
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    last_step: int
+    def __init__(self, last_step: _Optional[int] = ...) -> None: ...
 
 class CriticInfo(_message.Message):
     __slots__ = ("model", "last_step", "initialised_from")

@@ -50,6 +50,21 @@ class CriticStub(object):
                 request_serializer=protos_dot_critic__pb2.SaveRequest.SerializeToString,
                 response_deserializer=protos_dot_critic__pb2.SaveResponse.FromString,
                 _registered_method=True)
+        self.TakeCheckpoint = channel.unary_unary(
+                '/quartet.v1.Critic/TakeCheckpoint',
+                request_serializer=protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
+        self.WriteCheckpoint = channel.unary_unary(
+                '/quartet.v1.Critic/WriteCheckpoint',
+                request_serializer=protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
+        self.RestoreCheckpoint = channel.unary_unary(
+                '/quartet.v1.Critic/RestoreCheckpoint',
+                request_serializer=protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
         self.Info = channel.unary_unary(
                 '/quartet.v1.Critic/Info',
                 request_serializer=protos_dot_common__pb2.InfoRequest.SerializeToString,
@@ -76,7 +91,30 @@ class CriticServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Writes a checkpoint in Hugging Face's format on the critic's own disk.
+        """Writes the model in Hugging Face's format on the critic's own disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeCheckpoint(self, request, context):
+        """Copies all that training goes on from into memory, as it is now, and answers; WriteCheckpoint brings it to disk
+        while other calls go on. FAILED_PRECONDITION: the last step trained is another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteCheckpoint(self, request, context):
+        """Answers when what was taken for this path is on disk.
+        FAILED_PRECONDITION: nothing was, or it was lost with a replica.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreCheckpoint(self, request, context):
+        """Goes back, or on, to a checkpoint. INVALID_ARGUMENT: there is none, or not for a critic configured as this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +143,21 @@ def add_CriticServicer_to_server(servicer, server):
                     servicer.Save,
                     request_deserializer=protos_dot_critic__pb2.SaveRequest.FromString,
                     response_serializer=protos_dot_critic__pb2.SaveResponse.SerializeToString,
+            ),
+            'TakeCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeCheckpoint,
+                    request_deserializer=protos_dot_critic__pb2.CheckpointRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'WriteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteCheckpoint,
+                    request_deserializer=protos_dot_critic__pb2.CheckpointRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreCheckpoint,
+                    request_deserializer=protos_dot_critic__pb2.CheckpointRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.CheckpointResponse.SerializeToString,
             ),
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
@@ -193,6 +246,87 @@ class Critic(object):
             '/quartet.v1.Critic/Save',
             protos_dot_critic__pb2.SaveRequest.SerializeToString,
             protos_dot_critic__pb2.SaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/TakeCheckpoint',
+            protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+            protos_dot_critic__pb2.CheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/WriteCheckpoint',
+            protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+            protos_dot_critic__pb2.CheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/RestoreCheckpoint',
+            protos_dot_critic__pb2.CheckpointRequest.SerializeToString,
+            protos_dot_critic__pb2.CheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

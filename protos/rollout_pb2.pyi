@@ -36,16 +36,18 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompts", "sampling", "seeds", "min_version")
+    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     prompts: _common_pb2.Sequences
     sampling: SamplingParams
     seeds: bytes
     min_version: int
-    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ...) -> None: ...
+    max_version: int
+    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("policy_version", "start", "end")

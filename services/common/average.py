@@ -21,6 +21,15 @@ class Average:
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             mean.lerp_(_held(parameter).to("cpu", torch.float32), 1 - self._decay)
 
+    @property
+    def means(self) -> list[torch.Tensor]:
+        """In the order of the parameters, each of the shape that this rank holds."""
+        return self._means
+
+    def load(self, means: Sequence[torch.Tensor]) -> None:
+        """Goes on from these, given as `means` gives them."""
+        _copy(means, self._means)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The parameters are their means, rounded to their dtype, until this is left. Every rank enters it."""

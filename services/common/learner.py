@@ -1,7 +1,7 @@
 """A model that is trained by DeepSpeed: the policy in the orchestrator's actor, the critic in its service."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,15 +13,22 @@ from torch.optim.lr_scheduler import LambdaLR
 from services.common.adapters import Weight, weights_of
 from services.common.arrays import Floats, Ints
 from services.common.average import Average
-from services.common.errors import InvalidArgument
+from services.common.folders import replace_model
+from services.common.layout import LAYOUT, Layout
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
 from services.common.ranks import Ranks, start_distributed
 from services.common.schedule import rate_factor
 from services.common.shards import Part, shards
+from services.common.snapshot import Snapshot
 
 Micro = TypeVar("Micro")
 Loss = Callable[[Micro], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
+WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
+"""Writes a model of these weights to a folder."""
+
+MODEL = "model"
+"""Folder, in a snapshot, of the model itself."""
 GATHER_BYTES = 64 << 20
 """ZeRO 3: weights are gathered in buckets of about this size."""
 
@@ -50,6 +57,8 @@ class Learner:
         )[0]
         self._average = Average(trained, config.ema_decay) if config.ema_decay else None
         self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
+        self._snapshot = Snapshot()
+        self._engine.checkpoint_engine = self._snapshot
 
     @property
     def ranks(self) -> Ranks:
@@ -171,7 +180,7 @@ class Learner:
             name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
         }
 
-    def save(self, folder: str | Path, write: Callable[[Path, dict[str, torch.Tensor]], None]) -> Path:
+    def save(self, folder: str | Path, write: WriteModel) -> Path:
         """Rank 0 writes the weights, or their running mean if there is one, through `write` beside `folder` and
         renames at the end, so that no half model is ever seen. Every rank calls it.
 
@@ -180,26 +189,75 @@ class Learner:
                 no folder can be made there.
         """
         target = Path(folder).resolve()
-        with self._average.in_place() if self._average else nullcontext():
+        with self._averaged():
             weights = self.gathered()
             if self._ranks.rank == 0:
-                _replace(target, lambda aside: write(aside, weights | _buffers(self.module)))
+                replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)))
         return target
 
+    def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None) -> None:
+        """Copies all that training goes on from (weights, optimizer, schedule, running mean, random states) into
+        host memory, for `write_snapshot` to bring to files in `folder`. Every rank calls it.
 
-def _replace(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes the folder beside its place, then moves it there. InvalidArgument as for Learner.save."""
-    if target.exists() and not _may_go(target):
-        raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
-    aside = target.with_name(f".{target.name}.writing")
-    _remove(aside)
-    try:
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise InvalidArgument(f"path: {target} cannot be written: {error.strerror}") from None
-    write(aside)
-    _remove(target)
-    aside.rename(target)
+        Args:
+            folder: new or empty, the same for all ranks, on a disk that all of them see.
+            step: kept with the rest.
+            write: given, the model itself is copied too, and written through it to the subfolder `model`.
+        """
+        snapshot = self._snapshot
+        snapshot.begin()
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        snapshot.save(self._own_state(), str(self._own_file(folder)))
+        first = self._ranks.rank == 0
+        if first:
+            snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
+        if write:
+            with self._averaged():
+                weights = {name: snapshot.copy(tensor) for name, tensor in self.full_weights() if first}
+            if first:
+                buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
+                snapshot.hold(weights | buffers, folder / MODEL, lambda held, path: write(path, held))
+
+    def write_snapshot(self) -> None:
+        """Writes what was taken last. May run beside any other call, in a thread of its own; on every rank."""
+        self._snapshot.write()
+
+    def restore(self, folder: Path) -> int:
+        """Goes on from a snapshot in `folder`; its step. Every rank calls it, before any training.
+
+        Raises:
+            InvalidArgument: there is none, or it is of another layout; the message names what differs.
+        """
+        layout = Layout.read(folder / LAYOUT)
+        layout.check(self._layout(layout.step))
+        own = self._snapshot.load(str(self._own_file(folder)))
+        self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if self._average:
+            self._average.load(own["average"])
+        torch.set_rng_state(own["random"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(own["device_random"], self.device)
+        return layout.step
+
+    def _layout(self, step: int) -> Layout:
+        numbers = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
+        return Layout.of(self._config, numbers, step)
+
+    def _own_state(self) -> dict[str, Any]:
+        """What DeepSpeed does not save."""
+        state: dict[str, Any] = {"random": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["device_random"] = torch.cuda.get_rng_state(self.device)
+        if self._average:
+            state["average"] = self._average.means
+        return state
+
+    def _own_file(self, folder: Path) -> Path:
+        return folder / f"rank-{self._ranks.rank}.pt"
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """While this is open the weights are their running mean, if there is one."""
+        return self._average.in_place() if self._average else nullcontext()
 
 
 def _buckets(module: nn.Module) -> Iterator[list[Weight]]:
@@ -220,18 +278,6 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """What a saved model holds besides its parameters."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
-
-
-def _may_go(target: Path) -> bool:
-    """It is a model, or an empty folder."""
-    return (target / "config.json").is_file() or (target.is_dir() and not any(target.iterdir()))
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:

@@ -1,5 +1,5 @@
-"""What Quartet adds to Serve's gRPC proxy: streams that end with their caller, standard health checks, and a port that
-listens where it should."""
+"""What Quartet adds to Serve's gRPC proxy: streams that end with their caller, standard health checks, and a port
+that listens where it should."""
 
 import asyncio
 import os

@@ -10,7 +10,7 @@ from services.common.rank_group import RankDied, RankGroup
 from services.common.ranks import Rank
 
 BESIDE = "beside"
-"""The actor's second thread."""
+"""The actor's other threads: one may admit newcomers to the push while one writes a checkpoint."""
 
 
 class RayRank:
@@ -19,7 +19,7 @@ class RayRank:
     def __init__(self, config: LearnerConfig, rank: int) -> None:
         """Asks Ray for the actor and returns; calls wait until Ray has found it a place."""
         self._actor = (
-            ray.remote(concurrency_groups={BESIDE: 1})(Rank)
+            ray.remote(concurrency_groups={BESIDE: 2})(Rank)
             .options(
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,

@@ -14,17 +14,22 @@ class ThreadRank:
     """A RankProcess without the process. One thread: calls take turns, each sees one set of weights."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._rank = Rank(0, 1, timeout_s)
+        self._rank: Rank | None = Rank(0, 1, timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         """See RankProcess."""
+        if self._rank is None:
+            raise RankDied("its thread was shut down")
         called = functools.partial(getattr(self._rank, method), *arguments, **options)
+        # None is the loop's own pool of threads.
+        thread = None if method == "run_beside" else self._thread
         try:
-            return asyncio.get_running_loop().run_in_executor(self._thread, called)
+            return asyncio.get_running_loop().run_in_executor(thread, called)
         except RuntimeError:
             raise RankDied("its thread was shut down") from None
 
     def kill(self) -> None:
-        """See RankProcess; what runs is not stopped, what waits does not begin."""
+        """See RankProcess; what runs is not stopped, what waits does not begin. The model's memory is given back."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._rank = None

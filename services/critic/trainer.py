@@ -108,6 +108,18 @@ class CriticTrainer:
         """Writes body and head in Hugging Face's file format."""
         return self._learner.save(folder, self._write)
 
+    def take_snapshot(self, folder: str, step: int) -> None:
+        """Copies the state after `step` for `write_snapshot`. See Learner.take_snapshot."""
+        self._learner.take_snapshot(Path(folder), step)
+
+    def write_snapshot(self) -> None:
+        """Brings it to disk; may run beside any other call."""
+        self._learner.write_snapshot()
+
+    def restore(self, folder: str) -> int:
+        """Goes on from a snapshot, before any training; its step. See Learner.restore."""
+        return self._learner.restore(Path(folder))
+
     def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 

@@ -35,13 +35,14 @@ class RolloutClient(ServiceClient[RolloutStub]):
         *,
         seeds: Sequence[int] | None = None,
         min_version: int = 0,
+        max_version: int | None = None,
         timeout_s: float,
         stall_s: float = 20,
         on_repeat: Callable[[int], None] = lambda missing: None,
     ) -> AsyncIterator[list[Sample]]:
         """One sample per prompt, as they finish, each exactly once.
 
-        A replica that dies, falls silent, is too old for `min_version` or drops requests in a push costs only its
+        A replica that dies, falls silent, is too old or too new or drops requests in a push costs only its
         unfinished samples: those are asked for again, until the deadline.
 
         Args:
@@ -49,6 +50,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
             sampling: how to sample.
             seeds: one per prompt, for reproducible samples; None samples freely.
             min_version: oldest policy version that may serve this.
+            max_version: newest that may; None for any.
             timeout_s: deadline of the whole, repeats included.
             stall_s: silence after which a replica is given up as stuck. Replicas speak every 2 s, busy or not.
             on_repeat: told how many samples are asked for once more, each time.
@@ -64,7 +66,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
         missing = set(range(len(prompts)))
         while missing:
             asked = sorted(missing)
-            stream = self._stream(prompts, asked, sampling, seeds, min_version, backoff.left_s)
+            stream = self._stream(prompts, asked, sampling, seeds, (min_version, max_version), backoff.left_s)
             try:
                 async for response in _heard(stream, stall_s):
                     samples = [_renumbered(sample, asked) for sample in response.samples]
@@ -88,14 +90,15 @@ class RolloutClient(ServiceClient[RolloutStub]):
         asked: list[int],
         sampling: Sampling,
         seeds: Sequence[int] | None,
-        min_version: int,
+        versions: tuple[int, int | None],
         timeout_s: float,
     ) -> grpc.aio.UnaryStreamCall:
         request = pb.GenerateRequest(
             prompts=pack_sequences([prompts[index] for index in asked]),
             sampling=sampling.to_wire(),
             seeds=pack_longs(seeds[index] for index in asked) if seeds else b"",
-            min_version=min_version,
+            min_version=versions[0],
+            max_version=versions[1],
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 

@@ -80,10 +80,7 @@ class Rollout(HealthMixin):
     @translated_stream
     async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """See rollout.proto."""
-        if request.min_version > self._engine.version:
-            raise FailedPrecondition(
-                f"min_version: {request.min_version} asked, but {self._replica} serves {self._engine.version}"
-            )
+        self._check_version(request)
         prompts = unpack_sequences(request.prompts, "prompts", vocab_size=self._engine.vocab_size)
         sampling = Sampling.from_wire(request.sampling)
         seeds = _seeds(request.seeds, len(prompts))
@@ -91,6 +88,14 @@ class Rollout(HealthMixin):
         async with contextlib.aclosing(_as_finished(self._engine, prompts, sampling, seeds)) as finished:
             async for samples in finished:
                 yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+
+    def _check_version(self, request: pb.GenerateRequest) -> None:
+        version = self._engine.version
+        served = f"{self._replica} serves {version}"
+        if version < request.min_version:
+            raise FailedPrecondition(f"min_version: {request.min_version} asked, but {served}")
+        if request.HasField("max_version") and version > request.max_version:
+            raise FailedPrecondition(f"max_version: {request.max_version} asked, but {served}")
 
     def _check_fit(self, prompts: list[Ints], sampling: Sampling) -> None:
         if not prompts:

@@ -101,6 +101,47 @@ class Bench:
         trainer.train(batch, seed=5)
         return seen, saved, joined(trainer)
 
+    def resumed(self, layout: dict[str, Any], folder: Path, which: str) -> tuple[Result, Result]:
+        """Six steps of the policy or the critic, with dropout; and the same from a snapshot after three, which two
+        more steps are taken beside: what came of both."""
+        snapshot = str(folder / which)
+        trainer = self._trainer(layout, which)
+        self._steps(trainer, 0, 3)
+        trainer.take_snapshot(snapshot, 3)
+        self._steps(trainer, 3, 5)
+        trainer.write_snapshot()
+        straight = self._steps(trainer, 5, 6)
+        trainer = self._trainer(layout, which)
+        assert trainer.restore(snapshot) == 3
+        self._steps(trainer, 3, 5)
+        return straight, self._steps(trainer, 5, 6)
+
+    def _trainer(self, layout: dict[str, Any], which: str) -> PolicyTrainer | CriticTrainer:
+        if which == "critic":
+            critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
+            made: PolicyTrainer | CriticTrainer = CriticTrainer(critic, self._ranks)
+        else:
+            policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+            made = PolicyTrainer(policy, PPOConfig(epochs=1, minibatch_size=5), 0.7, self._ranks)
+        for module in made._learner.module.modules():
+            # Random numbers in training, so that a wrong random state shows.
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+        return made
+
+    def _steps(self, trainer: PolicyTrainer | CriticTrainer, first: int, end: int) -> Result:
+        steps = watched(trainer)
+        for step in range(first, end):
+            prompts, responses = pairs(5, seed=step)
+            rows = noise(responses, 1)
+            if isinstance(trainer, CriticTrainer):
+                trainer.train(CriticBatch(prompts, responses, rows, rows), epochs=1, minibatch_size=5, seed=step)
+            else:
+                trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0), seed=step)
+        average = trainer._learner._average
+        means = [mean.clone().numpy() for mean in average.means] if average else []
+        return {"steps": steps, "weights": joined(trainer), "averages": means}
+
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)

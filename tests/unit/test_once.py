@@ -125,3 +125,14 @@ async def test_a_caller_that_goes_away_does_not_stop_a_step(trainer: Trainer) ->
     trainer.gate.set()
     assert await again == "trained 1"
     assert trainer.begun == [1]
+
+
+async def test_what_was_trained_before_a_restoration_is_not_trained_again(trainer: Trainer) -> None:
+    once: Once[str] = Once()
+    trainer.gate.set()
+    await once.run(5, trainer(5))
+    once.restored(3)
+    with pytest.raises(FailedPrecondition, match="step: 3 was trained before a checkpoint was restored"):
+        await once.run(3, trainer(3))
+    assert await once.run(4, trainer(4)) == "trained 4"
+    assert trainer.begun == [5, 4]

@@ -61,7 +61,7 @@ def test_deployments_name_functions_and_applications_that_exist(path: Path) -> N
 
 
 class Replica:
-    """The replica's end of a stream, as Serve's proxy sees it: told of the caller's end only while it is waited for."""
+    """The replica's end of a stream, as Serve's proxy sees it: told of the caller's end while it is waited for."""
 
     def __init__(self) -> None:
         self.sent = 0
