@@ -16,6 +16,8 @@ log = logging.getLogger("quartet")
 
 RETRY_S = 1.0
 START_S = 60
+GONE_S = 30
+"""How long Ray may take to notice that an earlier run of this application has ended."""
 
 
 @asynccontextmanager
@@ -23,7 +25,7 @@ async def admissions(pusher: WeightPusher, application: str) -> AsyncIterator[No
     """While this is open, newcomers to the rollout application are brought to the last pushed version.
 
     Raises:
-        ServiceError: another run trains this application already.
+        ServiceError: another run trains this application, and still does after GONE_S.
     """
     registry = await _open_registry(application)
     serving = asyncio.create_task(_serve(pusher, registry))
@@ -39,15 +41,20 @@ async def _open_registry(application: str) -> Any:
     options: dict[str, Any] = {"name": registry_name(application), "namespace": NAMESPACE, "num_cpus": 0}
     # Replicas wait in it for as long as it takes.
     options |= {"max_concurrency": 10_000}
-    try:
-        registry: Any = ray.remote(Registry).options(**options).remote()
-        async with asyncio.timeout(START_S):
-            await registry.__ray_ready__.remote()
-    except ValueError:
-        raise ServiceError(
-            f"another run trains the application {application!r}: stop it first, or name another application"
-        ) from None
-    return registry
+    clock = asyncio.get_running_loop().time
+    end = clock() + GONE_S
+    while True:
+        try:
+            registry: Any = ray.remote(Registry).options(**options).remote()
+            async with asyncio.timeout(START_S):
+                await registry.__ray_ready__.remote()
+            return registry
+        except ValueError:
+            if clock() >= end:
+                raise ServiceError(
+                    f"another run trains the application {application!r}: stop it first, or name another application"
+                ) from None
+            await asyncio.sleep(RETRY_S)
 
 
 async def _serve(pusher: WeightPusher, registry: Any) -> None:

@@ -37,11 +37,11 @@ class Advantages:
     metrics: dict[str, float]
 
 
-def make_controller(ppo: PPOConfig) -> KLController:
-    """The configured KL coefficient."""
+def make_controller(ppo: PPOConfig, coef: float) -> KLController:
+    """What steers the KL coefficient, which is `coef` now."""
     if ppo.kl.target is None:
         return FixedKL(ppo.kl.coef)
-    return AdaptiveKL(ppo.kl.coef, ppo.kl.target, ppo.kl.horizon)
+    return AdaptiveKL(coef, ppo.kl.target, ppo.kl.horizon)
 
 
 def estimate_advantages(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.common.config import ConfigError
-from services.common.errors import NotFound, ServiceError, Unavailable
+from services.common.errors import NotFound, ServiceError, Unavailable, leaves
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -94,14 +94,18 @@ def check(config: ConfigFile) -> None:
 def train(
     config: ConfigFile,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with it, from its last checkpoint.")] = False,
 ) -> None:
     """Train with PPO through the services that are up."""
+    if overwrite and resume:
+        raise ConfigError("--overwrite begins anew and --resume goes on; give one of them")
     from orchestrator import run
     from orchestrator.deployment import Deployment
     from orchestrator.progress import make_progress
 
     deployment = Deployment.load(config)
-    folder = asyncio.run(run.train(deployment, make_progress(sys.stderr), overwrite=overwrite))
+    progress = make_progress(sys.stderr)
+    folder = asyncio.run(run.train(deployment, progress, overwrite=overwrite, resume=resume))
     _say(f"metrics, samples and the trained policy are in {folder}")
 
 
@@ -152,14 +156,14 @@ def _guarded(command: Callable[[], Any]) -> int:
     try:
         command()
     except Exception as error:
-        leaves = _leaves(error)
-        if not all(_is_actionable(leaf) for leaf in leaves):
+        found = leaves(error)
+        if not all(_is_actionable(leaf) for leaf in found):
             raise
         # Calls that fail together usually fail for one reason.
-        texts = list(dict.fromkeys(str(leaf) for leaf in leaves))
+        texts = list(dict.fromkeys(str(leaf) for leaf in found))
         for text in texts:
             _errors.print(f"[red]error:[/red] {escape(text)}")
-        absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in leaves)
+        absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in found)
         if absent and not any("quartet up" in text for text in texts):
             _errors.print("are the services up? `quartet up FILE` starts them")
         return 1
@@ -174,12 +178,6 @@ def _is_actionable(error: BaseException) -> bool:
     from orchestrator.policy_actor import PolicyError
 
     return isinstance(error, ClusterError | PolicyError)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
 
 
 if __name__ == "__main__":

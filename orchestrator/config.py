@@ -194,6 +194,30 @@ class EvaluationConfig(Config):
         return judges
 
 
+class CheckpointConfig(Config):
+    """Checkpoints, and what a run does when a learner is lost."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Take one before the first step and after every so many. 0: never; then nothing can be resumed, and a learner
+    that dies ends the run."""
+    keep: Count = 2
+    """How many are kept, the newest."""
+    folder: str | None = None
+    """Where. With learners on several nodes it must be on a disk that all of them share. Null:
+    runs/<name>/checkpoints."""
+    background: bool = True
+    """Write while training goes on, from copies that each learner's ranks keep in host memory. False: the copies are
+    written before the next step."""
+    journal: bool = True
+    """Keep on disk what each step since the last checkpoint was trained on, so that going back to it samples nothing
+    again and ends with the same weights."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
+    lost, until there is a newer one; then the loss ends it. 0: at the first."""
+    timeout_s: Seconds = 1800
+    """Longest that taking, writing or restoring one may take."""
+
+
 class LogConfig(Config):
     """Where measurements go besides runs/<name>/metrics.jsonl."""
 
@@ -230,6 +254,8 @@ class OrchestratorConfig(Config):
     """The weight push."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     log: LogConfig = LogConfig()

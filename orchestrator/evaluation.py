@@ -38,11 +38,9 @@ class Evaluator:
         self._judges = judges
         self._folder = folder
 
-    async def evaluate(self, step: int, min_version: int) -> dict[str, float]:
+    async def evaluate(self, step: int, version: int) -> dict[str, float]:
         """Evaluates and writes the samples to `<folder>/step-<step>.jsonl`; the metrics."""
-        collected = await self._collector.collect(
-            self._prompts, step=SEED_STEP, min_version=min_version, with_values=False
-        )
+        collected = await self._collector.collect(self._prompts, step=SEED_STEP, version=version, critic_step=None)
         rows = judge(collected.experiences, self._tokenizer, self._judges)
         write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
         return summarise(rows)

@@ -63,8 +63,8 @@ class _Batch:
 
     prompts: Sequence[Prompt]
     step: int
-    min_version: int
-    with_values: bool
+    version: int | None
+    critic_step: int | None
     finished: dict[int, Experience] = field(default_factory=dict)
     repeats: list[int] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Collector:
         self._config = config
 
     async def collect(
-        self, prompts: Sequence[Prompt], *, step: int, min_version: int, with_values: bool = True
+        self, prompts: Sequence[Prompt], *, step: int, version: int | None, critic_step: int | None
     ) -> Collected:
         """One experience per prompt.
 
@@ -87,11 +87,11 @@ class Collector:
         Args:
             prompts: what to respond to.
             step: which PPO step this is, for the sampling seeds.
-            min_version: the oldest policy version that may serve this.
-            with_values: ask the critic too.
+            version: the policy version that is to serve this; None for any.
+            critic_step: the step that the critic has trained last; None leaves the critic out.
         """
         start = time.monotonic()
-        batch = _Batch(prompts, step, min_version, with_values)
+        batch = _Batch(prompts, step, version, critic_step)
         size = self._config.prompts_per_call
         # One group for both kinds of calls: with two, a failure in one would race with new tasks from the other.
         async with asyncio.TaskGroup() as group:
@@ -112,7 +112,8 @@ class Collector:
                 min_new_tokens=sampling.min_new_tokens,
             ),
             seeds=self._seeds(batch.step, first, len(asked)),
-            min_version=batch.min_version,
+            min_version=batch.version or 0,
+            max_version=batch.version,
             timeout_s=self._config.timeouts.generate_s,
             stall_s=self._config.timeouts.stall_s,
             on_repeat=batch.repeats.append,
@@ -141,9 +142,11 @@ class Collector:
             reference = group.create_task(
                 self._services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=deadline)
             )
-            if batch.with_values:
-                critic = group.create_task(self._services.critic.values(prompts, responses, timeout_s=deadline))
-        values = critic.result() if batch.with_values else [np.empty(0, np.float32)] * len(samples)
+            if batch.critic_step is not None:
+                critic = group.create_task(
+                    self._services.critic.values(prompts, responses, last_step=batch.critic_step, timeout_s=deadline)
+                )
+        values = [np.empty(0, np.float32)] * len(samples) if batch.critic_step is None else critic.result()
         for row, sample in enumerate(samples):
             batch.finished[first + sample.index] = Experience(
                 prompt=asked[row],

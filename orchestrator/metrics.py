@@ -7,6 +7,7 @@ that was measured for one step; step 0 is the evaluation before training.
 import importlib
 import json
 import math
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,8 @@ from services.common.config import ConfigError
 from services.common.findings import shown
 
 FILE = "metrics.jsonl"
-_OF_A_RUN = (FILE, "tensorboard", "evaluations", "report.html")
+CHECKPOINTS, JOURNAL = "checkpoints", "journal"
+_OF_A_RUN = (FILE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _YEAR_10000 = 253_402_300_800
 _OF_AN_EVALUATION = {"score", "score_low", "score_high", "kl", "length", "truncated"}
 
@@ -54,13 +56,15 @@ class MetricsLog:
         run_config: Mapping[str, Any],
         *,
         overwrite: bool = False,
+        resume_after: int | None = None,
         load: Callable[[str], Any] = importlib.import_module,
     ) -> Self:
-        """Starts the log of a new run, and keeps `run_config` beside it as config.yaml.
+        """Starts the log of a new run, or goes on with one's, and keeps `run_config` beside it as config.yaml.
 
         Args:
             run_config: the run's configuration, of plain YAML types.
-            overwrite: remove the measurements and evaluations of an earlier run in `run_dir`.
+            overwrite: remove what an earlier run left in `run_dir`.
+            resume_after: go on with the run that is there, forgetting what it measured after this step; -1 for all.
             load: imports a module by name.
 
         Raises:
@@ -68,14 +72,17 @@ class MetricsLog:
                 been removed then.
         """
         wandb = load_wandb(load) if config.wandb_project is not None else None
-        _clear(run_dir, overwrite)
+        if resume_after is None:
+            _clear(run_dir, overwrite)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(
             yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
+        if resume_after is not None:
+            _rewind(run_dir / FILE, resume_after)
         sinks: list[Sink] = []
         if config.tensorboard:
-            sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_after))
         if config.wandb_project is not None:
             sinks.append(WandbSink(wandb, config.wandb_project, run_dir, run_config))
         return cls(run_dir / FILE, sinks)
@@ -112,10 +119,11 @@ class MetricsLog:
 class TensorBoardSink:
     """Event files that `tensorboard --logdir` shows."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        # What was written from purge_step on, before, is not shown any more.
+        self._writer = SummaryWriter(str(folder), purge_step=None if resume_after is None else resume_after + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -130,7 +138,12 @@ class WandbSink:
     """A Weights & Biases run, named after the run's folder."""
 
     def __init__(self, wandb: Any, project: str, run_dir: Path, run_config: Mapping[str, Any]) -> None:
-        self._run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=dict(run_config))
+        # The same id on resuming, so that it stays one run.
+        kept = run_dir / "wandb-id"
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(8), encoding="utf-8")
+        place = {"project": project, "name": run_dir.name, "dir": str(run_dir)}
+        self._run = wandb.init(**place, config=dict(run_config), id=kept.read_text(encoding="utf-8"), resume="allow")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -177,8 +190,8 @@ def _parse(line: bytes, where: str) -> dict[str, float]:
 def _clear(run_dir: Path, overwrite: bool) -> None:
     """Removes an earlier run's results, or refuses to mix with them."""
     if not overwrite:
-        if (run_dir / FILE).exists():
-            raise ConfigError(f"{run_dir} already holds a run; choose another name, or --overwrite")
+        if any((run_dir / name).exists() for name in (FILE, CHECKPOINTS)):
+            raise ConfigError(f"{run_dir} already holds a run; choose another name, --resume it, or --overwrite")
         return
     for name in _OF_A_RUN:
         path = run_dir / name
@@ -186,6 +199,15 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _rewind(path: Path, step: int) -> None:
+    """Leaves out the lines after `step`, and one that a crash cut short."""
+    lines = read_metrics(path) if path.exists() else []
+    kept = path.read_bytes().split(b"\n")[: sum(line["step"] <= step for line in lines)] if lines else []
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_bytes(b"".join(line + b"\n" for line in kept))
+    aside.rename(path)
 
 
 def load_wandb(load: Callable[[str], Any]) -> Any:

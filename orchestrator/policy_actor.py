@@ -8,6 +8,7 @@ import ray
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
+from services.common.errors import DeadlineExceeded
 from services.common.rank_group import RankGroup, RanksLost
 from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
@@ -16,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 class PolicyError(RuntimeError):
-    """The policy learner failed or died; training cannot go on."""
+    """A rank of the policy learner died or is stuck, and the others with it; training can go on from a checkpoint."""
 
 
 class Policy:
@@ -27,6 +28,8 @@ class Policy:
         self._ranks = ranks
         self._timeouts = config.timeouts
         self._weights = config.weights
+        self._checkpoint = config.checkpoint
+        self._count = config.policy.ranks
         self._share = share
 
     @classmethod
@@ -39,19 +42,24 @@ class Policy:
         ranks = ray_ranks("policy", config.policy)
         policy = cls(ranks, config)
         arguments = (config.policy, config.ppo, config.sampling.temperature)
-        await _told(ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s))
+        try:
+            await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
+        except RanksLost as error:
+            raise PolicyError(str(error)) from None
         return policy
 
     async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """See PolicyTrainer.logprobs."""
         given = self._share(prompts), self._share(responses)
-        answer: list[Floats] = await _told(self._ranks.call("logprobs", *given, timeout_s=self._timeouts.train_s))
+        answer: list[Floats] = await self._told(
+            self._ranks.call("logprobs", *given, timeout_s=self._timeouts.train_s)
+        )
         return answer
 
     async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """See PolicyTrainer.train."""
         call = self._ranks.call("train", self._share(batch), seed, timeout_s=self._timeouts.train_s)
-        metrics: dict[str, float] = await _told(call)
+        metrics: dict[str, float] = await self._told(call)
         return metrics
 
     async def rendezvous(self, backend: str) -> list[int]:
@@ -74,7 +82,7 @@ class Policy:
 
     async def gather(self) -> None:
         """See PolicyTrainer.gather."""
-        await _told(self._ranks.call("gather", timeout_s=self._weights.timeout_s))
+        await self._told(self._ranks.call("gather", timeout_s=self._weights.timeout_s))
 
     async def send(self) -> str:
         """The checksum of what was sent. See PolicyTrainer.send."""
@@ -84,11 +92,23 @@ class Policy:
     async def admit(self, epoch: int, world_size: int) -> None:
         """See PolicyTrainer.admit."""
         count, timeout_s = self._weights.senders, self._weights.timeout_s
-        await _told(self._ranks.beside(count, "admit", epoch, world_size, timeout_s=timeout_s))
+        await self._told(self._ranks.beside(count, "admit", epoch, world_size, timeout_s=timeout_s))
+
+    async def take_snapshot(self, folder: str, step: int) -> None:
+        """See PolicyTrainer.take_snapshot."""
+        await self._told(self._ranks.call("take_snapshot", folder, step, timeout_s=self._checkpoint.timeout_s))
+
+    async def write_snapshot(self) -> None:
+        """See PolicyTrainer.write_snapshot."""
+        await self._told(self._ranks.beside(self._count, "write_snapshot", timeout_s=self._checkpoint.timeout_s))
+
+    async def restore(self, folder: str) -> None:
+        """See PolicyTrainer.restore."""
+        await self._told(self._ranks.call("restore", folder, timeout_s=self._checkpoint.timeout_s))
 
     async def save(self, folder: str) -> str:
         """See PolicyTrainer.save."""
-        return str(await _told(self._ranks.call("save", folder, timeout_s=self._timeouts.train_s)))
+        return str(await self._told(self._ranks.call("save", folder, timeout_s=self._timeouts.train_s)))
 
     def stop(self) -> None:
         """Ends the actors."""
@@ -96,11 +116,14 @@ class Policy:
 
     async def _senders(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> list[Any]:
         call = self._ranks.some(self._weights.senders, method, *arguments, timeout_s=timeout_s, **options)
-        return await _told(call)
+        return await self._told(call)
 
-
-async def _told(call: Awaitable[Answer]) -> Answer:
-    try:
-        return await call
-    except RanksLost as error:
-        raise PolicyError(str(error)) from None
+    async def _told(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except (RanksLost, DeadlineExceeded) as error:
+            try:
+                self._ranks.check()
+            except RanksLost:
+                raise PolicyError(str(error)) from None
+            raise

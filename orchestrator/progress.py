@@ -15,7 +15,7 @@ from orchestrator.metrics import judges
 class Progress(Protocol):
     """Told of each step as it ends."""
 
-    def start(self, total_steps: int) -> None: ...
+    def start(self, total_steps: int, done: int) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None: ...
 
@@ -65,8 +65,8 @@ class RichProgress:
         )
         self._task = self._live.add_task("", start=False, visible=False, headline="", left="")
 
-    def start(self, total_steps: int) -> None:
-        self._live.update(self._task, total=total_steps, visible=True)
+    def start(self, total_steps: int, done: int) -> None:
+        self._live.update(self._task, total=total_steps, completed=done, visible=True)
         self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
@@ -90,7 +90,7 @@ class PlainProgress:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._headline, self._total = stream, Headline(), 0
 
-    def start(self, total_steps: int) -> None:
+    def start(self, total_steps: int, done: int) -> None:
         self._total = total_steps
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:

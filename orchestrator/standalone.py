@@ -71,7 +71,7 @@ async def evaluate_model(
         # One call holds everything: an engine that is started for this is started once.
         everything = config.model_copy(update={"prompts_per_call": len(repeated)})
         collector = Collector(services, config if offline is None else everything)
-        collected = await collector.collect(repeated, step=SEED_STEP, min_version=0, with_values=False)
+        collected = await collector.collect(repeated, step=SEED_STEP, version=None, critic_step=None)
     finally:
         await services.reward.close()
     rows = judge(collected.experiences, tokenizer, judges)

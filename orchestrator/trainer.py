@@ -3,20 +3,21 @@
 import asyncio
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from orchestrator.batch import estimate_advantages, make_controller
+from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import OrchestratorConfig
 from orchestrator.data import PromptStream
 from orchestrator.evaluation import Evaluator
 from orchestrator.experience import Collected, Collector, Experience
+from orchestrator.journal import ExperienceJournal
 from orchestrator.metrics import MetricsLog
 from orchestrator.policy import PolicyBatch
-from orchestrator.ppo import RunningNormaliser
 from orchestrator.progress import Progress, TimeLeft
 from orchestrator.services import Services
+from orchestrator.state import TrainState
 from orchestrator.weights import PushReport
 from services.common.arrays import Floats, Ints
 
@@ -43,14 +44,6 @@ class Pusher(Protocol):
         """Brings every rollout replica to `version`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run begins: services that already served another run have counted further."""
-
-    policy_version: int
-    critic_step: int
-
-
 class Trainer:
     """Runs PPO: collect, estimate, update, push, step after step."""
 
@@ -61,6 +54,8 @@ class Trainer:
         policy: Policy,
         pusher: Pusher,
         prompts: PromptStream,
+        journal: ExperienceJournal | None,
+        checkpoints: Checkpoints,
         evaluator: Evaluator | None,
         log: MetricsLog,
         progress: Progress,
@@ -71,40 +66,47 @@ class Trainer:
         self._pusher = pusher
         self._prompts = prompts
         self._collector = Collector(services, config)
+        self._journal = journal
+        self._checkpoints = checkpoints
         self._evaluator = evaluator
         self._log = log
         self._progress = progress
-        self._controller = make_controller(config.ppo)
-        self._normaliser = RunningNormaliser()
         self._time_left = TimeLeft(config.steps)
 
-    async def run(self, start: Start, save_to: Path) -> None:
-        """Trains for the configured number of steps and saves the policy.
+    async def run(self, state: TrainState, save_to: Path, *, resumed: bool = False) -> None:
+        """Trains from `state` to the configured number of steps and saves the policy.
 
         Consumes prompts; waits for the services and the learner; any failure beyond the clients' retries ends
         the run with that error, everything logged until then.
+
+        Args:
+            state: that of the learners.
+            save_to: the trained policy's folder.
+            resumed: `state` is a checkpoint's.
         """
-        self._critic_step = start.critic_step
-        self._version = start.policy_version + 1
         # Also at the start: whatever the replicas served before, they now serve this learner's weights.
-        await self._pusher.push(self._version)
-        self._progress.start(self._config.steps)
+        await self._pusher.push(state.policy_version)
+        self._progress.start(self._config.steps, state.step)
         try:
-            if self._evaluator:
-                self._log.write(0, await self._evaluate(0))
-            for step in range(1, self._config.steps + 1):
-                await self._step(step)
+            if not resumed:
+                if self._evaluator:
+                    self._log.write(0, await self._evaluate(state))
+                await self._checkpoints.first(state)
+            while state.step < self._config.steps:
+                state = await self._step(state)
+                await self._checkpoints.after(state)
             await self._policy.save(str(save_to))
         finally:
             self._progress.stop()
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, state: TrainState) -> TrainState:
         began = time.monotonic()
-        collected = await self._collector.collect(self._prompts.batch(step), step=step, min_version=self._version)
+        collected = await self._collect(state)
         prompts, responses = _sequences(collected.experiences)
         old_logprobs, logprobs_s = await _timed(self._policy.logprobs(prompts, responses))
+        controller = make_controller(self._config.ppo, state.kl_coef)
         estimate = estimate_advantages(
-            collected.experiences, old_logprobs, self._config.ppo, self._controller.coef, self._normaliser
+            collected.experiences, old_logprobs, self._config.ppo, controller.coef, state.normaliser
         )
         batch = PolicyBatch(
             prompts=prompts,
@@ -113,34 +115,49 @@ class Trainer:
             old_logprobs=old_logprobs,
             ref_logprobs=[e.ref_logprobs for e in collected.experiences],
             advantages=estimate.advantages,
-            kl_coef=self._controller.coef,
+            kl_coef=controller.coef,
         )
-        (policy, critic), train_s = await _timed(self._update(step, batch, collected, estimate.returns))
-        staleness = self._version - min(e.sample.oldest_version for e in collected.experiences)
-        self._controller = self._controller.update(estimate.kl, len(prompts))
-        self._normaliser = estimate.normaliser
-        self._version += 1
-        pushed = await self._pusher.push(self._version)
-        metrics = estimate.metrics | policy | critic
-        metrics |= {"policy/version": self._version, "policy/staleness": staleness}
+        (policy, critic), train_s = await _timed(self._update(state, batch, collected, estimate.returns))
+        done = state.after(
+            kl_coef=controller.update(estimate.kl, len(prompts)).coef,
+            normaliser=estimate.normaliser,
+            asked=len(prompts) + collected.repeated,
+            used=len(prompts),
+        )
+        pushed = await self._pusher.push(done.policy_version)
+        metrics = estimate.metrics | policy | critic | _ledger(state, done, collected)
         metrics |= _speeds(collected, train_s, self._config.ppo.epochs)
         metrics |= {"seconds/logprobs": logprobs_s, "seconds/train": train_s, "seconds/push": pushed.seconds}
-        metrics["seconds/step"] = time.monotonic() - began
-        if self._evaluator and self._is_evaluated(step):
-            metrics |= await self._evaluate(step)
-        self._report(step, metrics)
+        metrics |= {"seconds/step": time.monotonic() - began, "seconds/checkpoint": self._checkpoints.waited_s()}
+        if self._evaluator and self._is_evaluated(done.step):
+            metrics |= await self._evaluate(done)
+        self._report(done.step, metrics)
+        return done
+
+    async def _collect(self, state: TrainState) -> Collected:
+        """The next step's experience: from the journal, if it is there from before the run went back."""
+        step = state.step + 1
+        prompts = self._prompts.batch(step)
+        if self._journal and (kept := self._journal.read(step, prompts)):
+            return kept
+        collected = await self._collector.collect(
+            prompts, step=step, version=state.policy_version, critic_step=state.critic_step
+        )
+        if self._journal:
+            await asyncio.to_thread(self._journal.write, step, collected)
+        return collected
 
     async def _update(
-        self, step: int, batch: PolicyBatch, collected: Collected, returns: list[Floats]
+        self, state: TrainState, batch: PolicyBatch, collected: Collected, returns: list[Floats]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Policy and critic at the same time: neither needs the other's new weights."""
         config = self._config
-        seed = config.seed * 1_000_003 + step
+        seed = config.seed * 1_000_003 + state.step + 1
         async with asyncio.TaskGroup() as group:
             policy = group.create_task(self._policy.train(batch, seed))
             critic = group.create_task(
                 self._critic.train(
-                    self._critic_step + step,
+                    state.critic_step + 1,
                     batch.prompts,
                     batch.responses,
                     [e.values for e in collected.experiences],
@@ -148,6 +165,7 @@ class Trainer:
                     epochs=config.ppo.epochs,
                     minibatch_size=config.ppo.minibatch_size,
                     seed=seed,
+                    last_step=state.critic_step,
                     timeout_s=config.timeouts.train_s,
                 )
             )
@@ -160,9 +178,9 @@ class Trainer:
         every = self._config.evaluation.every
         return every > 0 and (step % every == 0 or step == self._config.steps)
 
-    async def _evaluate(self, step: int) -> dict[str, float]:
+    async def _evaluate(self, state: TrainState) -> dict[str, float]:
         assert self._evaluator is not None
-        metrics, seconds = await _timed(self._evaluator.evaluate(step, self._version))
+        metrics, seconds = await _timed(self._evaluator.evaluate(state.step, state.policy_version))
         return metrics | {"seconds/evaluate": seconds}
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
@@ -174,14 +192,23 @@ def _sequences(experiences: list[Experience]) -> tuple[list[Ints], list[Ints]]:
     return [e.prompt.prompt_ids for e in experiences], [e.sample.response_ids for e in experiences]
 
 
+def _ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
+    """What was asked for, what had to be asked for again, what was used; and by which weights it was sampled."""
+    oldest = min(experience.sample.oldest_version for experience in collected.experiences)
+    return {
+        "samples/asked": done.samples_asked - before.samples_asked,
+        "samples/repeated": collected.repeated,
+        "samples/used": done.samples_used - before.samples_used,
+        "samples/used_total": done.samples_used,
+        "policy/version": done.policy_version,
+        "policy/staleness": before.policy_version - oldest,
+    }
+
+
 def _speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:
     return {
         "tokens_per_s/generation": collected.tokens / collected.generate_s,
         "tokens_per_s/training": collected.tokens * epochs / train_s,
-        # The ledger: as many are used as were asked for, however many it took.
-        "samples/asked": len(collected.experiences) + collected.repeated,
-        "samples/repeated": collected.repeated,
-        "samples/used": len(collected.experiences),
         "seconds/generate": collected.generate_s,
         "seconds/score": collected.score_s,
     }

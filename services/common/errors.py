@@ -81,6 +81,13 @@ class Context(Protocol):
     def set_details(self, details: str) -> None: ...
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in a group, in its groups, and so on; or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
 def translated(
     method: Callable[..., Awaitable[Any]],
 ) -> Callable[..., Awaitable[Any]]:

@@ -45,7 +45,8 @@ async def _answer(reference: Any) -> Any:
     try:
         return await reference
     except ray.exceptions.RayActorError as error:
-        raise RankDied(str(error)) from None
+        # The rest is Ray's advice, a page of it.
+        raise RankDied(str(error).partition("\n")[0]) from None
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
 

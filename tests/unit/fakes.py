@@ -67,6 +67,7 @@ class FakeRollout:
         *,
         seeds: Sequence[int] | None,
         min_version: int,
+        max_version: int | None,
         timeout_s: float,
         stall_s: float,
         on_repeat: Callable[[int], None],
@@ -74,7 +75,7 @@ class FakeRollout:
         self.journal.note("generate")
         if self.repeats:
             on_repeat(self.repeats.pop(0))
-        options = {"seeds": seeds, "min_version": min_version, "timeout_s": timeout_s}
+        options = {"seeds": seeds, "versions": (min_version, max_version), "timeout_s": timeout_s}
         self.calls.append({"prompts": prompts, "sampling": sampling, **options})
         try:
             for sent, index in enumerate(reversed(range(len(prompts)))):
@@ -137,8 +138,8 @@ class FakeCritic(FakeAsk):
     meeting: asyncio.Barrier | None = None
     """Where training waits for another."""
 
-    async def values(self, prompts: Any, responses: Any, *, timeout_s: float) -> list[Any]:
-        return await self.ask(prompts, responses, timeout_s=timeout_s)
+    async def values(self, prompts: Any, responses: Any, *, last_step: int | None, timeout_s: float) -> list[Any]:
+        return await self.ask(prompts, responses, last_step=last_step, timeout_s=timeout_s)
 
     async def train(
         self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any

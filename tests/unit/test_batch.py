@@ -122,7 +122,7 @@ def test_metrics_by_hand() -> None:
 
 def test_controllers(policy_folder: Path) -> None:
     fixed = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": {"coef": 0.3}})
-    assert make_controller(fixed.ppo) == FixedKL(0.3)
+    assert make_controller(fixed.ppo, 0.7) == FixedKL(0.3)
     kl = {"coef": 0.3, "target": 6, "horizon": 1000}
     adaptive = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
-    assert make_controller(adaptive.ppo) == AdaptiveKL(0.3, 6, 1000)
+    assert make_controller(adaptive.ppo, 0.7) == AdaptiveKL(0.7, 6, 1000)

@@ -103,7 +103,9 @@ def test_an_adaptive_coefficient_that_is_accepted_survives_the_largest_error(sec
     values = {"batch_size": 100, "ppo": {"kl": {"target": 6, "horizon": 20.1}}}
     config = OrchestratorConfig.parse(section | values, "o")
     # e is -0.2 at most: 0.1 * (1 - 0.2 * 100 / 20.1) > 0.
-    assert make_controller(config.ppo).update(0.0, config.batch_size).coef == pytest.approx(0.1 * 0.1 / 20.1)
+    assert make_controller(config.ppo, config.ppo.kl.coef).update(0.0, config.batch_size).coef == pytest.approx(
+        0.1 * 0.1 / 20.1
+    )
 
 
 def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:

@@ -108,12 +108,12 @@ class FakeCollector:
 async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path: Path) -> None:
     collector, prompts = FakeCollector(), make_prompts(2)
     evaluator = Evaluator(collector, prompts, make_tokenizer(), {"words": words}, tmp_path / "deep", 2)  # type: ignore[arg-type]
-    metrics = [await evaluator.evaluate(step, min_version=step + 1) for step in (0, 30)]
+    metrics = [await evaluator.evaluate(step, version=step + 1) for step in (0, 30)]
     assert metrics[0] == metrics[1] == summarise(judge(EXPERIENCES, make_tokenizer(), {"words": words}))
     twice = [prompts[0], prompts[0], prompts[1], prompts[1]]
     assert collector.calls == [
-        (twice, {"step": SEED_STEP, "min_version": 1, "with_values": False}),
-        (twice, {"step": SEED_STEP, "min_version": 31, "with_values": False}),
+        (twice, {"step": SEED_STEP, "version": 1, "critic_step": None}),
+        (twice, {"step": SEED_STEP, "version": 31, "critic_step": None}),
     ]
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["step-000000.jsonl", "step-000030.jsonl"]
     lines = (tmp_path / "deep" / "step-000030.jsonl").read_text().splitlines()

@@ -30,7 +30,7 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 async def test_every_prompt_has_its_experience_in_the_order_of_the_prompts(fakes: Fakes, policy_folder: Path) -> None:
     prompts = make_prompts(5)
-    collected = await make_collector(fakes, policy_folder).collect(prompts, step=1, min_version=3)
+    collected = await make_collector(fakes, policy_folder).collect(prompts, step=1, version=3, critic_step=0)
     assert [experience.prompt for experience in collected.experiences] == prompts
     for row, experience in enumerate(collected.experiences):
         length = row + 1
@@ -46,7 +46,7 @@ async def test_every_prompt_has_its_experience_in_the_order_of_the_prompts(fakes
 
 
 async def test_every_sample_is_judged_once_by_each_service(fakes: Fakes, policy_folder: Path) -> None:
-    await make_collector(fakes, policy_folder).collect(make_prompts(5), step=1, min_version=3)
+    await make_collector(fakes, policy_folder).collect(make_prompts(5), step=1, version=3, critic_step=0)
     expected = [[10 + row] * (row + 1) for row in range(5)]
     for service in (fakes.reward, fakes.reference, fakes.critic):
         assert service.responses() == expected
@@ -61,12 +61,12 @@ async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
         sampling={"temperature": 0.5, "max_new_tokens": 9, "min_new_tokens": 2},
         timeouts={"generate_s": 11, "score_s": 12},
     )
-    await collector.collect(make_prompts(5), step=1, min_version=3)
+    await collector.collect(make_prompts(5), step=1, version=3, critic_step=0)
     asked = [[int(prompt[0]) for prompt in call["prompts"]] for call in fakes.rollout.calls]
     assert asked == [[10, 11], [12, 13], [14]]
     for call in fakes.rollout.calls:
         assert call["sampling"] == Sampling(max_new_tokens=9, temperature=0.5, min_new_tokens=2)
-        assert (call["min_version"], call["timeout_s"]) == (3, 11)
+        assert (call["versions"], call["timeout_s"]) == ((3, 3), 11)
     assert sorted(label for call in fakes.reward.calls for label in call["labels"]) == ["0", "1", "2", "3", "4"]
     for call in fakes.reward.calls:
         assert call["labels"] == [str(response[0] - 10) for response in call["responses"]]
@@ -82,13 +82,13 @@ async def test_judging_begins_before_generation_ends(fakes: Fakes, policy_folder
                 await asyncio.sleep(0)
 
     fakes.rollout.gate = until_the_first_is_judged
-    collected = await make_collector(fakes, policy_folder).collect(make_prompts(2), step=1, min_version=1)
+    collected = await make_collector(fakes, policy_folder).collect(make_prompts(2), step=1, version=1, critic_step=0)
     assert len(collected.experiences) == 2
 
 
 async def test_values_are_left_out_where_nobody_needs_them(fakes: Fakes, policy_folder: Path) -> None:
     collector = make_collector(fakes, policy_folder)
-    collected = await collector.collect(make_prompts(3), step=1, min_version=1, with_values=False)
+    collected = await collector.collect(make_prompts(3), step=1, version=1, critic_step=None)
     assert fakes.critic.calls == []
     assert [experience.values.tolist() for experience in collected.experiences] == [[], [], []]
     assert [experience.score for experience in collected.experiences] == [10, 11, 12]
@@ -108,7 +108,7 @@ async def test_a_failure_cancels_everything_else(failing: str, fakes: Fakes, pol
     fakes.rollout.gate = second_sample_never_comes
     async with asyncio.timeout(10):
         with pytest.raises(ExceptionGroup) as caught:
-            await make_collector(fakes, policy_folder).collect(make_prompts(4), step=1, min_version=1)
+            await make_collector(fakes, policy_folder).collect(make_prompts(4), step=1, version=1, critic_step=0)
     assert set(leaves(caught.value)) == {error}
     assert fakes.rollout.cancelled == 2
     for name, service in judges.items():
@@ -128,7 +128,7 @@ async def test_a_failed_generation_cancels_the_judging(fakes: Fakes, policy_fold
     fakes.rollout.gate = fail
     async with asyncio.timeout(10):
         with pytest.raises(ExceptionGroup) as caught:
-            await make_collector(fakes, policy_folder).collect(make_prompts(2), step=1, min_version=1)
+            await make_collector(fakes, policy_folder).collect(make_prompts(2), step=1, version=1, critic_step=0)
     assert [str(leaf) for leaf in leaves(caught.value)] == ["gone"]
     assert fakes.reward.cancelled == 1
 
@@ -137,14 +137,14 @@ async def test_a_failure_amid_a_stream_of_samples_is_told_as_it_is(fakes: Fakes,
     fakes.reward.failure = Unavailable("gone")
     collector = make_collector(fakes, policy_folder, prompts_per_call=30)
     with pytest.raises(ExceptionGroup) as caught:
-        await collector.collect(make_prompts(60), step=1, min_version=1)
+        await collector.collect(make_prompts(60), step=1, version=1, critic_step=0)
     assert {type(leaf) for leaf in leaves(caught.value)} == {Unavailable}
     assert issubclass(Unavailable, ServiceError)
 
 
 async def seeds(folder: Path, *, step: int, **section: Any) -> list[list[int] | None]:
     fakes = Fakes()
-    await make_collector(fakes, folder, **section).collect(make_prompts(6), step=step, min_version=1)
+    await make_collector(fakes, folder, **section).collect(make_prompts(6), step=step, version=1, critic_step=0)
     return [call["seeds"] for call in fakes.rollout.calls]
 
 
@@ -158,6 +158,6 @@ async def test_seeds_differ_by_row_step_and_run_and_can_be_had_again(policy_fold
 
 
 async def test_nothing_asked_nothing_given(fakes: Fakes, policy_folder: Path) -> None:
-    collected = await make_collector(fakes, policy_folder).collect([], step=1, min_version=1)
+    collected = await make_collector(fakes, policy_folder).collect([], step=1, version=1, critic_step=0)
     assert (collected.experiences, collected.tokens) == ([], 0)
     assert np.isfinite(collected.generate_s)

@@ -155,7 +155,7 @@ def earlier_run(run: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     earlier_run(tmp_path)
-    message = f"{tmp_path} already holds a run; choose another name, or --overwrite"
+    message = f"{tmp_path} already holds a run; choose another name, --resume it, or --overwrite"
     with pytest.raises(ConfigError, match=re.escape(message)):
         MetricsLog.open(tmp_path, QUIET, {})
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 2}]
@@ -177,17 +177,46 @@ def test_evaluations_without_a_run_are_kept(tmp_path: Path) -> None:
 
 def test_wandb_is_given_the_run_and_its_metrics(tmp_path: Path) -> None:
     wandb = FakeWandb()
-    sink = WandbSink(wandb, "quartet", tmp_path / "demo", {"seed": 1})
+    sink = WandbSink(wandb, "quartet", tmp_path, {"seed": 1})
     sink.write(2, {"score/mean": 0.5})
     sink.close()
+    kept = (tmp_path / "wandb-id").read_text()
+    place = {"project": "quartet", "name": tmp_path.name, "dir": str(tmp_path)}
     assert wandb.calls == [
-        (
-            "init",
-            {"project": "quartet", "name": "demo", "dir": str(tmp_path / "demo"), "config": {"seed": 1}},
-        ),
+        ("init", place | {"config": {"seed": 1}, "id": kept, "resume": "allow"}),
         ("log", ({"score/mean": 0.5}, 2)),
         ("finish", None),
     ]
+
+
+def test_a_resumed_run_is_the_same_one_to_wandb(tmp_path: Path) -> None:
+    runs = [FakeWandb(), FakeWandb()]
+    for run in runs:
+        WandbSink(run, "quartet", tmp_path, {}).close()
+    assert runs[0].calls[0][1]["id"] == runs[1].calls[0][1]["id"]
+
+
+@pytest.mark.parametrize(("after", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
+def test_a_resumed_run_forgets_what_it_measured_after_its_checkpoint(
+    tmp_path: Path, after: int, kept: list[int]
+) -> None:
+    with MetricsLog.open(tmp_path, QUIET, {}) as log:
+        for step in range(4):
+            log.write(step, {"score/mean": step / 3})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "time": 1, "sco')  # killed while it wrote
+    with MetricsLog.open(tmp_path, QUIET, {}, resume_after=after) as log:
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == kept
+        log.write(after + 1, {})
+    # What stays is what was there, byte for byte.
+    assert before.startswith(b"".join((tmp_path / "metrics.jsonl").read_bytes().splitlines(True)[:-1]))
+
+
+def test_a_run_that_measured_nothing_yet_is_resumed(tmp_path: Path) -> None:
+    with MetricsLog.open(tmp_path / "run", QUIET, {}, resume_after=-1) as log:
+        log.write(0, {})
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_wandb_that_is_not_installed_is_named_before_anything_is_removed(tmp_path: Path) -> None:

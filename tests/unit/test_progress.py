@@ -58,7 +58,7 @@ def test_without_judges_the_headline_shows_the_held_out_score() -> None:
 def test_plain_progress_writes_a_line_per_step() -> None:
     stream = io.StringIO()
     progress = PlainProgress(stream)
-    progress.start(40)
+    progress.start(40, 0)
     progress.note("evaluating")
     progress.step(3, {"score/mean": 0.512, "kl/reference": 3.5}, seconds_left=74)
     progress.stop()
@@ -68,7 +68,7 @@ def test_plain_progress_writes_a_line_per_step() -> None:
 def test_rich_progress_shows_the_step_the_figures_and_the_time_left() -> None:
     stream = io.StringIO()
     progress = RichProgress(Console(file=stream, force_terminal=True, width=120, color_system=None))
-    progress.start(40)
+    progress.start(40, 0)
     progress.note("weights [bold]pushed[/bold]")
     progress.step(3, {"score/mean": 0.512, "kl/reference": 3.5, "eval/[red]gold": 0.25}, seconds_left=74)
     progress.stop()

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from orchestrator.data import PromptStream
+from orchestrator.experience import Collected
 from orchestrator.policy import PolicyBatch
-from orchestrator.trainer import Start, Trainer
+from orchestrator.state import TrainState
+from orchestrator.trainer import Trainer
 from orchestrator.weights import PushReport
 from services.common.errors import Unavailable
+from services.critic.client import CriticReset
 from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
 # Two prompts a step, one response each, tokens 10 and 11: one token and two.
-SECTION = {"batch_size": 2, "steps": 3, "evaluation": {"every": 2}, "seed": 4}
+SECTION = {"batch_size": 2, "steps": 3, "evaluation": {"every": 2}, "seed": 4, "checkpoint": {"every": 2}}
 SAVE_TO = Path("saved")
 
 
@@ -58,8 +61,8 @@ class FakeEvaluator:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
-    async def evaluate(self, step: int, min_version: int) -> dict[str, float]:
-        self.journal.note("evaluate", step, min_version)
+    async def evaluate(self, step: int, version: int) -> dict[str, float]:
+        self.journal.note("evaluate", step, version)
         return {"eval/score": float(step)}
 
 
@@ -74,12 +77,46 @@ class FakeLog:
         self.lines[step] = metrics
 
 
+class FakeCheckpoints:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.states: list[TrainState] = []
+        self.failure: Exception | None = None
+
+    async def first(self, state: TrainState) -> None:
+        self.journal.note("checkpoint", state.step)
+        self.states.append(state)
+
+    async def after(self, state: TrainState) -> None:
+        self.journal.note("checkpoint", state.step)
+        self.states.append(state)
+        if self.failure:
+            raise self.failure
+
+    def waited_s(self) -> float:
+        return 0.5
+
+
+class FakeExperienceJournal:
+    """Keeps what it is given, in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Collected] = {}
+
+    def read(self, step: int, prompts: Any) -> Collected | None:
+        return self.kept.get(step)
+
+    def write(self, step: int, collected: Collected) -> None:
+        assert step not in self.kept
+        self.kept[step] = collected
+
+
 class FakeProgress:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def start(self, total_steps: int) -> None:
-        self.calls.append(("start", total_steps))
+    def start(self, total_steps: int, done: int) -> None:
+        self.calls.append(("start", total_steps, done))
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         assert seconds_left >= 0
@@ -100,6 +137,7 @@ class Stage:
         self.journal = self.fakes.journal
         self.policy, self.pusher = FakePolicy(self.journal), FakePusher(self.journal)
         self.log, self.progress = FakeLog(self.journal), FakeProgress()
+        self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
         config = make_config(folder, **SECTION | section)
         self.trainer = Trainer(
             config,
@@ -107,13 +145,17 @@ class Stage:
             self.policy,
             self.pusher,
             PromptStream(make_prompts(2), config.batch_size, config.seed),
+            self.experience,  # type: ignore[arg-type]
+            self.checkpoints,  # type: ignore[arg-type]
             FakeEvaluator(self.journal) if evaluates else None,  # type: ignore[arg-type]
             self.log,  # type: ignore[arg-type]
             self.progress,
         )
 
     async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:
-        await self.trainer.run(Start(policy_version, critic_step), SAVE_TO)
+        await self.trainer.run(
+            TrainState(step=0, policy_version=policy_version + 1, critic_step=critic_step, kl_coef=0.2), SAVE_TO
+        )
 
 
 def step_events(step: int, version: int) -> list[Any]:
@@ -134,18 +176,22 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         ("push", 1),
         ("evaluate", 0, 1),
         ("log", 0),
+        ("checkpoint", 0),
         *step_events(1, 2),
         ("log", 1),
+        ("checkpoint", 1),
         *step_events(2, 3),
         ("evaluate", 2, 3),
         ("log", 2),
+        ("checkpoint", 2),
         *step_events(3, 4),
         # The last step is evaluated though 3 is no multiple of 2.
         ("evaluate", 3, 4),
         ("log", 3),
+        ("checkpoint", 3),
         ("save", "saved"),
     ]
-    assert stage.progress.calls == [("start", 3), ("step", 1), ("step", 2), ("step", 3), "stop"]
+    assert stage.progress.calls == [("start", 3, 0), ("step", 1), ("step", 2), ("step", 3), "stop"]
 
 
 async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None:
@@ -155,7 +201,9 @@ async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None
     assert [event[1] for event in events if event[0] == "push"] == [7, 8, 9, 10]
     assert [event[1] for event in events if event[0] == "train critic"] == [10, 11, 12]
     assert [event[1:] for event in events if event[0] == "evaluate"] == [(0, 7), (2, 9), (3, 10)]
-    assert [call["min_version"] for call in stage.fakes.rollout.calls] == [7, 8, 9]
+    assert [call["versions"] for call in stage.fakes.rollout.calls] == [(7, 7), (8, 8), (9, 9)]
+    assert [call["last_step"] for call in stage.fakes.critic.calls] == [9, 9, 10, 10, 11, 11]
+    assert [call["last_step"] for call in stage.fakes.critic.trained] == [9, 10, 11]
     assert [stage.log.lines[step]["policy/version"] for step in (1, 2, 3)] == [8, 9, 10]
 
 
@@ -226,7 +274,7 @@ STEP_METRICS = {
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
     *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
     *("tokens_per_s/generation", "tokens_per_s/training"),
-    *("samples/asked", "samples/repeated", "samples/used"),
+    *("samples/asked", "samples/repeated", "samples/used", "samples/used_total", "seconds/checkpoint"),
     *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
 }
 
@@ -256,6 +304,54 @@ async def test_the_ledger_counts_what_was_asked_for_again(policy_folder: Path) -
     assert [stage.log.lines[1][f"samples/{part}"] for part in ("asked", "repeated", "used")] == [5, 3, 2]
 
 
+async def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(policy_folder: Path) -> None:
+    kl = {"coef": 0.2, "target": 3, "horizon": 4}
+    ppo = {"minibatch_size": 1, "kl": kl, "normalise_scores": True}
+    straight, again = Stage(policy_folder, ppo=ppo), Stage(policy_folder, ppo=ppo)
+    await straight.run(policy_version=6, critic_step=9)
+    checkpoint = straight.checkpoints.states[1]
+    assert (checkpoint.step, checkpoint.policy_version, checkpoint.critic_step) == (1, 8, 10)
+    await again.trainer.run(checkpoint, SAVE_TO, resumed=True)
+    # Neither evaluated nor logged at step 0 again.
+    assert again.journal.events[:1] == [("push", 8)]
+    assert sorted(again.log.lines) == [2, 3]
+    assert again.progress.calls[0] == ("start", 3, 1)
+    assert again.checkpoints.states == straight.checkpoints.states[2:]
+    assert again.policy.batches[0][1] == straight.policy.batches[1][1]
+    for step in (2, 3):
+        measured = [
+            {name: value for name, value in stage.log.lines[step].items() if not is_time(name)}
+            for stage in (straight, again)
+        ]
+        assert measured[0] == measured[1]
+
+
+def is_time(name: str) -> bool:
+    return name.startswith(("seconds/", "tokens_per_s/"))
+
+
+async def test_what_is_in_the_journal_is_not_sampled_again(policy_folder: Path) -> None:
+    straight, again = Stage(policy_folder), Stage(policy_folder)
+    await straight.run()
+    again.experience.kept = {step: straight.experience.kept[step] for step in (1, 2)}
+    await again.run()
+    # Only the third step's two prompts, and the critic's values of them, are asked for.
+    assert again.journal.names().count("generate") == 1
+    assert [call["versions"] for call in again.fakes.rollout.calls] == [(3, 3)]
+    assert [batch.prompts for batch, _ in again.policy.batches] == [
+        batch.prompts for batch, _ in straight.policy.batches
+    ]
+    assert again.log.lines[3]["samples/used_total"] == 6
+
+
+async def test_a_lost_learner_ends_the_run_at_the_checkpoint(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    stage.checkpoints.failure = CriticReset("gone")
+    with pytest.raises(CriticReset):
+        await stage.run()
+    assert sorted(stage.log.lines) == [0, 1]
+
+
 async def test_policy_and_critic_train_at_the_same_time(policy_folder: Path) -> None:
     stage = Stage(policy_folder, steps=1)
     stage.policy.meeting = stage.fakes.critic.meeting = asyncio.Barrier(2)
@@ -273,4 +369,4 @@ async def test_a_failure_ends_the_run_and_keeps_what_was_logged(policy_folder: P
     assert sorted(stage.log.lines) == [0]
     assert "save" not in stage.journal.names()
     assert stage.journal.names().count("push") == 1
-    assert stage.progress.calls == [("start", 3), "stop"]
+    assert stage.progress.calls == [("start", 3, 0), "stop"]

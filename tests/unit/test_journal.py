@@ -1,0 +1,81 @@
+"""The journal of experience on disk."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.experience import Collected, Experience
+from orchestrator.journal import ExperienceJournal
+from tests.unit.fakes import make_config, make_prompts, respond
+
+PROMPTS = make_prompts(3)
+
+
+def collected(version: int = 1) -> Collected:
+    draw = np.random.default_rng(version)
+    rows = []
+    for index, prompt in enumerate(PROMPTS):
+        sample = respond(index, prompt.prompt_ids, version)
+        values = [draw.normal(size=len(sample.response_ids)).astype(np.float32) for _ in range(2)]
+        rows.append(Experience(prompt, sample, float(np.float32(draw.normal())), *values))
+    return Collected(rows, 1.25, 0.1, repeated=4)
+
+
+def same(found: Collected | None, wanted: Collected) -> bool:
+    assert found is not None
+    for a, b in zip(found.experiences, wanted.experiences, strict=True):
+        assert a.prompt is b.prompt or a.prompt == b.prompt
+        assert (a.score, a.sample.spans, a.sample.finish_reason) == (b.score, b.sample.spans, b.sample.finish_reason)
+        for name in ("ref_logprobs", "values"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist()
+        assert a.sample.response_ids.tolist() == b.sample.response_ids.tolist()
+        assert a.sample.logprobs.tolist() == b.sample.logprobs.tolist()
+    return (found.generate_s, found.score_s, found.repeated) == (wanted.generate_s, wanted.score_s, wanted.repeated)
+
+
+def journal(folder: Path, policy: Path, **section: Any) -> ExperienceJournal:
+    return ExperienceJournal(folder / "journal", make_config(policy, **section))
+
+
+def test_what_was_kept_comes_back_bit_for_bit(tmp_path: Path, policy_folder: Path) -> None:
+    for step in (1, 2):
+        journal(tmp_path, policy_folder).write(step, collected(step))
+    for step in (1, 2):
+        assert same(journal(tmp_path, policy_folder).read(step, PROMPTS), collected(step))
+    assert journal(tmp_path, policy_folder).read(3, PROMPTS) is None
+
+
+def test_it_forgets_what_a_checkpoint_holds(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    for step in range(1, 12):
+        kept.write(step, collected())
+    kept.forget(9)
+    assert [step for step in range(1, 12) if kept.read(step, PROMPTS)] == [10, 11]
+
+
+@pytest.mark.parametrize("section", [{"seed": 1}, {"ppo": {"minibatch_size": 1, "gamma": 0.5}}])
+def test_another_configurations_samples_are_left_alone(
+    tmp_path: Path, policy_folder: Path, section: dict[str, Any]
+) -> None:
+    journal(tmp_path, policy_folder).write(1, collected())
+    assert journal(tmp_path, policy_folder, **section).read(1, PROMPTS) is None
+    # What has nothing to do with the samples may change.
+    assert journal(tmp_path, policy_folder, timeouts={"train_s": 5}).read(1, PROMPTS)
+
+
+def test_other_prompts_samples_are_left_alone(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    kept.write(1, collected())
+    assert kept.read(1, PROMPTS[::-1]) is None
+    assert kept.read(1, [*PROMPTS[:2], replace(PROMPTS[2], label="other")]) is None
+    assert kept.read(1, PROMPTS)
+
+
+def test_a_step_half_written_is_not_there(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    kept.write(1, collected())
+    (tmp_path / "journal" / "step-000001.msgpack").rename(tmp_path / "journal" / ".writing")
+    assert journal(tmp_path, policy_folder).read(1, PROMPTS) is None
