@@ -77,7 +77,7 @@ def clear(folder: Path, *, overwrite: bool) -> None:
         ConfigError: there are some, and they are not to be overwritten.
     """
     if (found := _all(folder)) and not overwrite:
-        raise ConfigError(f"{folder} already holds a run's checkpoints; --resume it, --overwrite it, or name another")
+        raise ConfigError(f"{folder} already holds checkpoints; choose another name, --resume them, or --overwrite")
     for old in found:
         remove(old)
 

@@ -148,6 +148,14 @@ async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIter
     assert left_behind(mark) == []
 
 
+def named(quartet: Quartet, name: str) -> psutil.Process:
+    """The Ray worker of the cluster whose title begins so."""
+    family = psutil.Process(quartet.cluster.pid).children(recursive=True)
+    alive = [process for process in family if process.status() != psutil.STATUS_ZOMBIE]
+    [found] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
+    return found
+
+
 def left_behind(mark: str) -> list[str]:
     """Command lines of the living processes that inherited `mark`."""
     found = []

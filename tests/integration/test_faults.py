@@ -21,7 +21,7 @@ from orchestrator.admission import admissions
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, eventually
+from tests.cluster import Quartet, eventually, named
 from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
@@ -129,14 +129,6 @@ def engine_of(pid: int) -> int:
     """The process of a replica's vLLM engine."""
     [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
     return engine.pid
-
-
-def named(quartet: Quartet, name: str) -> psutil.Process:
-    """The Ray worker of the cluster whose title begins so."""
-    family = psutil.Process(quartet.cluster.pid).children(recursive=True)
-    alive = [process for process in family if process.status() != psutil.STATUS_ZOMBIE]
-    [found] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
-    return found
 
 
 async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:

@@ -241,7 +241,7 @@ def test_an_earlier_runs_checkpoints_are_not_a_new_ones(tmp_path: Path) -> None:
     clear(tmp_path / "none", overwrite=False)
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text(state(3).model_dump_json())
-    with pytest.raises(ConfigError, match="already holds a run's checkpoints; --resume it"):
+    with pytest.raises(ConfigError, match="already holds checkpoints; choose another name, --resume"):
         clear(tmp_path, overwrite=False)
     clear(tmp_path, overwrite=True)
     assert latest(tmp_path) is None
