@@ -1,6 +1,6 @@
 """Push time against a bare gloo broadcast of the same bytes, and against a push layer by layer, in one run.
 
-    python -m benchmarks.weights [--mib 256] [--replicas 1,2,4] [--rounds 7]
+    python -m benchmarks.weights [--mib 256] [--replicas 1,2,4] [--rounds 7] [--backend gloo|ipc]
 
 Replicas are processes with the real part of a replica in a push (services/rollout/weights.py) and a dictionary of
 tensors in place of a vLLM model; the control calls go over pipes. All sides take turns, so that a machine that
@@ -9,6 +9,7 @@ changes speed changes all of them.
 - `bare`: one broadcast of all bytes at once, to as many processes, from memory that is there already.
 - `transfer`: the part of a push in which bytes move: every bucket broadcast, hashed and compared.
 - `push`: all of it: who is there, prepare, gathering and packing the weights, transfer, and loading them.
+- `join`: a newcomer brought to the weights in between, from its application to its being ready to serve them.
 - `layers`: one call and one broadcast for each of 300 tensors, as peers do it, without packing or loading.
 """
 
@@ -31,6 +32,7 @@ from orchestrator.weights import WeightPusher
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.gloo import GlooGroup, reach_store, serve_store
 from services.common.weight_transfer.manifest import MIB, Manifest
+from services.common.weight_transfer.registry import Admission
 from tests.members import Fleet
 from tests.sources import HOST, LocalSource
 
@@ -44,41 +46,47 @@ def main(
     replicas: Annotated[str, typer.Option(help="numbers of replicas, such as 1,2,4")] = "1,2,4",
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     bucket_mib: Annotated[int, typer.Option(min=1)] = 64,
+    backend: Annotated[str, typer.Option(help="gloo, or ipc: memory that is shared")] = "gloo",
 ) -> None:
     """See the module's docstring."""
     torch.set_num_threads(1)
-    drawn = Table(title=f"{mib} MiB in {TENSORS} tensors, buckets of {bucket_mib} MiB", title_justify="left")
+    title = f"{mib} MiB in {TENSORS} tensors, buckets of {bucket_mib} MiB, {backend}"
+    drawn = Table(title=title, title_justify="left")
     for column in (
         "replicas",
         "bare s",
         "transfer s",
         "push s",
         "layers s",
+        "join s",
         "transfer/bare",
         "push/bare",
         "layers/push",
+        "join/push",
     ):
         drawn.add_column(column, justify="right")
     for count in [int(number) for number in replicas.split(",")]:
-        drawn.add_row(str(count), *asyncio.run(_measure(mib, count, rounds, bucket_mib)))
+        drawn.add_row(str(count), *asyncio.run(_measure(mib, count, rounds, bucket_mib, backend)))
     console.print(drawn)
 
 
-async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int) -> list[str]:
+async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int, backend: str) -> list[str]:
     """The cells of one row, from the medians of the rounds."""
     weights = _weights(mib)
-    fleet, others = Fleet(), Fleet()
+    fleet, others, newcomers = Fleet(backend), Fleet(), Fleet(backend)
     for each in (fleet, others):
         await each.add(*(f"replica{number}" for number in range(replicas)))
-    source = LocalSource(weights, bucket_bytes=bucket_mib * MIB, stall_s=STALL_S)
+    await newcomers.add("newcomer")
+    source = LocalSource(weights, bucket_bytes=bucket_mib * MIB, stall_s=STALL_S, backend=backend)
     config = WeightsConfig(timeout_s=600, stall_s=STALL_S, control_s=30, bucket_mib=bucket_mib)
-    pusher = WeightPusher(fleet, source, "gloo", config)  # type: ignore[arg-type]
+    pusher = WeightPusher(fleet, source, backend, config)  # type: ignore[arg-type]
     bare = Bare(mib, replicas)
     layers = Layers(others, list(others.members), weights, 1_000_000)
     sides: dict[str, Callable[[], Awaitable[float]]] = {
         "bare": bare.broadcast,
         "push": lambda: _pushed(pusher),
         "layers": layers.push,
+        "join": lambda: _joined(pusher, newcomers),
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*sides, "transfer")}
     try:
@@ -93,9 +101,10 @@ async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int) -> lis
         bare.end()
         await fleet.end()
         await others.end()
+        await newcomers.end()
     found = {name: median(values) for name, values in seconds.items()}
-    times = [f"{found[name]:.3f}" for name in ("bare", "transfer", "push", "layers")]
-    ratios = [("transfer", "bare"), ("push", "bare"), ("layers", "push")]
+    times = [f"{found[name]:.3f}" for name in ("bare", "transfer", "push", "layers", "join")]
+    ratios = [("transfer", "bare"), ("push", "bare"), ("layers", "push"), ("join", "push")]
     return times + [f"{found[over] / found[under]:.2f}" for over, under in ratios]
 
 
@@ -108,6 +117,31 @@ async def _pushed(pusher: WeightPusher) -> float:
     report = await pusher.push(1)
     assert report.attempts == 1
     return report.seconds
+
+
+async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
+    """Seconds of an admission, carried out as a replica does it (services/rollout/joining.py)."""
+    [member] = newcomers.members.values()
+    receiving: list[asyncio.Task[None]] = []
+
+    async def receive(admission: Admission) -> None:
+        for name, phase in (
+            ("prepare", pb.Prepare.FromString(admission.prepare)),
+            ("transfer", pb.Transfer.FromString(admission.transfer)),
+            ("commit", pb.Commit.FromString(admission.commit)),
+        ):
+            asked = pb.WeightPhase(timeout_s=60, **{name: phase})  # type: ignore[arg-type]
+            assert pb.WeightReport.FromString(await member.carry_out(asked)).ok
+
+    async def deliver(admissions: dict[str, Admission | None]) -> None:
+        admission = admissions[member.name]
+        assert admission is not None
+        receiving.append(asyncio.create_task(receive(admission)))
+
+    began = time.perf_counter()
+    await pusher.admit({member.name: 1}, deliver)
+    await receiving[0]
+    return time.perf_counter() - began
 
 
 class Layers:

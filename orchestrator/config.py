@@ -125,8 +125,9 @@ class PPOConfig(Config):
 class WeightsConfig(Config):
     """The push of new weights to the rollout replicas."""
 
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """nccl on NVIDIA GPUs, gloo elsewhere; auto takes what the rollout replicas were started with."""
+    backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    """nccl on NVIDIA GPUs, gloo elsewhere, ipc (shared host memory) where the learner and all replicas are on one
+    machine; auto takes what the rollout replicas were started with."""
     bucket_mib: Annotated[int, Field(ge=1)] = 64
     """Weights travel in packed buckets of this size, in MiB."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
@@ -140,7 +141,9 @@ class WeightsConfig(Config):
     """Learner ranks that send at the same time, each its share of the buckets; at most policy.ranks, and 1 with
     nccl."""
     timeout_s: Seconds = 60
-    """Deadline of a whole transfer, and of swapping the weights in."""
+    """Deadline of a whole transfer."""
+    commit_s: Seconds = 30
+    """Deadline of swapping the weights in: of copying them, within one machine."""
     stall_s: Seconds = 10
     """Longest wait for one bucket to move and for a group to form; then a member is taken for stuck."""
     control_s: Seconds = 5
@@ -287,6 +290,8 @@ class OrchestratorConfig(Config):
         senders = self.weights.senders
         if senders > self.policy.ranks:
             raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
+        if self.weights.streaming and self.weights.backend == "ipc":
+            raise ValueError("weights.streaming saves a copy that weights.backend ipc does not make; leave it out")
         if senders > 1 and self.weights.backend == "nccl":
             raise ValueError(f"weights.senders ({senders}) must be 1 with weights.backend nccl")
         return self

@@ -120,7 +120,7 @@ class WeightPusher:
         wrong = [report.replica for report in reports if report.checksum != sent]
         if wrong:
             raise Unavailable(f"replicas {wrong} received other bytes than were sent")
-        await self._phase(self._config.timeout_s, commit=pb.Commit(epoch=self._epoch, policy_version=version))
+        await self._phase(self._config.commit_s, commit=pb.Commit(epoch=self._epoch, policy_version=version))
         return sent
 
     async def _discover(self) -> list[pb.WeightReport]:

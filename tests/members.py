@@ -17,6 +17,7 @@ from services.common.errors import Unavailable
 from services.common.weight_transfer.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.gloo import GlooGroup, reach_store
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.shared import SharedBuckets
 from services.rollout.fanout import gathered
 from services.rollout.weights import WeightMember
 
@@ -24,10 +25,12 @@ HOST = "127.0.0.1"
 
 
 class StagingEngine:
-    """Takes weights as the gloo backend of a vLLM engine does, into a dictionary in place of a model."""
+    """Takes weights as our engines for vLLM do, into a dictionary in place of a model."""
 
-    def __init__(self) -> None:
-        self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", 1
+    def __init__(self, backend: str) -> None:
+        self.version, self.checksum, self.backend, self.workers = 0, "", backend, 1
+        self._segments: list[int] = []
+        self._shared: SharedBuckets | None = None
         self._group: GlooGroup | None = None
         self._staged: Buckets | None = None
         self._model: dict[str, torch.Tensor] = {}
@@ -37,6 +40,9 @@ class StagingEngine:
 
     def _join(self, info: dict[str, Any]) -> None:
         self._leave()
+        if self.backend == "ipc":
+            self._segments = info["segments"]
+            return
         [(address, port)] = info["senders"]
         self._group = GlooGroup(
             reach_store(address, port, info["stall_s"]),
@@ -50,7 +56,7 @@ class StagingEngine:
     def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group = None
+        self._group = self._shared = None
 
     async def pause(self, in_flight: str) -> None:
         """Nothing is generated here."""
@@ -60,6 +66,9 @@ class StagingEngine:
         return self._received
 
     def _receive(self, manifest: Manifest) -> str:
+        if self.backend == "ipc":
+            self._shared = self._shared or SharedBuckets(self._segments, manifest)
+            return self._shared.verify()
         assert self._group is not None
         if self._staged is None or self._staged.manifest != manifest:
             self._staged = Buckets(manifest)
@@ -76,21 +85,24 @@ class StagingEngine:
 
     def _swap(self) -> None:
         """The copy that loading into a model is."""
-        assert self._staged is not None
-        for name, tensor in self._staged.tensors():
+        received = self._shared or self._staged
+        assert received is not None
+        for name, tensor in received.tensors():
             if name in self._model:
                 self._model[name].copy_(tensor)
             else:
                 self._model[name] = tensor.clone()
+        if self._shared is not None:
+            self._shared.check()
 
     async def abort(self) -> bool:
         self._leave()
         return True
 
 
-async def serve(name: str) -> None:
+async def serve(name: str, backend: str) -> None:
     """Answers phases, each a length and its bytes on standard input, in any order on standard output."""
-    member = WeightMember(StagingEngine(), name, HOST)  # type: ignore[arg-type]
+    member = WeightMember(StagingEngine(backend), name, HOST)  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -118,14 +130,15 @@ async def serve(name: str) -> None:
 class MemberProcess:
     """One of them, seen from the test."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, backend: str = "gloo") -> None:
         self.name = name
+        self._backend = backend
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = 0
 
     async def start(self) -> "MemberProcess":
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.members", self.name,
+            sys.executable, "-m", "tests.members", self.name, self._backend,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -177,14 +190,15 @@ Hook = Callable[[], Awaitable[None]]
 class Fleet:
     """Stands in for the rollout client, and for the replica that fans phases out."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self.members: dict[str, MemberProcess] = {}
         self.before: dict[str, Hook] = {}
         """What happens before a phase is sent, once."""
         self.phases: list[str] = []
 
     async def add(self, *names: str) -> None:
-        for member in await asyncio.gather(*(MemberProcess(name).start() for name in names)):
+        for member in await asyncio.gather(*(MemberProcess(name, self._backend).start() for name in names)):
             self.members[member.name] = member
 
     async def update_weights(
@@ -216,4 +230,4 @@ def weights(seed: int, mib: int) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(*sys.argv[1:]))

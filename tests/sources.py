@@ -10,22 +10,30 @@ import torch
 from services.common.errors import Internal
 from services.common.weight_transfer.buckets import checksum
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.sender import GlooSender
+from services.common.weight_transfer.sender import make_sender
 
 HOST = "127.0.0.1"
 
 
 class LocalSource:
-    """Sends named tensors over gloo; what a sender raises arrives as a ServiceError, as from a learner's process."""
+    """Sends named tensors; what a sender raises arrives as a ServiceError, as from a learner's process."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int, stall_s: float, senders: int = 1
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        bucket_bytes: int,
+        stall_s: float,
+        senders: int = 1,
+        backend: str = "gloo",
     ) -> None:
         self.tensors = tensors
         """What is gathered; may be replaced between pushes."""
         self._manifest = Manifest.of(tensors, bucket_bytes)
-        self._senders = [
-            GlooSender(self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders) for i in range(senders)
+        self._backend = backend
+        self._senders: list[Any] = [
+            make_sender(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders)
+            for i in range(senders)
         ]
         self.midway: Callable[[], object] | None = None
         """Called once, in the middle of a transfer by one sender, which then goes on."""
@@ -38,7 +46,7 @@ class LocalSource:
         return len(list(self._manifest.buckets()))
 
     async def rendezvous(self, backend: str) -> list[int]:
-        assert backend == "gloo"
+        assert backend == self._backend
         return [sender.rendezvous() for sender in self._senders]
 
     async def join(self, epoch: int, world_size: int) -> bytes:

@@ -30,9 +30,9 @@ class RolloutConfig(Config):
     """Skip graph capture and compilation: a quicker start and, for small models on a CPU, no slower."""
     seed: int = 0
     """Of requests that bring no seed."""
-    weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """How weights arrive: vLLM's nccl engine, or gloo, which also serves GPUs without NCCL. auto: nccl where there
-    is an NVIDIA GPU."""
+    weight_backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    """How weights arrive: by vLLM's nccl engine; by gloo, which also serves GPUs without NCCL; or ipc, in host memory
+    that the learner shares with the replicas of its machine. auto: nccl where there is an NVIDIA GPU, else gloo."""
     host: str = "127.0.0.1"
     """This machine's address as the learner reaches it; gloo connections listen there."""
     join_s: Seconds = 600

@@ -25,6 +25,8 @@ from services.rollout.sample import FinishReason, Sample, Sampling
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
+ENGINES = {"ipc": "quartet-ipc"}
+"""What a backend's engine is called in vLLM, which has an `ipc` of its own."""
 ANSWER_S = 8
 """An engine that takes longer to answer the simplest question is stuck."""
 
@@ -44,7 +46,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """
     if config.kv_cache_mib is None and not torch.cuda.is_available():
         raise ConfigError("rollout.args.kv_cache_mib: required on a machine without a GPU, e.g. 256")
-    single = config.tensor_parallel_size == 1
+    single, backend = config.tensor_parallel_size == 1, weight_backend(config)
     return AsyncEngineArgs(
         model=config.model,
         dtype=config.dtype,
@@ -58,7 +60,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         seed=config.seed,
         # The log-probs of the distribution that was sampled from: after temperature.
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=weight_backend(config)),
+        weight_transfer_config=WeightTransferConfig(backend=ENGINES.get(backend, backend)),
         worker_extension_cls="services.common.weight_transfer.engine.WorkerExtension",
         scheduler_cls="services.rollout.scheduler.WholeResponseScheduler",
         disable_log_stats=True,
@@ -166,7 +168,7 @@ class VLLMEngine:
         """Receives the weights; returns their checksum, empty where the backend keeps none."""
         shapes = [list(shape) for shape in manifest.shapes]
         info: dict[str, Any] = {"names": list(manifest.names), "shapes": shapes}
-        if self.backend == "gloo":
+        if self.backend in ("gloo", "ipc"):
             info |= {"dtypes": list(manifest.dtypes), "bucket_bytes": manifest.bucket_bytes}
         else:
             info |= {"dtype_names": list(manifest.dtypes)}

@@ -82,6 +82,8 @@ class WeightMember:
         return ""
 
     def _init_info(self, message: pb.Prepare) -> dict[str, Any]:
+        if self._engine.backend == "ipc":
+            return {"segments": [sender.port for sender in message.senders]}
         place = {"rank_offset": message.ranks[self._replica], "world_size": message.world_size}
         if self._engine.backend == "gloo":
             return place | {

@@ -11,32 +11,51 @@ import xxhash
 
 from services.common.weight_transfer.manifest import Manifest
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Named tensors in a manifest's order."""
+
+ALIGNMENT = 64
+"""Bytes at whose multiples buckets begin in memory that they share."""
+
 
 class Buckets:
     """One host buffer for each bucket of a manifest; of several senders, each fills only its share."""
 
-    def __init__(self, manifest: Manifest, sender: int = 0, senders: int = 1) -> None:
-        """Allocates and touches the memory.
+    def __init__(
+        self, manifest: Manifest, sender: int = 0, senders: int = 1, memory: torch.Tensor | None = None
+    ) -> None:
+        """Allocates and touches the memory, or takes it from `memory`.
 
         Args:
             manifest: what is pushed.
             sender: whose share to hold; with one sender, everything.
             senders: bucket b is sent by sender b % senders.
+            memory: uint8, [Buckets.size(manifest, sender, senders)]; None for new memory.
         """
         self.manifest = manifest
         self.ranges = list(manifest.buckets())
         self.numbers = list(range(sender, len(self.ranges), senders))
         """Which buckets are held here."""
-        self._data = {number: torch.zeros(self._bytes(number), dtype=torch.uint8) for number in self.numbers}
+        if memory is None:
+            memory = torch.zeros(self.size(manifest, sender, senders), dtype=torch.uint8)
+        self._data: dict[int, torch.Tensor] = {}
+        offset = 0
+        for number in self.numbers:
+            size = _bytes(manifest, self.ranges[number])
+            self._data[number] = memory[offset : offset + size]
+            offset += _aligned(size)
 
-    def _bytes(self, number: int) -> int:
-        return sum(self.manifest.size(index) for index in self.ranges[number])
+    @staticmethod
+    def size(manifest: Manifest, sender: int = 0, senders: int = 1) -> int:
+        """Bytes of a sender's share, end to end."""
+        share = list(manifest.buckets())[sender::senders]
+        return sum(_aligned(_bytes(manifest, bucket)) for bucket in share)
 
     def __getitem__(self, number: int) -> torch.Tensor:
         """Bucket `number`'s bytes: uint8, [bytes of the bucket]."""
         return self._data[number]
 
-    def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[int]:
+    def fill(self, weights: Weights) -> Iterator[int]:
         """Copies the weights in and yields each own bucket's number as soon as it is full.
 
         Args:
@@ -74,6 +93,14 @@ class Buckets:
         """The named tensors of all buckets held here, as views of them."""
         for number in self.numbers:
             yield from self.manifest.cut(self.ranges[number], self._data[number])
+
+
+def _bytes(manifest: Manifest, bucket: range) -> int:
+    return sum(manifest.size(index) for index in bucket)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def digest(data: torch.Tensor) -> bytes:

@@ -1,4 +1,6 @@
-"""vLLM's side of a gloo push: a weight-transfer engine that stages, then swaps; or streams, when asked to.
+"""vLLM's side of a push by gloo or through shared memory.
+
+The gloo engine stages, then swaps; or streams, when asked to.
 
 vLLM's nccl engine writes each bucket into the model as it comes. Staging keeps all of them beside the model until
 `finish`, so that a transfer which breaks off leaves the serving weights whole, at the price of one more copy of the
@@ -12,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from services.common.weight_transfer.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.gloo import GlooGroup, reach_store
+from services.common.weight_transfer.loading import LoadingEngine, PackedUpdateInfo
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.shared import SharedBuckets
 
 
 @dataclass
@@ -38,32 +37,16 @@ class GlooInitInfo(WeightTransferInitInfo):
     streaming: bool
 
 
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """A Manifest's fields as plain lists."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    bucket_bytes: int
-
-
-class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class GlooWeightTransferEngine(LoadingEngine[GlooInitInfo]):
     """Registered with vLLM as the backend `gloo` (see plugin.py)."""
 
     init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-    supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.checksum = ""
-        """Of the bytes last received."""
         self._groups: list[GlooGroup] = []
         self._streaming = False
         self._staged: Buckets | None = None
-        self._broken = False
-        """The model was taken apart by a streaming push and not put together again."""
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Joins the epoch's groups, leaving those before."""
@@ -84,14 +67,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def start_weight_update(self) -> None:
         """Staged, the model is untouched until finish; streaming, it is taken apart here."""
         if self._streaming:
-            initialize_layerwise_reload(self.model)
-            self._broken = True
+            self._take_apart()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives. (The base class would then synchronise an accelerator, which a CPU does not have.)"""
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Receives every bucket and hashes what came.
 
         Raises:
@@ -150,39 +128,69 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if coming is not None:
             yield coming.result()
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
-
     def finish_weight_update(self) -> None:
         """Swaps the staged weights in, or closes what was streamed."""
         if not self._streaming:
             assert self._staged is not None
-            self._broken = True
-            initialize_layerwise_reload(self.model)
+            self._take_apart()
             self._load(self._staged.tensors())
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_head()
+        self._put_together()
         self._broken = False
-
-    def _repack_tied_head(self) -> None:
-        """With tied embeddings on a CPU, oneDNN's packed copy of lm_head does not follow the new embeddings."""
-        head: Any = getattr(self.model, "lm_head", None)
-        embedding: Any = getattr(getattr(self.model, "model", None), "embed_tokens", None)
-        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        if self.device.type == "cpu" and tied and None not in (head, embedding) and head is not embedding:
-            head.quant_method.tie_weights(head, embedding)
-            head.quant_method.process_weights_after_loading(head)
-
-    def discard(self) -> bool:
-        """Leaves the group; whether the model is whole, with the weights it had."""
-        self.shutdown()
-        return not self._broken
 
     def shutdown(self) -> None:
         """Leaves the group."""
         for group in self._groups:
             group.close()
         self._groups = []
+
+
+@dataclass
+class SharedInitInfo(WeightTransferInitInfo):
+    """Whose memory to read."""
+
+    segments: list[int]
+    """Each sender's."""
+
+
+class SharedWeightTransferEngine(LoadingEngine[SharedInitInfo]):
+    """Registered with vLLM as the backend `quartet-ipc`: what `ipc` is in Quartet. Stages nothing: until `finish`
+    the weights stay in the learner's memory."""
+
+    init_info_cls = SharedInitInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._segments: list[int] = []
+        self._shared: SharedBuckets | None = None
+        self._manifest: Manifest | None = None
+
+    def init_transfer_engine(self, init_info: SharedInitInfo) -> None:
+        """Remembers where; the manifest says how much."""
+        self.shutdown()
+        self._segments = init_info.segments
+
+    def start_weight_update(self) -> None:
+        """Leaves the model untouched."""
+
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
+        """Hashes what is there; RuntimeError if it is not on this machine, or no longer what was pushed."""
+        manifest = Manifest.from_fields(vars(update_info))
+        if self._shared is None or self._manifest != manifest:
+            self._shared, self._manifest = SharedBuckets(self._segments, manifest), manifest
+        self.checksum = self._shared.verify()
+
+    def finish_weight_update(self) -> None:
+        """Loads; RuntimeError, and a model that can do nothing but receive again, if the learner wrote meanwhile."""
+        assert self._shared is not None
+        self._take_apart()
+        self._load(self._shared.tensors())
+        self._shared.check()
+        self._put_together()
+        self._broken = False
+
+    def shutdown(self) -> None:
+        """Lets go of the memory."""
+        self._segments, self._shared = [], None
 
 
 def _all_or_close(futures: list[Future[Any]], groups: list[GlooGroup]) -> list[Any]:

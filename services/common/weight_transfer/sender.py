@@ -3,17 +3,14 @@
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
-from services.common.weight_transfer.buckets import Buckets, digest
+from services.common.weight_transfer.buckets import Buckets, Weights, digest
 from services.common.weight_transfer.gloo import SENDER, GlooGroup, serve_store
 from services.common.weight_transfer.manifest import Manifest
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-"""Named tensors in the manifest's order."""
+from services.common.weight_transfer.shared import SharedSender
 
 
 class Sender(Protocol):
@@ -23,7 +20,7 @@ class Sender(Protocol):
     """What was loaded stays as it was while the model is trained on."""
 
     def rendezvous(self) -> int:
-        """Port, on the learner's host, at which the members of the next group meet."""
+        """Port, on the learner's host, at which the members of the next group meet; or whatever number they go by."""
 
     def join(self, epoch: int, world_size: int) -> None:
         """Forms the epoch's group; returns when all members have joined, RuntimeError if they do not."""
@@ -239,4 +236,6 @@ def make_sender(
         return NCCLSender(manifest, host=host, stall_s=stall_s)
     if backend == "gloo":
         return GlooSender(manifest, host=host, stall_s=stall_s, sender=sender, senders=senders)
-    raise ValueError(f"weights.backend: {backend!r} with {senders} senders; nccl takes one, gloo any number")
+    if backend == "ipc":
+        return SharedSender(manifest, sender=sender, senders=senders)
+    raise ValueError(f"weights.backend: {backend!r} with {senders} senders; nccl takes one, gloo and ipc any number")
