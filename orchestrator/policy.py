@@ -162,20 +162,21 @@ class PolicyTrainer:
         sender.join(epoch, world_size)
         return manifest.pack()
 
-    def gather(self) -> None:
-        """On all ranks: brings the weights to the sending ranks, which then send without the others: a push that
-        fails leaves no rank waiting."""
+    def gather(self, push: int) -> None:
+        """On all ranks: brings the weights of this push to the sending ranks. Those send without the others: a push
+        that fails leaves no rank waiting."""
         if self._sender is not None:
-            self._sender.load(self._learner.full_weights())
+            self._sender.load(self._learner.full_weights(), push)
         else:
             for _ in self._learner.full_weights():
                 pass
         self._moved = False
 
-    def send(self) -> dict[int, bytes]:
-        """On the sending ranks, after `gather`: sends; the digests of the buckets sent."""
+    def send(self, push: int) -> dict[int, bytes]:
+        """On the sending ranks: sends what `gather` brings, or brought; the digests of the buckets sent. May overlap
+        it."""
         sender, _ = self._ready()
-        return sender.send()
+        return sender.send(push)
 
     def admit(self, epoch: int, world_size: int) -> None:
         """On the sending ranks: sends what was sent last to a group of newcomers. May overlap any other call.

@@ -77,22 +77,21 @@ class Policy:
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         """See PolicyTrainer.join."""
-        manifests = await self._senders("join", epoch, world_size, timeout_s=self._weights.stall_s + 5)
+        manifests = await self._beside("join", epoch, world_size, timeout_s=self._weights.stall_s + 5)
         return bytes(manifests[0])
 
-    async def gather(self) -> None:
+    async def gather(self, push: int) -> None:
         """See PolicyTrainer.gather."""
-        await self._told(self._ranks.call("gather", timeout_s=self._weights.timeout_s))
+        await self._told(self._ranks.call("gather", push, timeout_s=self._weights.timeout_s))
 
-    async def send(self) -> str:
+    async def send(self, push: int) -> str:
         """The checksum of what was sent. See PolicyTrainer.send."""
-        sent = await self._senders("send", timeout_s=self._weights.timeout_s + 1)
+        sent = await self._beside("send", push, timeout_s=self._weights.timeout_s + 1)
         return checksum({number: digest for digests in sent for number, digest in digests.items()})
 
     async def admit(self, epoch: int, world_size: int) -> None:
         """See PolicyTrainer.admit."""
-        count, timeout_s = self._weights.senders, self._weights.timeout_s
-        await self._told(self._ranks.beside(count, "admit", epoch, world_size, timeout_s=timeout_s))
+        await self._beside("admit", epoch, world_size, timeout_s=self._weights.timeout_s)
 
     async def take_snapshot(self, folder: str, step: int) -> None:
         """See PolicyTrainer.take_snapshot."""
@@ -117,6 +116,10 @@ class Policy:
     async def _senders(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> list[Any]:
         call = self._ranks.some(self._weights.senders, method, *arguments, timeout_s=timeout_s, **options)
         return await self._told(call)
+
+    async def _beside(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """On the sending ranks, while all of them may be doing something else."""
+        return await self._told(self._ranks.beside(self._weights.senders, method, *arguments, timeout_s=timeout_s))
 
     async def _told(self, call: Awaitable[Answer]) -> Answer:
         try:

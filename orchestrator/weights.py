@@ -31,11 +31,11 @@ class WeightSource(Protocol):
     async def join(self, epoch: int, world_size: int) -> bytes:
         """Forms the group; the packed manifest."""
 
-    async def gather(self) -> None:
-        """Takes the current weights as those to send."""
+    async def gather(self, push: int) -> None:
+        """Takes the current weights as those of this push."""
 
-    async def send(self) -> str:
-        """Sends; the checksum."""
+    async def send(self, push: int) -> str:
+        """Sends the weights of this push; the checksum."""
 
     async def admit(self, epoch: int, world_size: int) -> None:
         """Sends what was sent last to a group of newcomers, also while the learner trains."""
@@ -76,6 +76,8 @@ class WeightPusher:
         self._rendezvous: list[pb.Rendezvous] = []
         self._manifest = b""
         self._pushed: PushReport | None = None
+        self._push = 0
+        """Counts the pushes, for the source to tell them apart."""
         self._ahead = False
         """The source holds weights that are not pushed yet."""
 
@@ -90,19 +92,32 @@ class WeightPusher:
             if not self._rendezvous:
                 await self._open()
             there = await self._discover()
-            await self._source.gather()
-            self._ahead = True
-            for attempt in range(1, self._config.attempts + 1):
-                try:
-                    checksum = await self._attempt(version, there or await self._discover())
-                    seconds = time.monotonic() - start
-                    self._pushed = PushReport(version, tuple(self._members), seconds, attempt, checksum)
-                    self._ahead = False
-                    return self._pushed
-                except ServiceError as error:
-                    failure = error
-                    log.warning("push of version %d, attempt %d: %s", version, attempt, error)
-                    there = await self._abort()
+            self._ahead, self._push = True, self._push + 1
+            gathering = asyncio.ensure_future(self._source.gather(self._push))
+            try:
+                if self._backend != "gloo":  # which sends each bucket as soon as it is gathered
+                    await gathering
+                checksum, attempt = await self._attempts(version, there, gathering)
+            finally:
+                # Whatever became of the push: all ranks take part in gathering, and none is left waiting.
+                await asyncio.wait([gathering])
+            self._pushed = PushReport(version, tuple(self._members), time.monotonic() - start, attempt, checksum)
+            self._ahead = False
+            return self._pushed
+
+    async def _attempts(
+        self, version: int, there: list[pb.WeightReport], gathering: asyncio.Future[None]
+    ) -> tuple[str, int]:
+        """The checksum, and which attempt it was that succeeded."""
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                return await self._attempt(version, there or await self._discover()), attempt
+            except ServiceError as error:
+                failure = error
+                log.warning("push of version %d, attempt %d: %s", version, attempt, error)
+                there = await self._abort()
+            if gathering.done():
+                gathering.result()  # its failure is the reason for this one, and will not mend itself
         raise PushFailed(f"version {version} after {self._config.attempts} attempts: {failure}")
 
     async def _attempt(self, version: int, there: list[pb.WeightReport]) -> str:
@@ -116,7 +131,9 @@ class WeightPusher:
         else:
             await self._phase(self._prepare_s, prepare=prepare)
         transfer = pb.Transfer(epoch=self._epoch, manifest=self._manifest)
-        reports, sent = await _both(self._phase(self._config.timeout_s, transfer=transfer), self._source.send())
+        reports, sent = await _both(
+            self._phase(self._config.timeout_s, transfer=transfer), self._source.send(self._push)
+        )
         wrong = [report.replica for report in reports if report.checksum != sent]
         if wrong:
             raise Unavailable(f"replicas {wrong} received other bytes than were sent")

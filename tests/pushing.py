@@ -24,16 +24,16 @@ BUCKET_BYTES = 100_000
 class ModelSource(LocalSource):
     """The learner's part of a push, for a model in this process."""
 
-    def __init__(self, model: torch.nn.Module, senders: int = 1) -> None:
+    def __init__(self, model: torch.nn.Module, senders: int = 1, backend: str = "gloo") -> None:
         tensors = dict(model.named_parameters())
-        super().__init__(tensors, bucket_bytes=BUCKET_BYTES, stall_s=STALL_S, senders=senders)
+        super().__init__(tensors, bucket_bytes=BUCKET_BYTES, stall_s=STALL_S, senders=senders, backend=backend)
         assert self.buckets > 2
 
 
 def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:
     """A pusher that has never pushed before, as at the start of a run."""
     settings = {"timeout_s": TIMEOUT_S, "stall_s": STALL_S, "control_s": 2, "attempts": 1} | config
-    return WeightPusher(rollout, source, "gloo", WeightsConfig(**settings))
+    return WeightPusher(rollout, source, source.backend, WeightsConfig(**settings))
 
 
 async def push(rollout: Any, source: Any, version: int, **config: Any) -> PushReport:

@@ -30,7 +30,7 @@ class LocalSource:
         self.tensors = tensors
         """What is gathered; may be replaced between pushes."""
         self._manifest = Manifest.of(tensors, bucket_bytes)
-        self._backend = backend
+        self.backend = backend
         self._senders: list[Any] = [
             make_sender(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders)
             for i in range(senders)
@@ -46,21 +46,21 @@ class LocalSource:
         return len(list(self._manifest.buckets()))
 
     async def rendezvous(self, backend: str) -> list[int]:
-        assert backend == self._backend
+        assert backend == self.backend
         return [sender.rendezvous() for sender in self._senders]
 
     async def join(self, epoch: int, world_size: int) -> bytes:
         await self._on_all("join", epoch, world_size)
         return self._manifest.pack()
 
-    async def gather(self) -> None:
+    async def gather(self, push: int) -> None:
         for sender in self._senders:
-            await asyncio.to_thread(sender.load, self.tensors.items())
+            await asyncio.to_thread(sender.load, self.tensors.items(), push)
 
-    async def send(self) -> str:
+    async def send(self, push: int) -> str:
         began = time.perf_counter()
         midway, self.midway = self.midway, None
-        parts = await (self._on_all("send") if midway is None else self._interrupted(midway))
+        parts = await (self._on_all("send", push) if midway is None else self._interrupted(midway, push))
         self.transfer_s = time.perf_counter() - began
         return checksum({number: found for part in parts for number, found in part.items()})
 
@@ -79,7 +79,7 @@ class LocalSource:
         except RuntimeError as error:
             raise Internal(f"policy.{method}: {error}") from error
 
-    async def _interrupted(self, midway: Callable[[], object]) -> list[Any]:
+    async def _interrupted(self, midway: Callable[[], object], push: int) -> list[Any]:
         """Half of the buckets, then `midway`, then the rest."""
         [sender] = self._senders
         group, buckets, everything = sender._group, sender._buckets, sender._buckets.numbers
@@ -87,12 +87,13 @@ class LocalSource:
         half = len(everything) // 2
         try:
             for number in everything[:half]:
+                await asyncio.to_thread(sender._filling.wait, push, number, 5)
                 await asyncio.to_thread(group.broadcast, buckets[number])
         except RuntimeError as error:
             raise Internal(f"policy.send: {error}") from error
         midway()
         buckets.numbers = everything[half:]
         try:
-            return await self._on_all("send")
+            return await self._on_all("send", push)
         finally:
             buckets.numbers = everything

@@ -8,7 +8,7 @@ import ray
 
 from tests import plain
 from tests.cluster import Quartet
-from tests.pushing import push_model
+from tests.pushing import EngineHost, push_model
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,15 @@ def on_ray(quartet: Quartet) -> Iterator[None]:
     ray.init(address=quartet.cluster.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def host(on_ray: None) -> Iterator[Any]:
+    """A process for engines, one after the other."""
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    actor: Any = ray.remote(EngineHost).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
+    yield actor
+    ray.kill(actor)
 
 
 @pytest.fixture(scope="module")

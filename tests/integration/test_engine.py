@@ -1,13 +1,12 @@
 """The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
 from orchestrator.weights import PushFailed
 from protos import rollout_pb2 as pb
@@ -15,7 +14,7 @@ from services.rollout.interface import LOST
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.models import make_policy
-from tests.pushing import TIMEOUT_S, EngineHost, ModelSource, OneEngine, perturbed, push
+from tests.pushing import TIMEOUT_S, ModelSource, OneEngine, perturbed, push
 
 PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
 GREEDY = Sampling(max_new_tokens=40, temperature=0)
@@ -44,15 +43,6 @@ class Loaded:
             expected = plain.logprobs(self.model, PROMPTS, [s.response_ids for s in samples], temperature)
             assert plain.furthest([sample.logprobs for sample in samples], expected) < 1e-4
             assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
-
-
-@pytest.fixture(scope="module")
-def host(on_ray: None) -> Iterator[Any]:
-    """A process for engines, one after the other."""
-    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    actor: Any = ray.remote(EngineHost).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
-    yield actor
-    ray.kill(actor)
 
 
 @pytest.fixture(

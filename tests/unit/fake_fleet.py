@@ -61,7 +61,7 @@ class FakeSource:
         self.calls.append(("join", epoch, world_size))
         return MANIFEST.pack()
 
-    async def gather(self) -> None:
+    async def gather(self, push: int) -> None:
         self.calls.append("gather")
 
     async def admit(self, epoch: int, world_size: int) -> None:
@@ -69,7 +69,7 @@ class FakeSource:
         if self.failures:
             raise self.failures.pop(0)
 
-    async def send(self) -> str:
+    async def send(self, push: int) -> str:
         self.calls.append("send")
         if self.failures:
             raise self.failures.pop(0)

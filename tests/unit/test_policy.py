@@ -178,17 +178,17 @@ def test_weights_are_sent_under_their_names_as_they_are_now(tmp_path: Path, tied
     assert ("lm_head.weight" in manifest.names) is not tied
     assert set(manifest.dtypes) == {"float32"}
 
-    def send() -> dict[int, bytes]:
-        trainer.gather()
-        return trainer.send()
+    def send(push: int) -> dict[int, bytes]:
+        trainer.gather(push)
+        return trainer.send(push)
 
-    first = send()
-    assert send() == first
+    first = send(1)
+    assert send(2) == first
     assert [len(found) for found in first.values()] == [16] * len(first)
     trainer.train(batch, seed=0)
     # Until they are gathered again, what was sent last is what newcomers get.
-    assert trainer.send() == first
-    assert send() != first
+    assert trainer.send(2) == first
+    assert send(3) != first
 
 
 def test_a_saved_policy_loads_with_all_that_belongs_to_it(

@@ -36,13 +36,13 @@ async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
     policy = make_policy(policy_folder, *ranks)
     assert await policy.logprobs([], []) == ["row"]
     assert await policy.train("batch", 3) == {"loss": 1.0}  # type: ignore[arg-type]
-    await policy.gather()
+    await policy.gather(4)
     assert await policy.save("there") == "/saved"
     for rank in ranks:
         assert rank.called == [
             ("run", "logprobs", ("shared", []), ("shared", [])),
             ("run", "train", ("shared", "batch"), 3),
-            ("run", "gather"),
+            ("run", "gather", 4),
             ("run", "save", "there"),
         ]
 
@@ -53,7 +53,7 @@ async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> 
     policy = make_policy(policy_folder, *ranks, senders=2)
     assert await policy.rendezvous("gloo") == [7, 8]
     assert await policy.join(1, 4) == b"m"
-    assert await policy.send() == checksum(digests)
+    assert await policy.send(4) == checksum(digests)
     await policy.admit(2, 3)
     assert [methods(rank) for rank in ranks] == [["rendezvous", "join", "send", "admit"]] * 2 + [[]]
     assert ranks[0].called[0] == ("run", "rendezvous", "gloo", "127.0.0.1", 2 << 20, 0.5, 2)
@@ -64,9 +64,9 @@ async def test_a_send_out_of_time_may_be_tried_again(policy_folder: Path) -> Non
     rank = FakeRank({}, {}, after_s=NEVER)
     policy = make_policy(policy_folder, rank)
     with pytest.raises(DeadlineExceeded, match=r"policy.send: no answer"):
-        await policy.send()
+        await policy.send(4)
     rank.after_s = 0
-    assert await policy.send() == ""
+    assert await policy.send(4) == ""
 
 
 async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:

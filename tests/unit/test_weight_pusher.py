@@ -1,11 +1,13 @@
 """The push of weights to replicas that play their real part, on engines that only take notes."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from fake_fleet import FakeSource, Fleet, make_pusher
 
-from orchestrator.weights import PushFailed
+from orchestrator.config import WeightsConfig
+from orchestrator.weights import PushFailed, WeightPusher
 from services.common.errors import Internal, ServiceError, Unavailable
 
 
@@ -22,8 +24,8 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
     report = await make_pusher(fleet, in_flight="wait").push(7)
     assert fleet.versions == {"a": 7, "b": 7}
     assert fleet.phases == GOOD
-    assert fleet.timeouts == [2, 9, 9, 9]
-    assert source.calls == [("rendezvous", "gloo"), "gather", ("rendezvous", "gloo"), ("join", 1, 3), "send"]
+    assert fleet.timeouts == [2, 9, 9, 30]
+    assert source.calls == [("rendezvous", "gloo"), ("rendezvous", "gloo"), "gather", ("join", 1, 3), "send"]
     for engine in fleet.engines.values():
         assert engine.calls == ["join", "pause wait", "receive", "commit"]
     assert (report.policy_version, report.replicas, report.attempts, report.checksum) == (7, ("a", "b"), 1, "sum")
@@ -204,3 +206,38 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     assert report.attempts == 2
     assert fleet.phases == [*GOOD, "abort", *GOOD[1:]]
     assert fleet.versions == {"a": 5}
+
+
+async def test_gloo_gathers_beside_the_push_and_other_backends_before_it(source: FakeSource) -> None:
+    for backend, first in (("gloo", "prepare"), ("ipc", "gather")):
+        fleet, order = Fleet(source, a=1), []
+        gather, ask = source.gather, fleet.update_weights
+
+        async def gathering(push: int, gather: Any = gather, order: list[str] = order) -> None:
+            await asyncio.sleep(0.01)
+            order.append("gather")
+            await gather(push)
+
+        async def asking(*args: Any, ask: Any = ask, order: list[str] = order, **phase: Any) -> Any:
+            order.extend(name for name in phase if name == "prepare")
+            return await ask(*args, **phase)
+
+        source.gather, fleet.update_weights = gathering, asking  # type: ignore[method-assign]
+        pusher = WeightPusher(fleet, source, backend, WeightsConfig())  # type: ignore[arg-type]
+        await pusher.push(1)
+        assert order[0] == first
+        source.gather = gather  # type: ignore[method-assign]
+
+
+async def test_weights_that_cannot_be_gathered_are_the_reason_and_no_attempt_is_repeated(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+
+    async def gather(push: int) -> None:
+        raise Internal("policy.gather: rank 1: out of memory")
+
+    source.gather = gather  # type: ignore[method-assign]
+    source.failures = [Internal("bucket 0 was not gathered")] * 5
+    with pytest.raises(Internal, match="rank 1: out of memory"):
+        await make_pusher(fleet).push(1)
+    assert source.calls.count("send") == 1
+    assert fleet.versions == {"a": 0}

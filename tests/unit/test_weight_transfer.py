@@ -65,6 +65,7 @@ class Cast:
 
     def __init__(self) -> None:
         self.sender = make_sender("gloo", MANIFEST, host=HOST, stall_s=TIMEOUT_S)
+        self.pushes = 0
         spawn = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for _ in range(2):
@@ -90,8 +91,9 @@ class Cast:
         """The sender's checksum, and what each member received."""
         for index in members:
             self.pipes[index].send(MANIFEST.pack())
-        self.sender.load(tensors.items())
-        return checksum(self.sender.send()), [self.answer(index) for index in members]
+        self.pushes += 1
+        self.sender.load(tensors.items(), self.pushes)
+        return checksum(self.sender.send(self.pushes)), [self.answer(index) for index in members]
 
     def end(self) -> None:
         self.sender.close()
@@ -140,7 +142,7 @@ def test_a_member_that_does_not_receive_is_an_error_in_time_and_a_smaller_epoch_
     manifest = Manifest.of(large, bucket_bytes=1)
     sender = GlooSender(manifest, host=HOST, stall_s=TIMEOUT_S)
     sender._store, sender._group = cast.sender._store, None  # type: ignore[attr-defined]
-    sender.load(large.items())
+    sender.load(large.items(), 1)
     for rank in (1, 2):
         cast.pipes[rank - 1].send((rank, 3, 20))
     sender.join(20, 3)
@@ -148,7 +150,7 @@ def test_a_member_that_does_not_receive_is_an_error_in_time_and_a_smaller_epoch_
     cast.pipes[0].send(manifest.pack())
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        sender.send()
+        sender.send(1)
     assert time.monotonic() - start < TIMEOUT_S + 3
     cast.answer(0)
     cast.join(21, 1)
@@ -180,7 +182,7 @@ def test_newcomers_get_what_was_loaded_last_while_the_group_of_the_others_stays(
 def test_nothing_is_sent_before_a_group_is_formed() -> None:
     sender = GlooSender(MANIFEST, host=HOST, stall_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no transfer group: join comes before send"):
-        sender.send()
+        sender.send(1)
     sender.close()
 
 
@@ -188,11 +190,11 @@ def test_other_weights_than_the_manifests_are_refused() -> None:
     sender = GlooSender(MANIFEST, host=HOST, stall_s=TIMEOUT_S)
     embed = r"the manifest has embed float32\[10, 100\]$"
     with pytest.raises(ValueError, match=r"^weights: odd uint8\[1\] came where " + embed):
-        sender.load(list(TENSORS.items())[1:])
+        sender.load(list(TENSORS.items())[1:], 1)
     with pytest.raises(ValueError, match=r"^weights: embed float32\[3\] came where " + embed):
-        sender.load((TENSORS | {"embed": torch.zeros(3)}).items())
+        sender.load((TENSORS | {"embed": torch.zeros(3)}).items(), 1)
     with pytest.raises(ValueError, match=r"^weights: they end where the manifest has half bfloat16\[33\]$"):
-        sender.load(list(TENSORS.items())[:3])
+        sender.load(list(TENSORS.items())[:3], 1)
     sender.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from services.common.weight_transfer.buckets import Buckets, Weights, digest
+from services.common.weight_transfer.filling import Filling
 from services.common.weight_transfer.gloo import SENDER, GlooGroup, serve_store
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.shared import SharedSender
@@ -25,11 +26,11 @@ class Sender(Protocol):
     def join(self, epoch: int, world_size: int) -> None:
         """Forms the epoch's group; returns when all members have joined, RuntimeError if they do not."""
 
-    def load(self, weights: Weights) -> None:
-        """Takes the weights that are sent from now on; consumes all of them."""
+    def load(self, weights: Weights, push: int) -> None:
+        """Takes the weights of this push, which are sent from now on; consumes all of them, whatever happens."""
 
-    def send(self) -> dict[int, bytes]:
-        """Sends what is loaded; the digest of each bucket by its number, none where receivers keep none.
+    def send(self, push: int) -> dict[int, bytes]:
+        """Sends the weights of this push; the digest of each bucket by its number, none where receivers keep none.
 
         Raises:
             RuntimeError: a member is gone or makes no progress. The group is closed.
@@ -43,7 +44,10 @@ class Sender(Protocol):
 
 
 class GlooSender:
-    """For CPUs, and for GPUs without NCCL. Keeps what it sent in host memory, for those that join later."""
+    """For CPUs, and for GPUs without NCCL. Keeps what it sent in host memory, for those that join later.
+
+    `send` may run beside `load`, in another thread: each bucket is sent as soon as it is full.
+    """
 
     keeps_copy = True
 
@@ -54,6 +58,9 @@ class GlooSender:
         self._buckets = Buckets(manifest, sender, senders)
         # Newcomers are served beside the training thread; a push must not overwrite what they are being sent.
         self._in_use = threading.Lock()
+        self._filling = Filling()
+        # One that was given up may still be sending when the next group is to be formed.
+        self._line = threading.Lock()
         self._digests: dict[int, bytes] = {}
         self._group: GlooGroup | None = None
 
@@ -63,8 +70,9 @@ class GlooSender:
 
     def join(self, epoch: int, world_size: int) -> None:
         """See Sender."""
-        self.close()
-        self._group = self._form(epoch, world_size)
+        with self._line:
+            self.close()
+            self._group = self._form(epoch, world_size)
 
     def _form(self, epoch: int, world_size: int) -> GlooGroup:
         return GlooGroup(
@@ -76,35 +84,41 @@ class GlooSender:
             timeout_s=self._stall_s,
         )
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, push: int) -> None:
         """See Sender. A copy: newcomers can have it while the model itself is half-way through an update."""
         with self._in_use:
-            self._digests = {number: digest(self._buckets[number]) for number in self._buckets.fill(weights)}
+            self._filling.begin(push)
+            try:
+                for number in self._buckets.fill(weights):
+                    self._digests[number] = digest(self._buckets[number])
+                    self._filling.full(number)
+            finally:
+                self._filling.end()
 
-    def send(self) -> dict[int, bytes]:
+    def send(self, push: int) -> dict[int, bytes]:
         """See Sender."""
-        if self._group is None:
-            raise RuntimeError("no transfer group: join comes before send")
-        try:
-            self._broadcast(self._group)
-        except BaseException:
-            # Members that still wait for a bucket fail at once when the sender leaves.
-            self.close()
-            raise
-        return self._digests
+        with self._line:
+            if self._group is None:
+                raise RuntimeError("no transfer group: join comes before send")
+            try:
+                for number in self._buckets.numbers:
+                    self._filling.wait(push, number, self._stall_s)
+                    self._group.broadcast(self._buckets[number])
+            except BaseException:
+                # Members that still wait for a bucket fail at once when the sender leaves.
+                self.close()
+                raise
+        return dict(self._digests)
 
     def admit(self, epoch: int, world_size: int) -> None:
         """See Sender."""
         group = self._form(epoch, world_size)
         try:
-            self._broadcast(group)
+            with self._in_use:
+                for number in self._buckets.numbers:
+                    group.broadcast(self._buckets[number])
         finally:
             group.close()
-
-    def _broadcast(self, group: GlooGroup) -> None:
-        with self._in_use:
-            for number in self._buckets.numbers:
-                group.broadcast(self._buckets[number])
 
     def close(self) -> None:
         """See Sender."""
@@ -144,11 +158,11 @@ class NCCLSender:
 
         return trainer_init({"master_address": self._host, "master_port": self._port, "world_size": world_size})
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, push: int) -> None:
         """See Sender. No copy: a GPU has no room for one."""
         self._weights = [(name, tensor.detach()) for name, tensor in weights]
 
-    def send(self) -> dict[int, bytes]:
+    def send(self, push: int) -> dict[int, bytes]:
         """See Sender. vLLM's engine keeps no checksum."""
         try:
             self._broadcast(self._group)

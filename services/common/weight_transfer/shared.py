@@ -27,13 +27,13 @@ class SharedSender:
     def join(self, epoch: int, world_size: int) -> None:
         """See Sender: there is nothing to form."""
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights, push: int) -> None:
         """See Sender. Whoever is still reading what was there notices."""
         self._segment.begin()
         self._digests = {number: digest(self._buckets[number]) for number in self._buckets.fill(weights)}
         self._segment.end()
 
-    def send(self) -> dict[int, bytes]:
+    def send(self, push: int) -> dict[int, bytes]:
         """See Sender: it is there."""
         return self._digests
 
