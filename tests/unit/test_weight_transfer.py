@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from services.common.weight_transfer.buckets import Buckets, checksum, digest
-from services.common.weight_transfer.gloo import GlooGroup, reach_store
+from services.common.weight_transfer.gloo import GlooGroup, reach_store, turned
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.sender import GlooSender, Watchdog, make_sender
 
@@ -222,3 +222,14 @@ def test_a_watchdog_aborts_what_does_not_move_and_leaves_the_rest_alone() -> Non
     assert not aborted.is_set()
     with pytest.raises(RuntimeError, match=r"nothing moved for 0.1 s"), Watchdog(0.1, aborted.set):
         assert aborted.wait(10)
+
+
+def test_senders_trees_pass_on_through_different_workers() -> None:
+    ranks = [[turned(rank, world_size=5, sender=k, senders=2) for rank in range(1, 5)] for k in range(2)]
+    assert ranks == [[1, 2, 3, 4], [3, 4, 1, 2]]
+    # However many there are, every group has each rank once.
+    for workers in (1, 2, 3, 7):
+        for senders in (1, 2, 5):
+            for sender in range(senders):
+                place = {"world_size": 1 + workers, "sender": sender, "senders": senders}
+                assert sorted(turned(rank, **place) for rank in range(1, 1 + workers)) == list(range(1, 1 + workers))

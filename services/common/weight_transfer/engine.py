@@ -17,7 +17,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from services.common.weight_transfer.buckets import Buckets, checksum, digest
-from services.common.weight_transfer.gloo import GlooGroup, reach_store
+from services.common.weight_transfer.gloo import GlooGroup, reach_store, turned
 from services.common.weight_transfer.loading import LoadingEngine, PackedUpdateInfo
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.shared import SharedBuckets
@@ -52,12 +52,14 @@ class GlooWeightTransferEngine(LoadingEngine[GlooInitInfo]):
         """Joins the epoch's groups, leaving those before."""
         self.shutdown()
         self._streaming = init_info.streaming
-        for address, port in init_info.senders:
+        rank = init_info.rank_offset + self.parallel_config.rank
+        for sender, (address, port) in enumerate(init_info.senders):
+            place = {"world_size": init_info.world_size, "sender": sender, "senders": len(init_info.senders)}
             self._groups.append(
                 GlooGroup(
                     reach_store(address, port, init_info.stall_s),
                     host=init_info.host,
-                    rank=init_info.rank_offset + self.parallel_config.rank,
+                    rank=turned(rank, **place),
                     world_size=init_info.world_size,
                     epoch=init_info.epoch,
                     timeout_s=init_info.stall_s,

@@ -36,6 +36,16 @@ def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
+def turned(rank: int, *, world_size: int, sender: int, senders: int) -> int:
+    """A worker's rank in one sender's group, given its rank among all.
+
+    Broadcasts go down a tree, in which some ranks pass on and most only receive. Turned from sender to sender, the
+    passing on falls to other workers each time.
+    """
+    workers = world_size - 1
+    return 1 + (rank - 1 + sender * workers // senders) % workers
+
+
 class GlooGroup:
     """One epoch's group. Every operation raises RuntimeError after the timeout instead of hanging."""
 
