@@ -156,6 +156,18 @@ def named(quartet: Quartet, name: str) -> psutil.Process:
     return found
 
 
+def rollouts(quartet: Quartet) -> dict[str, int]:
+    """Process ids of the rollout replicas that run, by name."""
+    rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
+    return {r["replica_id"]: r["pid"] for r in rollout["replicas"] if r["state"] == "RUNNING"}
+
+
+def engine_of(pid: int) -> int:
+    """The process of a replica's vLLM engine."""
+    [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    return engine.pid
+
+
 def left_behind(mark: str) -> list[str]:
     """Command lines of the living processes that inherited `mark`."""
     found = []

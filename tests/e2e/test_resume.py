@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from orchestrator.checkpoint import latest
 from orchestrator.metrics import read_metrics
 from protos import rollout_pb2 as pb
-from tests.cluster import REPO, Quartet, command, named
+from tests.cluster import REPO, Quartet, command, engine_of, named, rollouts
 
 STEPS, EVERY = 8, 2
 PATIENCE_S = 120
@@ -167,6 +167,26 @@ async def test_a_run_goes_on_when_it_loses_its_learners(quartet: Quartet, straig
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     assert_same(again, straight)
     assert again.log.read_text().count("a learner was lost") == 2
+
+
+async def test_a_sender_that_dies_in_the_middle_of_a_push(quartet: Quartet, straight: Run, again: Run) -> None:
+    """The push is held up by an engine that stands still. All samples are in the journal: nothing else needs it."""
+    process = again.start("--resume")
+    again.wait(again.reached(3), process)
+    engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
+    engine.suspend()
+    await asyncio.sleep(4)
+    held = again.steps()
+    assert held[-1] < STEPS
+    await asyncio.sleep(0.5)
+    assert again.steps() == held
+    named(quartet, "ray::Rank").kill()
+    engine.resume()
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert again.log.read_text().count("a learner was lost") == 1
+    assert_same(again, straight)
+    last = int(straight.measured()[-1]["policy/version"])
+    assert await versions(quartet) == [last, last]
 
 
 async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:

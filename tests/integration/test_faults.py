@@ -21,7 +21,7 @@ from orchestrator.admission import admissions
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, eventually, named
+from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
@@ -98,12 +98,6 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     print(f"\nheld up for {loop.longest:.1f} s, {loop.repeated} samples asked again, whole after {took:.0f} s more")
 
 
-def rollouts(quartet: Quartet) -> dict[str, int]:
-    """Process ids of the rollout replicas that run, by name."""
-    rollout = ray_cluster.applications(quartet.cluster)["rollout"]["deployments"]["Rollout"]
-    return {r["replica_id"]: r["pid"] for r in rollout["replicas"] if r["state"] == "RUNNING"}
-
-
 async def whole(quartet: Quartet, count: int) -> float:
     """Seconds until so many replicas run, and answer as members."""
 
@@ -123,12 +117,6 @@ def scale(quartet: Quartet, count: int) -> None:
     path = quartet.folder / "scaled.yaml"
     path.write_text(yaml.safe_dump(quartet.raw))
     ray_cluster.deploy(quartet.cluster, path)
-
-
-def engine_of(pid: int) -> int:
-    """The process of a replica's vLLM engine."""
-    [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    return engine.pid
 
 
 async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:
@@ -180,8 +168,8 @@ async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet
 
 
 async def test_scaling_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
-    """2 -> 3 -> 1 -> 2. Every newcomer holds the pushed version before it is RUNNING: the loop would see another."""
-    for count in (3, 1, 2):
+    """2 -> 4 -> 1 -> 3 -> 2. Every newcomer holds the pushed version before it is RUNNING: the loop would see another."""
+    for count in (4, 1, 3, 2):
         scale(quartet, count)
         took = await whole(quartet, count)
         await loop.further()
