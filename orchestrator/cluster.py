@@ -56,7 +56,7 @@ def running(state: Path = STATE) -> Cluster | None:
     return cluster if cluster.alive else None
 
 
-def start(say: Say, state: Path = STATE, timeout_s: float = 90) -> Cluster:
+def start(say: Say, state: Path = STATE, timeout_s: float = 180) -> Cluster:
     """The running cluster, or a new Ray head on free ports of 127.0.0.1.
 
     Raises:
