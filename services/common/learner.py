@@ -18,6 +18,7 @@ from services.common.layout import LAYOUT, Layout
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
 from services.common.ranks import Ranks, start_distributed
 from services.common.schedule import rate_factor
+from services.common.sequences import PairTensors, length_batches, pack_pairs, packed_batches, pad_pairs
 from services.common.shards import Part, shards
 from services.common.snapshot import Snapshot
 
@@ -124,8 +125,14 @@ class Learner:
     def parts(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Part]:
         """This rank's share of these pairs, in parts of at most micro_batch_tokens; equally many on all ranks."""
         ranks = self._ranks
-        dealt = shards(prompts, responses, max_tokens=self._config.micro_batch_tokens, world_size=ranks.world_size)
-        return dealt[ranks.rank]
+        batches = packed_batches if self._config.packing else length_batches
+        limit = self._config.micro_batch_tokens
+        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
+
+    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
+        """Pairs of one part as the model takes them: packed or padded, on this rank's device."""
+        make = pack_pairs if self._config.packing else pad_pairs
+        return make(prompts, responses, self.device)
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
         """All rows, from those that each rank has; every rank calls it.

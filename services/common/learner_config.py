@@ -86,6 +86,9 @@ class LearnerConfig(Config):
     micro_batch_tokens: Count = 16_384
     """Most tokens, padding included, in one forward and backward pass of a rank. A minibatch of more is accumulated,
     sequences of like length together."""
+    packing: bool = False
+    """Put the sequences of a micro-batch one behind the other in a single row, without padding, each attending to
+    itself alone. Wants attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -115,6 +118,12 @@ class LearnerConfig(Config):
             raise ValueError("adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3")
         if self.param_offload and self.zero_stage != 3:
             raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
+        return self
+
+    @model_validator(mode="after")
+    def _packing_needs_a_kernel(self) -> Self:
+        if self.packing and self.attn_implementation == "eager":
+            raise ValueError("packing wants attn_implementation sdpa or flash_attention_2; eager sees the whole row")
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,10 @@ def model(tmp_path: Path) -> str:
             {"attn_implementation": "flash_attention_2"},
             "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16",
         ),
+        (
+            {"attn_implementation": "eager", "packing": True},
+            "packing wants attn_implementation sdpa or flash_attention_2; eager sees the whole row",
+        ),
         ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
     ],
 )
