@@ -1,7 +1,9 @@
-"""The learner against plain PyTorch, its batching against naive padding, and ZeRO's memory against the paper.
+"""The learner against plain PyTorch, its batching and packing against naive padding, and ZeRO's memory against the
+paper.
 
     python -m benchmarks.learner step      [--rounds 9] [--hidden 128] [--layers 2]
-    python -m benchmarks.learner batching  [--rounds 5] [--hidden 128] [--layers 2]
+    python -m benchmarks.learner batching  [--rounds 5] [--hidden 128] [--layers 2] [--samples 128] [--tokens 4096]
+                                           [--even 64]
     python -m benchmarks.learner memory    [--hidden 512] [--layers 4]
 
 A Llama with random weights on random data, on the CPU. The two sides of a ratio take turns in one process, so that a
@@ -12,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -113,34 +116,51 @@ class Plain:
 
 
 @app.command()
-def batching(rounds: Rounds = 5, hidden: Hidden = 128, layers: Layers = 2) -> None:
-    """One step on 128 responses of 64 tokens in the mean and 256 at most, micro-batches of at most 4096 tokens.
+def batching(
+    rounds: Rounds = 5,
+    hidden: Hidden = 128,
+    layers: Layers = 2,
+    samples: Annotated[int, typer.Option(min=1, help="responses in the minibatch")] = 128,
+    tokens: Annotated[int, typer.Option(min=268, help="most tokens of a micro-batch")] = 4096,
+    even: Annotated[int | None, typer.Option(min=1, max=256, help="responses of so many tokens each")] = None,
+) -> None:
+    """One step on responses of 64 tokens in the mean and 256 at most: packed, padded among like lengths, and naively.
 
     Naive: so many sequences in the order of arrival as fit at the greatest length, padded to their own longest.
     """
-    lengths = _uneven(128)
-    batch, rows = _batch(lengths), list(range(128))
+    lengths = [even] * samples if even else _uneven(samples)
+    batch, size = _batch(lengths), tokens // (PROMPT + max(lengths))
+    arrival = [Part(tuple(range(samples)[first : first + size])) for first in range(0, samples, size)]
     with _model(hidden, layers) as folder:
-        config = PolicyConfig(model=folder, optimizer=OPTIMIZER, micro_batch_tokens=4096)
-        trainer = PolicyTrainer(config, PPOConfig(minibatch_size=128), 1.0)
-        learner, tokens = trainer._learner, sum(lengths)
-        size = config.micro_batch_tokens // (PROMPT + max(lengths))
-
-        def train(parts: Sequence[Part]) -> None:
-            learner.step([trainer._micro(batch, rows, part, tokens) for part in parts], trainer._loss)
-
-        arrival = [Part(tuple(rows[first : first + size])) for first in range(0, 128, size)]
-        sides: dict[str, Side] = {
-            "like lengths together": lambda: train(learner.parts(batch.prompts, batch.responses)),
-            "order of arrival": lambda: train(arrival),
+        padded, packed = (
+            PolicyConfig(model=folder, optimizer=OPTIMIZER, micro_batch_tokens=tokens, packing=packing)
+            for packing in (False, True)
+        )
+        sides = {
+            "packed": _one_step(packed, batch),
+            "like lengths together": _one_step(padded, batch),
+            "order of arrival": _one_step(padded, batch, arrival),
         }
         seconds = _take_turns(sides, rounds)
-    speeds = {name: [tokens / s for s in taken] for name, taken in seconds.items()}
+    speeds = {name: [sum(lengths) / s for s in taken] for name, taken in seconds.items()}
     console.print(
         f"responses: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)} tokens"
     )
     _report("response tokens/s", speeds, "{:,.0f}")
-    _ratio("like lengths / order of arrival", speeds["like lengths together"], speeds["order of arrival"])
+    for left, right in combinations(speeds, 2):
+        _ratio(f"{left} / {right}", speeds[left], speeds[right])
+
+
+def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Part] | None = None) -> Side:
+    """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
+    trainer = PolicyTrainer(config, PPOConfig(minibatch_size=len(batch.prompts)), 1.0)
+    rows, tokens = range(len(batch.prompts)), sum(len(response) for response in batch.responses)
+
+    def side() -> None:
+        chosen = parts or trainer._learner.parts(batch.prompts, batch.responses)
+        trainer._learner.step([trainer._micro(batch, rows, part, tokens) for part in chosen], trainer._loss)
+
+    return side
 
 
 def _uneven(count: int) -> list[int]:

@@ -16,7 +16,7 @@ from services.common.minibatches import Means, minibatches
 from services.common.models import load_causal, load_tokenizer, response_logits
 from services.common.numerics import entropy_of, logprobs_of, masked_sum
 from services.common.ranks import Ranks
-from services.common.sequences import PaddedPairs, pad_pairs, pad_rows
+from services.common.sequences import PairTensors
 from services.common.shards import Part
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.sender import Sender, make_sender
@@ -44,7 +44,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Micro:
-    pairs: PaddedPairs
+    pairs: PairTensors
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor
@@ -63,7 +63,7 @@ class PolicyTrainer:
         self._config = config
         self._ppo = ppo
         self._temperature = temperature
-        model = load_causal(config.model, config.dtype, config.attn_implementation)
+        model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = Learner(add_adapters(model, config.lora), config, ranks)
         self._sender: Sender | None = None
         self._manifest: Manifest | None = None
@@ -76,7 +76,7 @@ class PolicyTrainer:
         self._learner.module.eval()
         for part in self._learner.parts(prompts, responses):
             rows = part.rows
-            pairs = pad_pairs([prompts[i] for i in rows], [responses[i] for i in rows], self._learner.device)
+            pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
             logits = response_logits(self._learner.model, pairs)
             if part.counts:
                 logprobs = logprobs_of(logits, pairs.response_ids, self._temperature)
@@ -98,18 +98,18 @@ class PolicyTrainer:
         return [self._micro(batch, chosen, part, tokens) for part in self._learner.parts(prompts, responses)]
 
     def _micro(self, batch: PolicyBatch, chosen: Sequence[int], part: Part, tokens: int) -> _Micro:
-        rows, device = [chosen[i] for i in part.rows], self._learner.device
-        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], device)
+        rows = [chosen[i] for i in part.rows]
+        pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
 
-        def padded(values: Sequence[Floats]) -> torch.Tensor:
-            return pad_rows([values[i] for i in rows], pairs.width, device)
+        def spread(values: Sequence[Floats]) -> torch.Tensor:
+            return pairs.spread([values[i] for i in rows])
 
         return _Micro(
             pairs=pairs if part.counts else pairs.muted(),
-            logprobs=padded(batch.logprobs),
-            old_logprobs=padded(batch.old_logprobs),
-            ref_logprobs=padded(batch.ref_logprobs),
-            advantages=padded(batch.advantages),
+            logprobs=spread(batch.logprobs),
+            old_logprobs=spread(batch.old_logprobs),
+            ref_logprobs=spread(batch.ref_logprobs),
+            advantages=spread(batch.advantages),
             tokens=tokens,
             kl_coef=batch.kl_coef,
         )

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 PAD, BOS, EOS, UNK = range(4)
@@ -42,7 +44,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_policy(folder: Path, *, kind: Literal["llama", "qwen2"], tied: bool, seed: int = 0, **shape: int) -> Path:
+def make_policy(
+    folder: Path, *, kind: Literal["llama", "qwen2", "qwen3"], tied: bool, seed: int = 0, **shape: int
+) -> Path:
     """Writes a language model with random weights and its tokenizer to `folder`; returns `folder`.
 
     `shape` replaces entries of the configuration, such as num_hidden_layers.
@@ -50,6 +54,8 @@ def make_policy(folder: Path, *, kind: Literal["llama", "qwen2"], tied: bool, se
     torch.manual_seed(seed)
     if kind == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**_shape() | shape, tie_word_embeddings=tied))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 32} | _shape() | shape, tie_word_embeddings=tied))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**_shape() | shape, tie_word_embeddings=tied))
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)

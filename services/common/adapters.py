@@ -9,6 +9,7 @@ from torch import nn
 
 from services.common.config import ConfigError
 from services.common.learner_config import LoraConfig
+from services.common.tensor_parallel import whole
 
 NAME = "default"
 """Peft's name for a model's only adapter."""
@@ -53,12 +54,13 @@ class Weight:
         return [self.parameter, self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight]
 
     def merged(self) -> torch.Tensor:
-        """The parameter, its adapter added: in float32, then in the parameter's dtype."""
-        whole = self.parameter.detach()
+        """The parameter, whole, its adapter added: in float32, then in the parameter's dtype. With tensor parallelism
+        all ranks call it."""
+        base = whole(self.parameter)
         if self.layer is None:
-            return whole
+            return base
         with torch.no_grad():
-            return (whole.float() + self.layer.get_delta_weight(NAME).float()).to(whole.dtype)
+            return (base.float() + self.layer.get_delta_weight(NAME).float()).to(base.dtype)
 
 
 def weights_of(module: nn.Module) -> Iterator[Weight]:

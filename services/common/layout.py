@@ -26,6 +26,8 @@ class Layout(BaseModel):
     dtype: str
     ranks: int
     zero_stage: int
+    tensor_parallel: int = 1
+    """Ranks that share one copy of the model."""
     lora_rank: int | None
     """Null without adapters."""
     ema: bool
@@ -40,6 +42,7 @@ class Layout(BaseModel):
             dtype=config.dtype,
             ranks=config.ranks,
             zero_stage=config.zero_stage,
+            tensor_parallel=config.tensor_parallel.size,
             lora_rank=config.lora.rank if config.lora else None,
             ema=config.ema_decay is not None,
         )

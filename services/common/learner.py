@@ -18,8 +18,10 @@ from services.common.layout import LAYOUT, Layout
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
 from services.common.ranks import Ranks, start_distributed
 from services.common.schedule import rate_factor
+from services.common.sequences import PairTensors, length_batches, pack_pairs, packed_batches, pad_pairs
 from services.common.shards import Part, shards
 from services.common.snapshot import Snapshot
+from services.common.tensor_parallel import check_divided, check_divisible, data_parallel, total_norm, whole_shape
 
 Micro = TypeVar("Micro")
 Loss = Callable[[Micro], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
@@ -48,6 +50,9 @@ class Learner:
 
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
+        size = config.tensor_parallel.size
+        if size > 1:
+            check_divisible(module, size)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,
@@ -55,6 +60,12 @@ class Learner:
             config=describe(config),
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
+        if size > 1:
+            check_divided(module)
+            # DeepSpeed would have ranks compare their first batch, by pickling it. `parts` gives them the same.
+            self._engine.first_dataloader_check.remove()
+        # Those that have other sequences than this rank; with tensor parallelism not all are.
+        self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
         self._average = Average(trained, config.ema_decay) if config.ema_decay else None
         self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
         self._snapshot = Snapshot()
@@ -100,7 +111,7 @@ class Learner:
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             value, metrics = loss(micro)
             # DeepSpeed averages over ranks; these losses are parts of a sum.
-            self._engine.backward(value * self._ranks.world_size)
+            self._engine.backward(value * self._data.world_size)
             for name, metric in metrics.items():
                 join = torch.maximum if name.endswith("_max") else torch.add
                 totals[name] = join(totals.get(name, torch.zeros(())), metric.detach().float().cpu())
@@ -113,25 +124,30 @@ class Learner:
         self._engine.eval()
         if self._average:
             self._average.update()
-        joined = self._ranks.joined({name: float(total) for name, total in totals.items()}, self.device)
+        joined = self._data.joined({name: float(total) for name, total in totals.items()}, self.device)
         return joined | {"grad_norm": norm, "learning_rate": rate}
 
     def _gradient_norm(self) -> float:
-        """DeepSpeed reports none in fp32 at ZeRO 0, where every rank holds all gradients."""
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        return float(nn.utils.get_total_norm(gradients))
+        """DeepSpeed reports none in fp32 at ZeRO 0, where every rank holds all of its weights' gradients."""
+        return total_norm(self.module.parameters())
 
     def parts(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Part]:
         """This rank's share of these pairs, in parts of at most micro_batch_tokens; equally many on all ranks."""
-        ranks = self._ranks
-        dealt = shards(prompts, responses, max_tokens=self._config.micro_batch_tokens, world_size=ranks.world_size)
-        return dealt[ranks.rank]
+        ranks = self._data
+        batches = packed_batches if self._config.packing else length_batches
+        limit = self._config.micro_batch_tokens
+        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
+
+    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
+        """Pairs of one part as the model takes them: packed or padded, on this rank's device."""
+        make = pack_pairs if self._config.packing else pad_pairs
+        return make(prompts, responses, self.device)
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
         """All rows, from those that each rank has; every rank calls it.
 
         Args:
-            rows: this rank's, by index, row `i` of `lengths[i]` values; each index on one rank.
+            rows: this rank's, by index, row `i` of `lengths[i]` values; each index in one copy of the model.
             lengths: of all rows.
         """
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -139,25 +155,21 @@ class Learner:
         for index, row in rows.items():
             flat[ends[index] - lengths[index] : ends[index]] = row
         # Zero on all ranks but one, so that the sum is that rank's value to the bit.
-        values = self._ranks.sums(torch.from_numpy(flat).to(self.device)).cpu().numpy()
+        values = self._data.sums(torch.from_numpy(flat).to(self.device)).cpu().numpy()
         return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def shapes(self) -> dict[str, torch.Tensor]:
-        """The parameters by name as tensors without data (`meta`), whole also where ZeRO 3 has them in pieces."""
+        """The parameters by name as tensors without data (`meta`), whole also where ranks have them in pieces."""
         return {
-            weight.name: torch.empty(
-                getattr(weight.parameter, "ds_shape", weight.parameter.shape),
-                dtype=weight.parameter.dtype,
-                device="meta",
-            )
+            weight.name: torch.empty(whole_shape(weight.parameter), dtype=weight.parameter.dtype, device="meta")
             for weight in weights_of(self.module)
         }
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and its whole tensor, in the same order on all ranks; adapters are merged in.
 
-        With ZeRO 3 this gathers bucket by bucket: every rank has to exhaust it, and a tensor is valid only until
-        the next one is asked for. Otherwise these are the parameters themselves.
+        With ZeRO 3 this gathers bucket by bucket, with tensor parallelism one by one: every rank has to exhaust it,
+        and a tensor is valid only until the next one is asked for. Otherwise these are the parameters themselves.
         """
         if self._config.zero_stage < 3:
             for weight in weights_of(self.module):
@@ -173,9 +185,10 @@ class Learner:
     def gathered(self) -> dict[str, torch.Tensor]:
         """On rank 0 every parameter, whole, by name; nothing on the others. Every rank calls it.
 
-        With ZeRO 3 these are copies in host memory, otherwise the parameters themselves.
+        With ZeRO 3 or tensor parallelism these are copies in host memory, otherwise the parameters themselves.
         """
-        first, copied = self._ranks.rank == 0, self._config.zero_stage == 3
+        first = self._ranks.rank == 0
+        copied = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
         return {
             name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
         }
@@ -240,7 +253,7 @@ class Learner:
         return layout.step
 
     def _layout(self, step: int) -> Layout:
-        numbers = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
+        numbers = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
         return Layout.of(self._config, numbers, step)
 
     def _own_state(self) -> dict[str, Any]:

@@ -58,6 +58,13 @@ class LoraConfig(Config):
     """Of the adapters' initial weights. Their product begins at zero."""
 
 
+class TensorParallelConfig(Config):
+    """Each layer's heads and weights divided among ranks (Megatron-LM, arXiv:1909.08053), by DeepSpeed's AutoTP."""
+
+    size: Count = 1
+    """Ranks that share one copy of the model. They get the same sequences, and talk twice in each layer and pass."""
+
+
 class LearnerConfig(Config):
     """A model that is trained, by DeepSpeed, on one rank (process) or several. docs/learner.md compares layouts."""
 
@@ -71,8 +78,8 @@ class LearnerConfig(Config):
     optimizer: OptimizerConfig
     """AdamW and its schedule."""
     ranks: Count = 1
-    """Processes that train the model together, each on whole sequences of every minibatch. Results do not depend
-    on it but for rounding."""
+    """Processes that train the model together, each on whole sequences of every minibatch, or with tensor_parallel
+    each group of them. Results do not depend on it but for rounding."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO, what the ranks divide among them: 0 nothing, 1 the optimizer states, 2 the gradients too, 3 the
     parameters too, which are then gathered layer by layer in each pass."""
@@ -83,9 +90,15 @@ class LearnerConfig(Config):
     """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Wants zero_stage >= 1."""
     param_offload: bool = False
     """Keep the parameters themselves in host memory between uses. Wants zero_stage 3."""
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    """Division of the layers. `ranks` is a multiple of its size: the quotient is how many copies of the model there
+    are, which share out each minibatch, and among which ZeRO divides."""
     micro_batch_tokens: Count = 16_384
     """Most tokens, padding included, in one forward and backward pass of a rank. A minibatch of more is accumulated,
     sequences of like length together."""
+    packing: bool = False
+    """Put the sequences of a micro-batch one behind the other in a single row, without padding, each attending to
+    itself alone. Wants attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -118,6 +131,21 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _ranks_make_whole_copies(self) -> Self:
+        size = self.tensor_parallel.size
+        if self.ranks % size:
+            raise ValueError(f"ranks must be a multiple of tensor_parallel.size {size}, got {self.ranks}")
+        if size > 1 and self.lora:
+            raise ValueError("lora goes with tensor_parallel.size 1 only; adapters are not divided")
+        return self
+
+    @model_validator(mode="after")
+    def _packing_needs_a_kernel(self) -> Self:
+        if self.packing and self.attn_implementation == "eager":
+            raise ValueError("packing wants attn_implementation sdpa or flash_attention_2; eager sees the whole row")
+        return self
+
+    @model_validator(mode="after")
     def _flash_needs_half(self) -> Self:
         if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
             raise ValueError(
@@ -136,7 +164,9 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
     Accumulation is driven by hand, so that a minibatch may hold any number of micro-batches: DeepSpeed is told 1.
     """
     optimizer = config.optimizer
+    size = config.tensor_parallel.size
     return {
+        **({"tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}} if size > 1 else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,

@@ -7,8 +7,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
 
+from services.common import packed_attention
 from services.common.config import ConfigError
-from services.common.sequences import PaddedPairs
+from services.common.sequences import PairTensors
 
 
 def default_device() -> torch.device:
@@ -16,26 +17,33 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_causal(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
-    """The language model in `path`. ConfigError if the folder holds none that loads, or on unknown attention."""
-    return _load(AutoModelForCausalLM, path, dtype, attention)
+def load_causal(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
+    """The language model in `path`, to be called on packed pairs if `packing`.
+
+    ConfigError if the folder holds none that loads, on unknown attention, or if it cannot take packed pairs.
+    """
+    return _load(AutoModelForCausalLM, path, dtype, attention, packing)
 
 
-def load_body(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
     """The model in `path` without its head. ConfigError as for load_causal."""
-    return _load(AutoModel, path, dtype, attention)
+    return _load(AutoModel, path, dtype, attention, packing)
 
 
-def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bool = False) -> nn.Module:
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "attn_implementation: flash_attention_2 wants an NVIDIA GPU and the package flash-attn, and this process "
             "has not both; sdpa runs anywhere"
         )
+    # FlashAttention finds the sequences of a row by their positions itself.
+    taken = packed_attention.NAME if packing and attention == "sdpa" else attention
     try:
-        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=taken)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
+    if packing and not packed_attention.takes(model):
+        raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
     return model
 
 
@@ -56,16 +64,9 @@ def max_length(model: nn.Module) -> int:
     return int(getattr(model.config, "max_position_embeddings", 1 << 30))  # type: ignore[arg-type]
 
 
-def response_logits(model: Any, pairs: PaddedPairs) -> torch.Tensor:
-    """[B, T, V]: at column t the logits that predict response token t."""
-    output = model(
-        input_ids=pairs.input_ids,
-        attention_mask=pairs.attention_mask,
-        position_ids=pairs.position_ids,
-        logits_to_keep=pairs.width + 1,
-        use_cache=False,
-    )
-    logits: torch.Tensor = output.logits[:, :-1]
+def response_logits(model: Any, pairs: PairTensors) -> torch.Tensor:
+    """[R, C, V]: in each column the logits that predict its response token."""
+    logits: torch.Tensor = model(**pairs.inputs, logits_to_keep=pairs.predictors, use_cache=False).logits
     return logits
 
 
@@ -83,14 +84,9 @@ class ScalarModel(nn.Module):
         if bias:
             nn.init.zeros_(self.head.bias)
 
-    def forward(self, pairs: PaddedPairs) -> torch.Tensor:
-        """[B, P + T] float32, the head's output at every token."""
-        hidden = self.body(
-            input_ids=pairs.input_ids,
-            attention_mask=pairs.attention_mask,
-            position_ids=pairs.position_ids,
-            use_cache=False,
-        ).last_hidden_state
+    def forward(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, L] float32, the head's output at every token."""
+        hidden = self.body(**pairs.inputs, use_cache=False).last_hidden_state
         scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
         return scalars
 
@@ -98,12 +94,12 @@ class ScalarModel(nn.Module):
         """As the body's own."""
         self.body.gradient_checkpointing_enable()  # type: ignore[operator]
 
-    def values(self, pairs: PaddedPairs) -> torch.Tensor:
-        """[B, T]: at column t the value of the prefix before response token t."""
-        return self(pairs)[:, -pairs.width - 1 : -1]
+    def values(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, C]: in each column the value of the prefix before its response token."""
+        return self(pairs)[:, pairs.predictors]
 
-    def scores(self, pairs: PaddedPairs) -> torch.Tensor:
-        """[B]: the output at each response's last token."""
+    def scores(self, pairs: PairTensors) -> torch.Tensor:
+        """[B]: the output at each response's last token. The pairs are padded."""
         last = pairs.action_mask.sum(1) - 1
         return self(pairs)[:, -pairs.width :].gather(1, last[:, None])[:, 0]
 

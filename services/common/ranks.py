@@ -22,11 +22,13 @@ class Ranks:
     """Where the ranks meet. None: a single rank, which needs nobody."""
     timeout_s: float = 1800
     """Longest wait for the others in a collective; RuntimeError after it."""
+    group: distributed.ProcessGroup | None = None
+    """Those that add up together, of which this is rank `rank`. None: all there are."""
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place. Every rank calls it."""
         if self.world_size > 1:
-            distributed.all_reduce(values)
+            distributed.all_reduce(values, group=self.group)
         return values
 
     def joined(self, metrics: Mapping[str, float], device: torch.device) -> dict[str, float]:
@@ -39,7 +41,7 @@ class Ranks:
         for names, how in ((added, distributed.ReduceOp.SUM), (maxima, distributed.ReduceOp.MAX)):
             values = torch.tensor([metrics[name] for name in names], dtype=torch.float64, device=device)
             if names:
-                distributed.all_reduce(values, how)
+                distributed.all_reduce(values, how, group=self.group)
             found |= dict(zip(names, values.tolist(), strict=True))
         return {name: found[name] for name in metrics}
 

@@ -1,7 +1,8 @@
-"""Prompts and responses of any lengths as the padded tensors that models take."""
+"""Prompts and responses of any lengths as the tensors that models take: padded, or packed into one row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -9,44 +10,68 @@ import torch
 from services.common.arrays import Ints
 from services.common.numerics import response_mask
 
+Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
+"""Makes batches of prompts and responses: the indices of each, of at most so many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
-class PaddedPairs:
-    """B pairs, prompts padded on the left to P and responses on the right to T, so that all responses start
-    in the same column and one slice holds them."""
+class PairTensors:
+    """B pairs in R rows of L columns. C columns hold a response token in some row.
+
+    Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
+    responses start in the same column; L = P + T and C = T. Packed (`pack_pairs`): R = 1, the pairs one behind the
+    other; L is the number of their tokens and C that of their responses'.
+    """
 
     input_ids: torch.Tensor
-    """[B, P + T] int64"""
-    attention_mask: torch.Tensor
-    """[B, P + T] int64, 1 on tokens"""
+    """[R, L] int64"""
+    attention_mask: torch.Tensor | None
+    """[R, L] int64, 1 on tokens; None: all are tokens"""
     position_ids: torch.Tensor
-    """[B, P + T] int64, 0 at each prompt's first token"""
+    """[R, L] int64, 0 at each prompt's first token"""
+    predictors: torch.Tensor
+    """[C] int64, the column before each response token"""
     action_mask: torch.Tensor
-    """[B, T] bool, True on response tokens; made from lengths, so a sampled pad token counts as one"""
+    """[R, C] bool, True on response tokens; made from lengths, so a sampled pad token counts as one"""
     lengths: tuple[int, ...]
     """Response lengths."""
 
     @property
     def width(self) -> int:
-        """T."""
+        """C."""
         return int(self.action_mask.shape[1])
 
     @property
-    def response_ids(self) -> torch.Tensor:
-        """[B, T] int64."""
-        return self.input_ids[:, -self.width :]
+    def inputs(self) -> dict[str, torch.Tensor | None]:
+        """What a transformers model is called with."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
 
-    def muted(self) -> "PaddedPairs":
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """[R, C] int64."""
+        return self.input_ids[:, self.predictors + 1]
+
+    def muted(self) -> "PairTensors":
         """The same pairs with no token that counts: every masked sum over them, and its gradient, is zero."""
         return replace(self, action_mask=torch.zeros_like(self.action_mask))
 
+    def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
+        """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""
+        spread = torch.zeros(self.action_mask.shape)
+        spread[self.action_mask.cpu()] = torch.from_numpy(np.concatenate(rows).astype(np.float32))
+        return spread.to(self.action_mask.device)
+
     def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
-        """Rows of `values` ([B, T]) without their padding, as float32 arrays."""
-        rows = values.detach().float().cpu().numpy()
-        return [row[:length] for row, length in zip(rows, self.lengths, strict=True)]
+        """The response tokens' own of `values` ([R, C]), B float32 arrays."""
+        flat = values.detach()[self.action_mask].float().cpu()
+        return [row.numpy() for row in flat.split(self.lengths)]
 
 
-def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PaddedPairs:
+def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
     """Pads B pairs. The padding's id is 0 and means nothing: it is masked out."""
     wide_p = max(len(prompt) for prompt in prompts)
     wide_t = max(len(response) for response in responses)
@@ -58,11 +83,33 @@ def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.
         attention[row, tokens] = 1
     positions = np.maximum(attention.cumsum(1) - 1, 0)
     lengths = tuple(len(response) for response in responses)
-    return PaddedPairs(
+    return PairTensors(
         input_ids=torch.from_numpy(input_ids).to(device),
         attention_mask=torch.from_numpy(attention).to(device),
         position_ids=torch.from_numpy(positions).to(device),
+        predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
         action_mask=response_mask(torch.tensor(lengths), wide_t).to(device),
+        lengths=lengths,
+    )
+
+
+def pack_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
+    """Packs B pairs into one row. Only the positions, which begin again at 0, tell where a pair begins: the model's
+    attention has to heed them (see `packed_attention`)."""
+    pairs = list(zip(prompts, responses, strict=True))
+    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int64)
+    ends = list(accumulate(len(prompt) + len(response) for prompt, response in pairs))
+    positions = np.concatenate([np.arange(len(prompt) + len(response)) for prompt, response in pairs])
+    lengths = tuple(len(response) for response in responses)
+    predictors = np.concatenate(
+        [np.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]
+    )
+    return PairTensors(
+        input_ids=torch.from_numpy(ids)[None].to(device),
+        attention_mask=None,
+        position_ids=torch.from_numpy(positions)[None].to(device),
+        predictors=torch.from_numpy(predictors).to(device),
+        action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
     )
 
@@ -90,5 +137,24 @@ def length_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_token
             batch, next_p, next_t = [], len(prompts[index]), len(responses[index])
         batch.append(index)
         wide_p, wide_t = next_p, next_t
+    if batch:
+        yield batch
+
+
+def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
+    attention's cost grows with a sequence's length, and like ones give batches of like memory.
+
+    A single pair that is longer makes a batch of its own.
+    """
+    batch: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])):
+        length = len(prompts[index]) + len(responses[index])
+        if batch and tokens + length > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
     if batch:
         yield batch

@@ -13,7 +13,7 @@ from services.common.minibatches import Means, minibatches
 from services.common.models import ScalarModel, load_body, max_length
 from services.common.numerics import masked_sum, value_loss
 from services.common.ranks import Ranks
-from services.common.sequences import PaddedPairs, pad_pairs, pad_rows
+from services.common.sequences import PairTensors
 from services.common.shards import Part
 from services.critic.config import CriticConfig
 
@@ -34,7 +34,7 @@ class CriticBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Micro:
-    pairs: PaddedPairs
+    pairs: PairTensors
     values: torch.Tensor
     returns: torch.Tensor
     tokens: int
@@ -45,7 +45,8 @@ class CriticTrainer:
 
     def __init__(self, config: CriticConfig, ranks: Ranks | None = None) -> None:
         self._config = config
-        body = add_adapters(load_body(config.model, config.dtype, config.attn_implementation), config.lora)
+        body = load_body(config.model, config.dtype, config.attn_implementation, packing=config.packing)
+        body = add_adapters(body, config.lora)
         torch.manual_seed(config.seed)
         self._learner = Learner(ScalarModel(body, bias=True), config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
@@ -62,7 +63,7 @@ class CriticTrainer:
         self._model.eval()
         for part in self._learner.parts(prompts, responses):
             rows = part.rows
-            pairs = pad_pairs([prompts[i] for i in rows], [responses[i] for i in rows], self._learner.device)
+            pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
             values = self._model.values(pairs)
             if part.counts:
                 found |= dict(zip(rows, pairs.unpad(values), strict=True))
@@ -81,17 +82,17 @@ class CriticTrainer:
         return [self._micro(batch, chosen, part, tokens) for part in self._learner.parts(prompts, responses)]
 
     def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int) -> _Micro:
-        rows, device = [chosen[i] for i in part.rows], self._learner.device
-        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], device)
+        rows = [chosen[i] for i in part.rows]
+        pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
         return _Micro(
             pairs=pairs if part.counts else pairs.muted(),
-            values=pad_rows([batch.values[i] for i in rows], pairs.width, device),
-            returns=pad_rows([batch.returns[i] for i in rows], pairs.width, device),
+            values=pairs.spread([batch.values[i] for i in rows]),
+            returns=pairs.spread([batch.returns[i] for i in rows]),
             tokens=tokens,
         )
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        new_values = self._learner.model(micro.pairs)[:, -micro.pairs.width - 1 : -1]
+        new_values = self._learner.model(micro.pairs)[:, micro.pairs.predictors]
         mask = micro.pairs.action_mask
         loss, clipped = value_loss(
             new_values,

@@ -142,6 +142,20 @@ class Bench:
         means = [mean.clone().numpy() for mean in average.means] if average else []
         return {"steps": steps, "weights": joined(trainer), "averages": means}
 
+    def pushed(self, layout: dict[str, Any]) -> dict[int, bytes]:
+        """What rank 0 sends of the policy, untrained: the digests of its buckets."""
+        config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+        trainer = PolicyTrainer(config, PPOConfig(), 0.7, self._ranks)
+        if first := self._ranks.rank == 0:
+            trainer.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 14, stall_s=5)
+            trainer.join(1, 1)
+        trainer.gather()
+        return trainer.send() if first else {}
+
+    def held(self, layout: dict[str, Any], which: str) -> int:
+        """How many of the model's numbers this rank has."""
+        return sum(p.numel() for p in self._trainer(layout, which)._learner.module.parameters())
+
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 from configs import problems
 
-from services.common.learner_config import LearnerConfig, OptimizerConfig, PolicyConfig, describe
+from services.common.learner_config import (
+    LearnerConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TensorParallelConfig,
+    describe,
+)
 from services.reward.config import RewardConfig
 
 
@@ -36,6 +42,18 @@ def model(tmp_path: Path) -> str:
         (
             {"attn_implementation": "flash_attention_2"},
             "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16",
+        ),
+        (
+            {"attn_implementation": "eager", "packing": True},
+            "packing wants attn_implementation sdpa or flash_attention_2; eager sees the whole row",
+        ),
+        (
+            {"ranks": 3, "tensor_parallel": {"size": 2}},
+            "ranks must be a multiple of tensor_parallel.size 2, got 3",
+        ),
+        (
+            {"ranks": 2, "tensor_parallel": {"size": 2}, "lora": {}},
+            "lora goes with tensor_parallel.size 1 only; adapters are not divided",
         ),
         ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
     ],
@@ -67,6 +85,13 @@ def test_what_deepspeed_is_told(model: str) -> None:
         "torch_adam": True,
         "fused": True,
     }
+
+
+def test_what_deepspeed_is_told_of_tensor_parallelism(model: str) -> None:
+    config = LearnerConfig(model=model, optimizer=OptimizerConfig(learning_rate=0.01), ranks=4)
+    assert "tensor_parallel" not in describe(config)
+    told = describe(config.model_copy(update={"tensor_parallel": TensorParallelConfig(size=2)}))
+    assert told["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
 def test_what_deepspeed_is_told_of_zero_3_with_offload(model: str) -> None:

@@ -29,6 +29,7 @@ TIMEOUT_S = 120
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 5e-5
 BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
 ACCUMULATED = {"micro_batch_tokens": 40}
+PACKED = {"packing": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 0": {},
     "zero 1": {"zero_stage": 1},
@@ -46,6 +47,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "adam offload, zero 3": {"adam_offload": True} | BY_LAYERS,
     "both offloads": {"adam_offload": True, "param_offload": True} | ACCUMULATED | BY_LAYERS,
     "plain attention": {"attn_implementation": "eager"},
+    "packing": PACKED,
+    "packing, zero 1": PACKED | {"zero_stage": 1},
+    "packing, zero 3": PACKED | BY_LAYERS,
+    "packing, accumulation": PACKED | ACCUMULATED,
+    "packing, accumulation, zero 2": PACKED | ACCUMULATED | {"zero_stage": 2},
+    "packing, checkpointing, zero 3": PACKED | {"gradient_checkpointing": True} | ACCUMULATED | BY_LAYERS,
 }
 
 
@@ -72,6 +79,7 @@ def numbers(result: Result, name: str) -> list[float]:
 
 CASES = [("policy", name) for name in LAYOUTS]
 CASES += [("critic", name) for name in ("zero 0", "zero 1", "zero 2", "accumulation, zero 3", "both offloads")]
+CASES += [("critic", name) for name in ("packing", "packing, accumulation, zero 2", "packing, zero 3")]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,6 +13,8 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
 )
 from transformers.utils import is_flash_attn_2_available
 
@@ -26,7 +28,8 @@ from services.common.models import (
     max_length,
     response_logits,
 )
-from services.common.sequences import pad_pairs
+from services.common.packed_attention import packed_attention
+from services.common.sequences import pack_pairs, pad_pairs
 from tests.models import EOS, MAX_LENGTH, PAD, make_policy, make_tokenizer
 
 PROMPTS = [[1, 5, 6, 7], [1, 8], [9]]
@@ -60,6 +63,39 @@ def test_response_logits_equal_those_without_padding(kind: str, tmp_path: Path) 
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(found[row, : len(response)], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_packed_logits_equal_those_of_each_sequence_alone(kind: str, tmp_path: Path) -> None:
+    folder = make_policy(tmp_path / kind, kind=kind, tied=True)  # type: ignore[arg-type]
+    plain = load_causal(str(folder), "float32").eval().requires_grad_(False)
+    model = load_causal(str(folder), "float32", packing=True).eval().requires_grad_(False)
+    pairs = pack_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    found = response_logits(model, pairs)
+    assert found.shape == (1, 7, 64)
+    for piece, prompt, response in zip(found[0].split(pairs.lengths), PROMPTS, RESPONSES, strict=True):
+        alone = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        torch.testing.assert_close(piece, alone, atol=1e-5, rtol=0)
+    # The model that takes the row for one sequence finds something else, so that the comparison tells.
+    crossed = plain(pairs.input_ids, position_ids=pairs.position_ids, attention_mask=torch.ones(1, 14)).logits
+    assert (crossed[0, pairs.predictors] - found[0]).abs().max() > 0.01
+
+
+def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = MistralConfig(**shape, num_attention_heads=2, num_key_value_heads=2, sliding_window=8)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    load_causal(str(tmp_path), "float32")
+    with pytest.raises(ConfigError, match=r"packing: .* has layers without plain causal attention"):
+        load_causal(str(tmp_path), "float32", packing=True)
+    with pytest.raises(RuntimeError, match="gets no position ids"):
+        packed_attention(torch.nn.Module(), *torch.zeros(3, 1, 2, 4, 8), None)
+
+
+def test_a_saved_model_knows_nothing_of_packing(policy_folder: Path, tmp_path: Path) -> None:
+    load_causal(str(policy_folder), "float32", packing=True).save_pretrained(tmp_path)  # type: ignore[operator]
+    assert "packed" not in (tmp_path / "config.json").read_text()
+    assert load_causal(str(tmp_path), "float32").config._attn_implementation == "sdpa"
 
 
 def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Padding and batching by length, and the order of minibatches."""
 
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from services.common.minibatches import Means, minibatches
-from services.common.sequences import length_batches, pad_pairs, pad_rows
+from services.common.sequences import PairTensors, length_batches, pack_pairs, packed_batches, pad_pairs, pad_rows
 
 
 def ids(*values: int) -> np.ndarray:
@@ -18,6 +19,7 @@ def test_pairs_are_padded_left_and_right_of_one_column() -> None:
     # P = 3 and T = 2: all responses start in column 3.
     pairs = pad_pairs([ids(5), ids(6, 7, 8)], [ids(9, 4), ids(3)])
     assert pairs.input_ids.tolist() == [[0, 0, 5, 9, 4], [6, 7, 8, 3, 0]]
+    assert pairs.attention_mask is not None
     assert pairs.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert pairs.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
     assert pairs.action_mask.tolist() == [[True, True], [True, False]]
@@ -28,6 +30,7 @@ def test_pairs_are_padded_left_and_right_of_one_column() -> None:
 
 def test_a_pad_id_in_a_response_is_a_token_like_any_other() -> None:
     pairs = pad_pairs([ids(0, 5)], [ids(7, 0, 0)])
+    assert pairs.attention_mask is not None
     assert pairs.attention_mask.tolist() == [[1, 1, 1, 1, 1]]
     assert pairs.position_ids.tolist() == [[0, 1, 2, 3, 4]]
     assert pairs.action_mask.tolist() == [[True, True, True]]
@@ -38,6 +41,28 @@ def test_unpad_gives_each_row_its_own_length_in_float32() -> None:
     rows = pairs.unpad(torch.tensor([[1.5, -1.0], [2.0, 2.5]], dtype=torch.bfloat16, requires_grad=True))
     assert [row.tolist() for row in rows] == [[1.5], [2.0, 2.5]]
     assert rows[0].dtype == np.float32
+
+
+def test_packed_pairs_lie_in_one_row_and_positions_begin_again() -> None:
+    pairs = pack_pairs([ids(5), ids(6, 7, 8)], [ids(9, 4), ids(3)])
+    assert pairs.input_ids.tolist() == [[5, 9, 4, 6, 7, 8, 3]]
+    assert pairs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert pairs.attention_mask is None
+    assert pairs.predictors.tolist() == [0, 1, 5]
+    assert pairs.response_ids.tolist() == [[9, 4, 3]]
+    assert pairs.action_mask.tolist() == [[True, True, True]]
+    assert (pairs.width, pairs.lengths) == (3, (2, 1))
+    assert [row.tolist() for row in pairs.unpad(torch.tensor([[1.0, 2.0, 3.0]]))] == [[1, 2], [3]]
+    assert pairs.muted().action_mask.sum() == 0
+
+
+@pytest.mark.parametrize("make", [pad_pairs, pack_pairs])
+def test_values_go_to_their_tokens_and_back(make: Callable[..., PairTensors]) -> None:
+    pairs = make([ids(5), ids(6, 7, 8)], [ids(9), ids(3, 4)])
+    spread = pairs.spread([np.asarray([1.0]), np.asarray([2.0, 3.0])])
+    assert spread.tolist() == ([[1, 0], [2, 3]] if make is pad_pairs else [[1, 2, 3]])
+    assert spread.dtype == torch.float32
+    assert [row.tolist() for row in pairs.unpad(spread)] == [[1], [2, 3]]
 
 
 def test_rows_are_padded_with_zeros_on_the_right() -> None:
@@ -73,6 +98,16 @@ def test_length_batches_by_hand() -> None:
         [0],
         [1, 2],
     ]
+
+
+def test_packed_batches_by_hand() -> None:
+    # Lengths 5, 2, 3, in order 2, 3, 5.
+    prompts, responses = [ids(1), ids(1), ids(1, 1)], [ids(1, 1, 1, 1), ids(1), ids(1)]
+    assert list(packed_batches(prompts, responses, 10)) == [[1, 2, 0]]
+    assert list(packed_batches(prompts, responses, 9)) == [[1, 2], [0]]
+    assert list(packed_batches(prompts, responses, 4)) == [[1], [2], [0]]
+    assert list(packed_batches(prompts, responses, 1)) == [[1], [2], [0]]
+    assert list(packed_batches([], [], 6)) == []
 
 
 def test_every_epoch_is_a_new_permutation_in_minibatches() -> None:

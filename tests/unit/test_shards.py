@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from services.common.sequences import packed_batches
 from services.common.shards import Part, shards
 from tests.unit.layouts import pairs
 
@@ -22,6 +23,16 @@ def test_each_sequence_counts_once_and_all_ranks_have_equally_many_parts(
     for part in (part for parts in dealt for part in parts):
         padded = max(len(prompts[i]) for i in part.rows) + max(len(responses[i]) for i in part.rows)
         assert len(part.rows) == 1 or len(part.rows) * padded <= max_tokens
+
+
+def test_packed_parts_are_limited_by_their_tokens_alone() -> None:
+    prompts, responses = pairs(40)
+    dealt = shards(prompts, responses, packed_batches, max_tokens=60, world_size=2)
+    assert sorted(row for parts in dealt for part in parts if part.counts for row in part.rows) == list(range(40))
+    sums = [sum(len(prompts[i]) + len(responses[i]) for i in part.rows) for parts in dealt for part in parts]
+    assert max(sums) <= 60
+    padded = shards(prompts, responses, max_tokens=60, world_size=2)
+    assert len(dealt[0]) < len(padded[0])
 
 
 def test_ranks_have_about_as_many_tokens_to_do() -> None:
