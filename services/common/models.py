@@ -11,11 +11,6 @@ from services.common.config import ConfigError
 from services.common.sequences import PaddedPairs
 
 
-def default_device() -> torch.device:
-    """The process's GPU where it has one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def load_causal(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
     """The language model in `path`. ConfigError if the folder holds none that loads, or on unknown attention."""
     return _load(AutoModelForCausalLM, path, dtype, attention)
