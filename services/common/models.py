@@ -1,14 +1,20 @@
 """Loading Hugging Face models, and the forward passes that the services and the learner share."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
 
 from services.common.config import ConfigError
 from services.common.sequences import PaddedPairs
+
+VALUE_HEAD = "value_head"
+"""A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
 
 
 def load_causal(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
@@ -112,3 +118,31 @@ def load_scalar(path: str, dtype: str) -> ScalarModel:
     model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
     model.head.load_state_dict(head.state_dict())
     return model
+
+
+def load_value(path: str, dtype: str, attention: str = "sdpa") -> ScalarModel:
+    """The body of the model in `path` as a value model: with the head that a critic saved there, else a new one.
+
+    Raises:
+        ConfigError: the model does not load, or the head beside it does not fit it.
+    """
+    model = ScalarModel(load_body(path, dtype, attention), bias=True)
+    file = Path(path) / f"{VALUE_HEAD}.safetensors"
+    if not file.exists():
+        return model
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model: {file} cannot be read: {error}") from None
+    wanted = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in model.head.state_dict().items()}
+    found, fitting = _shapes(saved), _shapes(wanted)
+    if found != fitting:
+        raise ConfigError(f"model: {file} holds {found}, but the body beside it takes {fitting}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(saved[name])
+    return model
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensors[name].shape)}" for name in sorted(tensors)) or "nothing"
