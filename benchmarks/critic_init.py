@@ -2,11 +2,11 @@
 
     python -m benchmarks.critic_init [--models models/reviews] [--seeds 3]
 
-Critics with the settings of deploy/ppo.yaml and a new head each: on the body of the reward model, on the policy's, and
-on one of random weights. All see the same batches, sampled from the demo's policy and scored by its reward model, which
-`python -m recipes.reviews` makes. The policy does not move, so the KL to the reference is zero and the reward is the
-score at the last token. Explained variance is measured on held-out responses against that score, which with gamma = 1
-is the return at every token, so that critics are measured by the same thing whatever they believe.
+Critics with the settings of deploy/ppo.yaml and a new head each: on the body of the reward model, on the policy's,
+and on one of random weights. All see the same batches, sampled from the demo's policy and scored by its reward model,
+which `python -m recipes.reviews` makes. The policy does not move, so the KL to the reference is zero and the reward
+is the score at the last token. Explained variance is measured on held-out responses against that score, which with
+gamma = 1 is the return at every token, so that critics are measured by the same thing whatever they believe.
 """
 
 import json
