@@ -25,7 +25,7 @@ class CriticConfig(LearnerConfig):
 
     @model_validator(mode="after")
     def _a_single_rank_is_the_replica(self) -> Self:
-        if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "env_vars"} & self.model_fields_set):
+        if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "resources", "env_vars"} & self.model_fields_set):
             raise ValueError(
                 f"{', '.join(sorted(given))}: for ranks beside the replica; with ranks: 1 set ray_actor_options and "
                 "runtime_env of the deployment"

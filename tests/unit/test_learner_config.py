@@ -37,6 +37,9 @@ def model(tmp_path: Path) -> str:
             {"attn_implementation": "flash_attention_2"},
             "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16",
         ),
+        ({"num_gpus": 2}, "num_gpus (2) must be 1 or less: a rank computes on one GPU; set ranks"),
+        ({"num_gpus": 0.5, "ranks": 2}, "num_gpus (0.5) must be more than 0.5 with several ranks"),
+        ({"resources": {"policy": 0}}, "resources.policy: should be more than 0, got 0"),
         ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
     ],
 )
