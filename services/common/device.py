@@ -12,6 +12,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and may_use_gpus() else "cpu")
 
 
+def gpu_count() -> int:
+    """How many GPUs this process was given."""
+    return torch.cuda.device_count() if default_device().type == "cuda" else 0
+
+
 def may_use_gpus() -> bool:
     """Whether GPUs that this process sees are its own.
 

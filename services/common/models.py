@@ -17,9 +17,15 @@ VALUE_HEAD = "value_head"
 """A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
 
 
-def load_causal(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
-    """The language model in `path`. ConfigError if the folder holds none that loads, or on unknown attention."""
-    return _load(AutoModelForCausalLM, path, dtype, attention)
+def load_causal(path: str, dtype: str, attention: str = "sdpa", *, spread: bool = False) -> nn.Module:
+    """The language model in `path`, in host memory, or with `spread` its layers over the GPUs that there are.
+
+    Spread, it takes its inputs on the first GPU, gives its outputs there, and computes on one GPU after the other.
+
+    Raises:
+        ConfigError: the folder holds none that loads, or the attention is unknown.
+    """
+    return _load(AutoModelForCausalLM, path, dtype, attention, "auto" if spread else None)
 
 
 def load_body(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
@@ -27,14 +33,16 @@ def load_body(path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
     return _load(AutoModel, path, dtype, attention)
 
 
-def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa") -> nn.Module:
+def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa", devices: str | None = None) -> nn.Module:
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "attn_implementation: flash_attention_2 wants an NVIDIA GPU and the package flash-attn, and this process "
             "has not both; sdpa runs anywhere"
         )
     try:
-        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model: nn.Module = kind.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attention, device_map=devices
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
     return model

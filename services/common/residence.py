@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from services.common.config import ConfigError
+
 Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
 Cancel = Callable[[], None]
 Later = Callable[[float, Callable[[], None]], Cancel]
@@ -27,6 +29,7 @@ class Residence:
         device: torch.device,
         offload_after_s: float | None = None,
         *,
+        spread: bool = False,
         move: Move | None = None,
         later: Later | None = None,
     ) -> None:
@@ -37,8 +40,12 @@ class Residence:
             device: where it computes.
             offload_after_s: seconds without a use after which the weights leave the device, 0 for at once. None:
                 they stay.
+            spread: the weights are on several devices already, to stay.
             move: how a weight gets to the device.
             later: the clock.
+
+        Raises:
+            ConfigError: offload of a model that is spread.
         """
         self.offloads = offload_after_s is not None
         self._device = device
@@ -50,8 +57,11 @@ class Residence:
         self._there = False
         self._host: dict[nn.Parameter, torch.Tensor] = {}
         if not self.offloads:
-            model.to(device)
+            if not spread:
+                model.to(device)
             return
+        if spread:
+            raise ConfigError("offload: for a model on one GPU; with several set it to false")
         pin = device.type == "cuda"
         for weight in model.parameters():
             self._host[weight] = weight.data = weight.data.pin_memory() if pin else weight.data

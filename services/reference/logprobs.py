@@ -24,11 +24,12 @@ class Question:
 
 
 class FrozenModel:
-    """A language model that is never trained."""
+    """A language model that is never trained, on one device, or its layers over all of several GPUs."""
 
-    def __init__(self, config: ReferenceConfig, device: torch.device) -> None:
-        self.model = load_causal(config.model, config.dtype).eval().requires_grad_(False)
-        self._residence = Residence(self.model, device, config.idle_s)
+    def __init__(self, config: ReferenceConfig, device: torch.device, gpus: int = 1) -> None:
+        spread = gpus > 1
+        self.model = load_causal(config.model, config.dtype, spread=spread).eval().requires_grad_(False)
+        self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._batch_tokens = config.batch_tokens
         self._device = device
 

@@ -24,12 +24,12 @@ class Reference(HealthMixin):
     def __init__(self, config: ReferenceConfig) -> None:
         # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
         from services.common.batcher import Batcher
-        from services.common.device import default_device
+        from services.common.device import default_device, gpu_count
         from services.common.identity import describe_model
         from services.common.models import load_tokenizer, max_length
         from services.reference.logprobs import FrozenModel, Question
 
-        frozen = FrozenModel(config, default_device())
+        frozen = FrozenModel(config, default_device(), gpu_count())
         self._question = Question
         self._batcher: Batcher[Question, Floats] = Batcher(frozen.logprobs, max_items=config.max_waiting)
         self._model = describe_model(

@@ -45,3 +45,13 @@ def test_an_offloaded_model_gives_the_same_answers_and_its_health_check_moves_no
         assert left.tolist() == right.tolist()
     kept.check()
     offloaded.check()
+
+
+def test_a_model_whose_layers_are_spread_gives_the_same_answers(policy_folder: Path) -> None:
+    """Over what there is here: the CPU alone."""
+    config = ReferenceConfig(model=str(policy_folder), dtype="float32")
+    spread = FrozenModel(config, torch.device("cpu"), gpus=2)
+    questions = [Question(*row, 1.0) for row in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)]
+    kept = make(policy_folder, dtype="float32").logprobs(questions)
+    for left, right in zip(kept, spread.logprobs(questions), strict=True):
+        assert left.tolist() == right.tolist()

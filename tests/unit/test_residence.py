@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from services.common.config import ConfigError
 from services.common.residence import Residence
 
 CPU = torch.device("cpu")
@@ -126,3 +127,10 @@ def test_buffers_and_tied_weights(model: nn.Module) -> None:
     with Residence(tied, CPU, 0, move=bus).use():
         assert tied[0].weight.data_ptr() == tied[1].weight.data_ptr()
     assert bus.copies == 1
+
+
+def test_a_model_on_several_devices_stays_there(model: nn.Module) -> None:
+    with Residence(model.to("meta"), CPU, spread=True).use():
+        assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    with pytest.raises(ConfigError, match=r"^offload: for a model on one GPU; with several set it to false$"):
+        Residence(model, CPU, 0, spread=True)
