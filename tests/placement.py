@@ -3,7 +3,8 @@
     python -m tests.placement '{"orders": [[["rollout", 1.0], ["policy", 0.6]]]}'
 
 Prints, for each order, the role and the GPUs of each process, started one after the other. No GPU is needed: Ray
-counts what it is told there is. A program, since a process of the tests may be connected to another cluster.
+counts what it is told there is. A program, since a process of the tests may be connected to another cluster. Run it
+with a HOME of its own: ray.init leaves a token there, and every later `ray start` of that user would ask for it.
 """
 
 import json

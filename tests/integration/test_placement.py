@@ -29,9 +29,10 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> list[Order]:
 
 
 @pytest.fixture(scope="module")
-def told(orders: list[Order]) -> dict[str, Any]:
+def told(orders: list[Order], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests.placement printed of these orders and of the halves."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # ray.init leaves a token in the home folder, and from then on every `ray start` of this user asks for it.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path_factory.mktemp("home"))}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, "-m", "tests.placement", json.dumps({"orders": [*orders, HALVES]})],
