@@ -4,7 +4,7 @@
 
 A block is ten optimizer phases of the policy (PolicyTrainer, one rank, ZeRO 0), which is all that a run without
 generation would do: in a real one the same checkpoint is spread over more time. Blocks without a checkpoint, with one
-written in the background and with one written in between take turns, so that a machine that changes speed changes all.
+written in the background and with one written in between take turns: a machine that changes speed changes all.
 """
 
 import shutil

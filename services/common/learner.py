@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from services.common.adapters import Weight, weights_of
 from services.common.arrays import Floats, Ints
 from services.common.average import Average
+from services.common.device import default_device
 from services.common.folders import replace_model
 from services.common.layout import LAYOUT, Layout
 from services.common.learner_config import LearnerConfig, OptimizerConfig, describe
@@ -53,6 +54,11 @@ class Learner:
         size = config.tensor_parallel.size
         if size > 1:
             check_divisible(module, size)
+        elif config.zero_stage == 3:
+            # One weight at a time. DeepSpeed itself would first move the whole model to each GPU, and then divide it.
+            deepspeed.zero.Init(module=module, config_dict_or_path=describe(config))
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(default_device())
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,

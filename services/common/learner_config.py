@@ -110,7 +110,10 @@ class LearnerConfig(Config):
     num_cpus: Annotated[float, Field(ge=0)] = 1
     """Logical CPUs that Ray reserves for each rank."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
-    """GPUs that Ray reserves for each rank."""
+    """GPUs that Ray reserves for each rank, 1 or less. With several ranks more than 0.5: Ray would put two smaller
+    ones on the same GPU, which NCCL refuses. docs/placement.md."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Custom resources that Ray reserves for each rank, to tie it to the nodes that were started with them."""
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment of each rank's process, for instance OMP_NUM_THREADS."""
     rank_timeout_s: Seconds = 1800
@@ -150,6 +153,17 @@ class LearnerConfig(Config):
         if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
             raise ValueError(
                 "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_rank_has_one_gpu(self) -> Self:
+        if self.num_gpus > 1:
+            raise ValueError(f"num_gpus ({self.num_gpus:g}) must be 1 or less: a rank computes on one GPU; set ranks")
+        if self.ranks > 1 and 0 < self.num_gpus <= 0.5:
+            raise ValueError(
+                f"num_gpus ({self.num_gpus:g}) must be more than 0.5 with several ranks, or Ray puts two of them on "
+                "one GPU, which NCCL refuses"
             )
         return self
 

@@ -1,8 +1,11 @@
 """Loading Hugging Face models, and the forward passes that the services and the learner share."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
@@ -11,18 +14,22 @@ from services.common import packed_attention
 from services.common.config import ConfigError
 from services.common.sequences import PairTensors
 
-
-def default_device() -> torch.device:
-    """The process's GPU where it has one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VALUE_HEAD = "value_head"
+"""A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
 
 
-def load_causal(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
-    """The language model in `path`, to be called on packed pairs if `packing`.
+def load_causal(
+    path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False, spread: bool = False
+) -> nn.Module:
+    """The language model in `path`, in host memory, or with `spread` its layers over the GPUs that there are.
 
-    ConfigError if the folder holds none that loads, on unknown attention, or if it cannot take packed pairs.
+    Spread, it takes its inputs on the first GPU, gives its outputs there, and computes on one GPU after the other.
+    With `packing` it is to be called on packed pairs.
+
+    Raises:
+        ConfigError: the folder holds none that loads, the attention is unknown, or it cannot take packed pairs.
     """
-    return _load(AutoModelForCausalLM, path, dtype, attention, packing)
+    return _load(AutoModelForCausalLM, path, dtype, attention, packing, "auto" if spread else None)
 
 
 def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
@@ -30,7 +37,9 @@ def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool =
     return _load(AutoModel, path, dtype, attention, packing)
 
 
-def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bool = False) -> nn.Module:
+def _load(
+    kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bool = False, devices: str | None = None
+) -> nn.Module:
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "attn_implementation: flash_attention_2 wants an NVIDIA GPU and the package flash-attn, and this process "
@@ -39,7 +48,9 @@ def _load(kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bo
     # FlashAttention finds the sequences of a row by their positions itself.
     taken = packed_attention.NAME if packing and attention == "sdpa" else attention
     try:
-        model: nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=taken)
+        model: nn.Module = kind.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
     if packing and not packed_attention.takes(model):
@@ -113,3 +124,31 @@ def load_scalar(path: str, dtype: str) -> ScalarModel:
     model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
     model.head.load_state_dict(head.state_dict())
     return model
+
+
+def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
+    """The body of the model in `path` as a value model: with the head that a critic saved there, else a new one.
+
+    Raises:
+        ConfigError: the model does not load, or the head beside it does not fit it.
+    """
+    model = ScalarModel(load_body(path, dtype, attention, packing=packing), bias=True)
+    file = Path(path) / f"{VALUE_HEAD}.safetensors"
+    if not file.exists():
+        return model
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model: {file} cannot be read: {error}") from None
+    wanted = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in model.head.state_dict().items()}
+    found, fitting = _shapes(saved), _shapes(wanted)
+    if found != fitting:
+        raise ConfigError(f"model: {file} holds {found}, but the body beside it takes {fitting}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(saved[name])
+    return model
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensors[name].shape)}" for name in sorted(tensors)) or "nothing"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from services.common.device import default_device
 from services.common.weight_transfer.gloo import reach_store, serve_store
 
 
@@ -48,7 +49,7 @@ class Ranks:
 
 def start_distributed(ranks: Ranks) -> None:
     """Makes torch's default process group, nccl on GPUs and gloo elsewhere, and readies DeepSpeed for it."""
-    cuda = torch.cuda.is_available()
+    cuda = default_device().type == "cuda"
     # Ray shows each process only its own GPU, so within the process it is always the first.
     os.environ.setdefault("LOCAL_RANK", "0")
     if not cuda:

@@ -23,6 +23,7 @@ class RayRank:
             .options(
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
+                resources=config.resources,
                 runtime_env={"env_vars": config.env_vars},
                 max_concurrency=1,
             )

@@ -10,7 +10,7 @@ from services.common.adapters import add_adapters
 from services.common.arrays import Floats, Ints
 from services.common.learner import Learner
 from services.common.minibatches import Means, minibatches
-from services.common.models import ScalarModel, load_body, max_length
+from services.common.models import VALUE_HEAD, ScalarModel, load_tokenizer, load_value, max_length
 from services.common.numerics import masked_sum, value_loss
 from services.common.ranks import Ranks
 from services.common.sequences import PairTensors
@@ -45,10 +45,10 @@ class CriticTrainer:
 
     def __init__(self, config: CriticConfig, ranks: Ranks | None = None) -> None:
         self._config = config
-        body = load_body(config.model, config.dtype, config.attn_implementation, packing=config.packing)
-        body = add_adapters(body, config.lora)
         torch.manual_seed(config.seed)
-        self._learner = Learner(ScalarModel(body, bias=True), config, ranks)
+        model = load_value(config.model, config.dtype, config.attn_implementation, packing=config.packing)
+        add_adapters(model.body, config.lora)
+        self._learner = Learner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
 
     def limits(self) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class CriticTrainer:
         return loss, {"loss": loss, "clip_fraction": clipped, "mean": mean}
 
     def save(self, folder: str) -> Path:
-        """Writes body and head in Hugging Face's file format."""
+        """Writes body, head and tokenizer in Hugging Face's file format; a critic can start from the folder."""
         return self._learner.save(folder, self._write)
 
     def take_snapshot(self, folder: str, step: int) -> None:
@@ -130,6 +130,7 @@ class CriticTrainer:
             parts[part][rest] = tensor.detach().cpu()
         self._model.body.save_pretrained(folder, state_dict=parts["body"])  # type: ignore[operator]
         save_file(
-            {f"value_head.{name}": tensor for name, tensor in parts["head"].items()},
-            folder / "value_head.safetensors",
+            {f"{VALUE_HEAD}.{name}": tensor for name, tensor in parts["head"].items()},
+            folder / f"{VALUE_HEAD}.safetensors",
         )
+        load_tokenizer(self._config.model).save_pretrained(folder)

@@ -3,6 +3,7 @@
 Import path for Serve: `services.reference.replica:build`.
 """
 
+import asyncio
 import math
 from typing import Any
 
@@ -22,14 +23,13 @@ class Reference(HealthMixin):
 
     def __init__(self, config: ReferenceConfig) -> None:
         # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
-        import numpy as np
-
         from services.common.batcher import Batcher
+        from services.common.device import default_device, gpu_count
         from services.common.identity import describe_model
-        from services.common.models import default_device, load_tokenizer, max_length
+        from services.common.models import load_tokenizer, max_length
         from services.reference.logprobs import FrozenModel, Question
 
-        frozen = FrozenModel(config.model, config.dtype, config.batch_tokens, default_device())
+        frozen = FrozenModel(config, default_device(), gpu_count())
         self._question = Question
         self._batcher: Batcher[Question, Floats] = Batcher(frozen.logprobs, max_items=config.max_waiting)
         self._model = describe_model(
@@ -39,13 +39,12 @@ class Reference(HealthMixin):
             max_length=max_length(frozen.model),
             dtype=config.dtype,
         )
-        one = np.zeros(1, np.int32)
-        self._probe = [Question(one, one, 1.0)]
+        self._check = frozen.check
 
     async def check_health(self) -> None:
         """The model answers, not just the process. One that works is not asked: a long queue is no illness."""
         if not self._batcher.busy:
-            await self._batcher.submit(self._probe)
+            await asyncio.to_thread(self._check)
 
     @translated
     async def Logprobs(self, request: pb.LogprobsRequest) -> pb.LogprobsResponse:

@@ -4,22 +4,19 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from services.common.config import Config, Dtype, ModelPath, matching
+from services.common.config import Config, ModelPath, matching
+from services.common.frozen_config import FrozenConfig
 
 Count = Annotated[int, Field(ge=1)]
 
 
-class ModelScorerConfig(Config):
+class ModelScorerConfig(FrozenConfig):
     """A Hugging Face sequence-classification model with one label."""
 
     kind: Literal["model"]
     """Which scorer this is."""
     model: ModelPath
     """Folder of the model. Its tokenizer must be the service's."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the forward pass."""
-    batch_tokens: Count = 16_384
-    """Most tokens, padding included, in one forward pass."""
     normalise: bool = True
     """Subtract `reward_mean` and divide by `reward_std` where the model's config.json has them."""
 

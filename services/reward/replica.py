@@ -24,8 +24,9 @@ class Reward(HealthMixin):
     def __init__(self, config: RewardConfig) -> None:
         # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
         from services.common.batcher import Batcher
+        from services.common.device import default_device
         from services.common.identity import describe_model
-        from services.common.models import default_device, load_tokenizer
+        from services.common.models import load_tokenizer
         from services.reward.encoding import Encoder
         from services.reward.scorers import Scored, make_scorer
 

@@ -17,6 +17,7 @@ from services.common.functions import load_function
 from services.common.identity import model_hash, tokenizer_hash
 from services.common.models import load_scalar, load_tokenizer, max_length
 from services.common.pairs import Pair
+from services.common.residence import Residence
 from services.common.sequences import length_batches, pad_pairs
 from services.reward.config import (
     BlendScorerConfig,
@@ -60,7 +61,8 @@ class ModelScorer:
         labels = AutoConfig.from_pretrained(config.model).num_labels
         if labels != 1:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
-        self._model = load_scalar(config.model, config.dtype).eval().requires_grad_(False).to(device)
+        self._model = load_scalar(config.model, config.dtype).eval().requires_grad_(False)
+        self._residence = Residence(self._model, device, config.idle_s)
         extra = self._model.config
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
@@ -77,14 +79,17 @@ class ModelScorer:
         prompts = [scored.prompt_ids for scored in pairs]
         responses = [scored.response_ids for scored in pairs]
         scores = np.empty(len(pairs), np.float32)
-        for batch in length_batches(prompts, responses, self._batch_tokens):
-            padded = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
-            scores[batch] = self._model.scores(padded).cpu().numpy()
+        with self._residence.use():
+            for batch in length_batches(prompts, responses, self._batch_tokens):
+                padded = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
+                scores[batch] = self._model.scores(padded).cpu().numpy()
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
 
     def check(self) -> None:
-        """See Scorer: a forward pass over one pair."""
+        """See Scorer: a forward pass over one pair, but with offload the weights stay where they are."""
+        if self._residence.offloads:
+            return self._residence.check()
         one = np.zeros(1, np.int32)
         self.score([Scored(one, one, Pair("", ""))])
 

@@ -168,7 +168,7 @@ async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet
 
 
 async def test_scaling_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
-    """2 -> 4 -> 1 -> 3 -> 2. Every newcomer holds the pushed version before it is RUNNING: the loop would see another."""
+    """2 -> 4 -> 1 -> 3 -> 2. Newcomers hold the pushed version before they are RUNNING, or the loop would notice."""
     for count in (4, 1, 3, 2):
         scale(quartet, count)
         took = await whole(quartet, count)

@@ -1,17 +1,21 @@
 """The critic's values, clipped loss, training and checkpoint."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from services.common.learner_config import OptimizerConfig
+from services.common.config import ConfigError
+from services.common.learner_config import LoraConfig, OptimizerConfig
+from services.common.models import load_tokenizer
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
+from tests.models import make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
 
 
@@ -51,6 +55,47 @@ def test_values_are_those_of_the_saved_model(reward_folder: Path, tmp_path: Path
     assert [row.dtype for row in found] == [np.float32] * 4
     for row, wanted in zip(found, saved_values(saved), strict=True):
         assert row.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_critic_starts_from_what_a_critic_saved_head_and_all(reward_folder: Path, tmp_path: Path) -> None:
+    trained = make_trainer(reward_folder)
+    trained.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
+    saved = trained.save(str(tmp_path / "critic"))
+    expected = trained.values(arrays(PROMPTS), arrays(RESPONSES))
+    again = make_trainer(saved, seed=9)
+    for row, wanted in zip(again.values(arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
+        assert row.tolist() == wanted.tolist()
+    assert load_tokenizer(str(saved)).get_vocab() == make_tokenizer().get_vocab()
+    # Adapters are laid around the body and leave the head as it was saved.
+    adapted = make_trainer(saved, lora=LoraConfig(rank=2))
+    for row, wanted in zip(adapted.values(arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
+        assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        ({"weight": [1, 32], "bias": [1]}, r"value_head\.bias \[1\], value_head\.weight \[1, 32\]"),
+        ({"weight": [1, 64]}, r"value_head\.weight \[1, 64\]"),
+        ({}, "nothing"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    reward_folder: Path, tmp_path: Path, head: dict[str, list[int]], found: str
+) -> None:
+    folder = Path(shutil.copytree(reward_folder, tmp_path / "critic"))
+    tensors = {f"value_head.{name}": torch.zeros(shape) for name, shape in head.items()}
+    save_file(tensors, folder / "value_head.safetensors")
+    takes = r"but the body beside it takes value_head\.bias \[1\], value_head\.weight \[1, 64\]$"
+    with pytest.raises(ConfigError, match=rf"^model: .*value_head\.safetensors holds {found}, {takes}"):
+        make_trainer(folder)
+
+
+def test_a_head_that_is_no_file_of_tensors_is_refused(reward_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(reward_folder, tmp_path / "critic"))
+    (folder / "value_head.safetensors").write_text("weights")
+    with pytest.raises(ConfigError, match=r"^model: .*value_head\.safetensors cannot be read: "):
+        make_trainer(folder)
 
 
 def test_the_first_values_are_small_and_follow_the_seed(reward_folder: Path) -> None:

@@ -55,6 +55,9 @@ def model(tmp_path: Path) -> str:
             {"ranks": 2, "tensor_parallel": {"size": 2}, "lora": {}},
             "lora goes with tensor_parallel.size 1 only; adapters are not divided",
         ),
+        ({"num_gpus": 2}, "num_gpus (2) must be 1 or less: a rank computes on one GPU; set ranks"),
+        ({"num_gpus": 0.5, "ranks": 2}, "num_gpus (0.5) must be more than 0.5 with several ranks"),
+        ({"resources": {"policy": 0}}, "resources.policy: should be more than 0, got 0"),
         ({"optimizer": None}, "optimizer: should be a mapping of fields to values, got null"),
     ],
 )

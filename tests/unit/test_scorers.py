@@ -68,6 +68,12 @@ def test_half_precision_is_near(reward_folder: Path) -> None:
     assert scorer.score(PAIRS).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=0.05)
 
 
+def test_an_offloaded_model_gives_the_same_scores(reward_folder: Path) -> None:
+    kept, offloaded = (make(kind="model", model=str(reward_folder), offload=offload) for offload in (False, True))
+    assert kept.score(PAIRS).tolist() == offloaded.score(PAIRS).tolist()
+    offloaded.check()
+
+
 def test_a_model_with_another_tokenizer_is_refused(reward_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(reward_folder, tmp_path / "other"))
     tokenizer = folder / "tokenizer.json"

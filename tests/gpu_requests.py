@@ -1,0 +1,43 @@
+"""What a deploy file asks of Ray's scheduler, one entry for each process."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.deployment import Deployment
+from services.critic.config import CriticConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One replica or rank."""
+
+    role: str
+    """An application's name, or policy."""
+    gpus: float
+    resources: dict[str, float] = field(default_factory=dict)
+    """Custom ones."""
+
+
+def load(file: Path, folder: Path) -> Deployment:
+    """With its model folders replaced by `folder`, since the schemas look for them."""
+    (folder / "config.json").write_text("{}")
+    text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{folder}", file.read_text())
+    copy = folder / file.name
+    copy.write_text(text)
+    return Deployment.load(copy, check_services=True)
+
+
+def gpu_requests(deployment: Deployment) -> list[Request]:
+    """Replicas first, in the file's order, then the critic's ranks if they are processes, then the policy's."""
+    requests = []
+    for application in deployment.raw["applications"]:
+        for entry in application["deployments"]:
+            options = entry["ray_actor_options"]
+            one = Request(application["name"], options.get("num_gpus", 0), options.get("resources", {}))
+            requests += [one] * entry["num_replicas"]
+    critic, policy = deployment.services["critic"], deployment.orchestrator.policy
+    assert isinstance(critic, CriticConfig)
+    if critic.ranks > 1:
+        requests += [Request("critic", critic.num_gpus, critic.resources)] * critic.ranks
+    return requests + [Request("policy", policy.num_gpus, policy.resources)] * policy.ranks
