@@ -142,6 +142,11 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
         try:
             applications(cluster)
             return
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                stop(cluster)
+                raise ClusterError(f"Ray answers {error.code}: RAY_AUTH_TOKEN is not the token it asks for") from None
+            time.sleep(_LOOK_EVERY_S)
         except (urllib.error.URLError, OSError):
             time.sleep(_LOOK_EVERY_S)
     stop(cluster)
@@ -154,9 +159,19 @@ def _tail(log: Path) -> str:
 
 def applications(cluster: Cluster) -> dict[str, Any]:
     """What Serve says of its applications, by name. URLError when nobody answers."""
-    with urllib.request.urlopen(f"{cluster.dashboard}/api/serve/applications/", timeout=10) as reply:
+    asked = urllib.request.Request(f"{cluster.dashboard}/api/serve/applications/", headers=_authorization())
+    with urllib.request.urlopen(asked, timeout=10) as reply:
         found: dict[str, Any] = json.load(reply)["applications"]
         return found
+
+
+def _authorization() -> dict[str, str]:
+    """A head that finds its user's token (`ray get-auth-token`; `ray.init()` makes one too) answers nobody else."""
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return {}
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text(encoding="utf-8").strip() if file.is_file() else "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def deploy(cluster: Cluster, config: Path) -> None:

@@ -19,18 +19,18 @@ def replace_model(target: Path, write: Callable[[Path], None]) -> None:
         raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
     aside = target.with_name(f".{target.name}.writing")
     remove(aside)
-    make(aside)
+    make(aside, target)
     write(aside)
     remove(target)
     aside.rename(target)
 
 
-def make(folder: Path) -> None:
-    """Makes the folder and its parents; InvalidArgument if that cannot be."""
+def make(folder: Path, named: Path | None = None) -> None:
+    """Makes the folder and its parents; InvalidArgument if that cannot be, about `named` if it is another."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgument(f"path: {folder} cannot be written: {error.strerror}") from None
+        raise InvalidArgument(f"path: {named or folder} cannot be written: {error.strerror}") from None
 
 
 def rename(folder: Path, target: Path) -> None:
