@@ -28,8 +28,8 @@ _PREFIX = "step-"
 class Policy(Protocol):
     """The policy learner's part."""
 
-    async def take_snapshot(self, folder: str, step: int) -> None:
-        """Copies its state, and the model."""
+    async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:
+        """Copies its state, and the model; without copies, writes them."""
 
     async def write_snapshot(self) -> None:
         """Brings the copies to disk."""
@@ -38,8 +38,8 @@ class Policy(Protocol):
 class Critic(Protocol):
     """The critic service's part."""
 
-    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float) -> None:
-        """Copies its state, which must be that after `last_step`."""
+    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float, *, copies: bool) -> None:
+        """Copies its state, which must be that after `last_step`; without copies, writes it."""
 
     async def write_checkpoint(self, path: str, timeout_s: float) -> None:
         """Brings the copies to disk."""
@@ -144,10 +144,12 @@ class Checkpoints:
         aside = self._folder / f".{_PREFIX}{state.step:06d}.writing"
         remove(aside)
         make(aside)
-        timeout_s = self._config.timeout_s
+        timeout_s, copies = self._config.timeout_s, self._config.background
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._policy.take_snapshot(str(aside / POLICY), state.step))
-            group.create_task(self._critic.take_checkpoint(str(aside / CRITIC), state.critic_step, timeout_s))
+            group.create_task(self._policy.take_snapshot(str(aside / POLICY), state.step, copies))
+            group.create_task(
+                self._critic.take_checkpoint(str(aside / CRITIC), state.critic_step, timeout_s, copies=copies)
+            )
         self._writing = asyncio.create_task(self._write(aside, state))
 
     async def _write(self, aside: Path, state: TrainState) -> None:

@@ -209,8 +209,8 @@ class CheckpointConfig(Config):
     """Where. With learners on several nodes it must be on a disk that all of them share. Null:
     runs/<name>/checkpoints."""
     background: bool = True
-    """Write while training goes on, from copies that each learner's ranks keep in host memory. False: the copies are
-    written before the next step."""
+    """Write while training goes on, from copies that each learner's ranks keep in host memory. False: training waits
+    until all is written, and no memory is taken."""
     journal: bool = True
     """Keep on disk what each step since the last checkpoint was trained on, so that going back to it samples nothing
     again and ends with the same weights."""

@@ -198,9 +198,9 @@ class PolicyTrainer:
         """Writes the model, its tokenizer and generation settings in Hugging Face's format; the absolute path."""
         return str(self._learner.save(folder, self._write))
 
-    def take_snapshot(self, folder: str, step: int) -> None:
+    def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
         """Copies the state after `step`, and the model itself, for `write_snapshot`. See Learner.take_snapshot."""
-        self._learner.take_snapshot(Path(folder), step, self._write)
+        self._learner.take_snapshot(Path(folder), step, self._write, copies=copies)
 
     def write_snapshot(self) -> None:
         """Brings it to disk; may run beside any other call."""

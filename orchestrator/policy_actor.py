@@ -93,9 +93,11 @@ class Policy:
         """See PolicyTrainer.admit."""
         await self._beside("admit", epoch, world_size, timeout_s=self._weights.timeout_s)
 
-    async def take_snapshot(self, folder: str, step: int) -> None:
+    async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:
         """See PolicyTrainer.take_snapshot."""
-        await self._told(self._ranks.call("take_snapshot", folder, step, timeout_s=self._checkpoint.timeout_s))
+        await self._told(
+            self._ranks.call("take_snapshot", folder, step, copies, timeout_s=self._checkpoint.timeout_s)
+        )
 
     async def write_snapshot(self) -> None:
         """See PolicyTrainer.write_snapshot."""

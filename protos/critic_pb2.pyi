@@ -59,12 +59,14 @@ class SaveResponse(_message.Message):
     def __init__(self, path: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("path", "last_step")
+    __slots__ = ("path", "last_step", "without_copies")
     PATH_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_COPIES_FIELD_NUMBER: _ClassVar[int]
     path: str
     last_step: int
-    def __init__(self, path: _Optional[str] = ..., last_step: _Optional[int] = ...) -> None: ...
+    without_copies: bool
+    def __init__(self, path: _Optional[str] = ..., last_step: _Optional[int] = ..., without_copies: bool = ...) -> None: ...
 
 class CheckpointResponse(_message.Message):
     __slots__ = ("last_step",)

@@ -11,6 +11,8 @@ from services.common.config import ConfigError
 from services.common.learner_config import LoraConfig
 from services.common.tensor_parallel import whole
 
+GATHER_BYTES = 64 << 20
+"""ZeRO 3: weights are gathered in buckets of about this size."""
 NAME = "default"
 """Peft's name for a model's only adapter."""
 
@@ -74,3 +76,17 @@ def weights_of(module: nn.Module) -> Iterator[Weight]:
             yield Weight(f"{owner}.{last}", parameter, module.get_submodule(owner) if last == "weight" else None)
         else:
             yield Weight(name, parameter)
+
+
+def weight_buckets(module: nn.Module) -> Iterator[list[Weight]]:
+    """Under ZeRO 3: the weights in groups of about GATHER_BYTES."""
+    bucket: list[Weight] = []
+    size = 0
+    for weight in weights_of(module):
+        bucket.append(weight)
+        size += weight.parameter.ds_numel * weight.parameter.element_size()
+        if size >= GATHER_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from services.common.adapters import Weight, weights_of
+from services.common.adapters import weight_buckets, weights_of
 from services.common.arrays import Floats, Ints
 from services.common.average import Average
 from services.common.device import default_device
@@ -32,8 +32,6 @@ WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 
 MODEL = "model"
 """Folder, in a snapshot, of the model itself."""
-GATHER_BYTES = 64 << 20
-"""ZeRO 3: weights are gathered in buckets of about this size."""
 
 
 class Learner:
@@ -183,7 +181,7 @@ class Learner:
             return
         import deepspeed
 
-        for bucket in _buckets(self.module):
+        for bucket in weight_buckets(self.module):
             with deepspeed.zero.GatheredParameters([part for weight in bucket for part in weight.parts]):
                 for weight in bucket:
                     yield weight.name, weight.merged()
@@ -214,7 +212,7 @@ class Learner:
                 replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)))
         return target
 
-    def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None) -> None:
+    def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None, *, copies: bool = True) -> None:
         """Copies all that training goes on from (weights, optimizer, schedule, running mean, random states) into
         host memory, for `write_snapshot` to bring to files in `folder`. Every rank calls it.
 
@@ -222,9 +220,10 @@ class Learner:
             folder: new or empty, the same for all ranks, on a disk that all of them see.
             step: kept with the rest.
             write: given, the model itself is copied too, and written through it to the subfolder `model`.
+            copies: False writes everything now, without copies: for models that leave no memory for them.
         """
         snapshot = self._snapshot
-        snapshot.begin()
+        snapshot.begin(copies=copies)
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
         snapshot.save(self._own_state(), str(self._own_file(folder)))
         first = self._ranks.rank == 0
@@ -277,20 +276,6 @@ class Learner:
     def _averaged(self) -> AbstractContextManager[None]:
         """While this is open the weights are their running mean, if there is one."""
         return self._average.in_place() if self._average else nullcontext()
-
-
-def _buckets(module: nn.Module) -> Iterator[list[Weight]]:
-    """The weights in groups of about GATHER_BYTES."""
-    bucket: list[Weight] = []
-    size = 0
-    for weight in weights_of(module):
-        bucket.append(weight)
-        size += weight.parameter.ds_numel * weight.parameter.element_size()
-        if size >= GATHER_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ class Snapshot:
     to disk.
 
     One thread may write while another trains on; who copies next waits for the writing to end. The copies' memory
-    is kept for the next snapshot: memory that is new to a process is many times slower to fill.
+    is kept for the next snapshot: memory that is new to a process is many times slower to fill. Where there is no
+    memory for them, a snapshot is written as it is taken.
     """
 
     def __init__(self) -> None:
@@ -29,17 +30,25 @@ class Snapshot:
         self._taken: list[torch.Tensor] = []
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._turn = threading.Lock()
+        self._copies = True
 
-    def begin(self) -> None:
-        """Forgets the last snapshot, written or not. Waits while it is being written."""
+    def begin(self, *, copies: bool = True) -> None:
+        """Forgets the last snapshot, written or not. Waits while it is being written.
+
+        Args:
+            copies: False writes everything at once, from where it is, and leaves nothing for `write`.
+        """
         with self._turn:
+            self._copies = copies
             self._files.clear()
             for buffer in self._taken:
                 self._spare[buffer.shape, buffer.dtype].append(buffer)
             self._taken.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, good until the next `begin`."""
+        """A copy in host memory, good until the next `begin`; without copies, only the transport there."""
+        if not self._copies:
+            return tensor.detach().cpu()
         spare = self._spare[tensor.shape, tensor.dtype]
         buffer = spare.pop() if spare else torch.empty(tensor.shape, dtype=tensor.dtype)
         self._taken.append(buffer)
@@ -47,11 +56,15 @@ class Snapshot:
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies what is to be written to the file `path`, which `load` reads."""
-        self._files[Path(path)] = self._copied(state_dict, {}), torch.save
+        self.hold(self._copied(state_dict, {}) if self._copies else state_dict, Path(path), torch.save)
 
     def hold(self, state: Any, path: Path, write: Write) -> None:
         """Has `write(state, path)` called when the snapshot is written; `state` was copied before."""
-        self._files[path] = state, write
+        if self._copies:
+            self._files[path] = state, write
+            return
+        write(state, path)
+        _sync(path)
 
     def write(self) -> None:
         """Writes everything. Returns when it has reached the disk, and not just the system's memory."""

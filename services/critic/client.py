@@ -86,13 +86,14 @@ class CriticClient(ServiceClient[CriticStub]):
         reply = await self._call(self._stub.Save, pb.SaveRequest(path=path), timeout_s, "Save")
         return str(reply.path)
 
-    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float) -> None:
-        """Has the critic copy its state after `last_step`, for `write_checkpoint` to bring to `path`.
+    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float, *, copies: bool = True) -> None:
+        """Has the critic copy its state after `last_step`, for `write_checkpoint` to bring to `path`; without copies,
+        has it written there at once.
 
         Raises:
             CriticReset: its last step is another.
         """
-        request = pb.CheckpointRequest(path=path, last_step=last_step)
+        request = pb.CheckpointRequest(path=path, last_step=last_step, without_copies=not copies)
         await self._expecting(self._stub.TakeCheckpoint, request, timeout_s, "TakeCheckpoint")
 
     async def write_checkpoint(self, path: str, timeout_s: float) -> None:

@@ -64,11 +64,11 @@ class CriticModel:
         """See CriticTrainer.save."""
         return Path(await self._run("save", path))
 
-    async def take_checkpoint(self, path: str, last_step: int) -> None:
-        """Copies the state after `last_step`, which must be now."""
+    async def take_checkpoint(self, path: str, last_step: int, copies: bool) -> None:
+        """Copies the state after `last_step`, which must be now; without copies, writes it."""
         self._expect(last_step)
         self._taken = self._written = ""
-        await self._run("take_snapshot", _absolute(path), last_step)
+        await self._run("take_snapshot", _absolute(path), last_step, copies)
         self._taken = path
 
     async def write_checkpoint(self, path: str) -> None:

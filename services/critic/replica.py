@@ -89,7 +89,7 @@ class Critic(HealthMixin):
     @translated
     async def TakeCheckpoint(self, request: pb.CheckpointRequest) -> pb.CheckpointResponse:
         """See critic.proto."""
-        await self._critic.take_checkpoint(request.path, request.last_step)
+        await self._critic.take_checkpoint(request.path, request.last_step, not request.without_copies)
         return pb.CheckpointResponse(last_step=self._critic.last_step)
 
     @translated

@@ -109,9 +109,9 @@ class CriticTrainer:
         """Writes body, head and tokenizer in Hugging Face's file format; a critic can start from the folder."""
         return self._learner.save(folder, self._write)
 
-    def take_snapshot(self, folder: str, step: int) -> None:
+    def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
         """Copies the state after `step` for `write_snapshot`. See Learner.take_snapshot."""
-        self._learner.take_snapshot(Path(folder), step)
+        self._learner.take_snapshot(Path(folder), step, copies=copies)
 
     def write_snapshot(self) -> None:
         """Brings it to disk; may run beside any other call."""

@@ -120,6 +120,16 @@ async def versions(quartet: Quartet) -> list[int]:
     return [report.policy_version for report in reports]
 
 
+def test_a_checkpoint_holds_the_policy_as_it_was_exported(straight: Run) -> None:
+    folder = straight.folder / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model"
+    found, wanted = (load_file(path / "model.safetensors") for path in (folder, straight.folder / "policy"))
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == wanted[name]).all() for name in wanted)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        p.name for p in (straight.folder / "policy").iterdir()
+    )
+
+
 async def test_a_run_killed_at_steps_3_and_7_ends_as_one_that_was_not(
     quartet: Quartet, straight: Run, again: Run
 ) -> None:

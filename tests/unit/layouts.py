@@ -101,13 +101,13 @@ class Bench:
         trainer.train(batch, seed=5)
         return seen, saved, joined(trainer)
 
-    def resumed(self, layout: dict[str, Any], folder: Path, which: str) -> tuple[Result, Result]:
+    def resumed(self, layout: dict[str, Any], folder: Path, which: str, copies: bool = True) -> tuple[Result, Result]:
         """Six steps of the policy or the critic, with dropout; and the same from a snapshot after three, which two
         more steps are taken beside: what came of both."""
         snapshot = str(folder / which)
         trainer = self._trainer(layout, which)
         self._steps(trainer, 0, 3)
-        trainer.take_snapshot(snapshot, 3)
+        trainer.take_snapshot(snapshot, 3, copies)
         self._steps(trainer, 3, 5)
         trainer.write_snapshot()
         straight = self._steps(trainer, 5, 6)

@@ -47,7 +47,8 @@ class FakeLearner:
 
 
 class FakePolicy(FakeLearner):
-    async def take_snapshot(self, folder: str, step: int) -> None:
+    async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:
+        self.copies = copies
         await self.take(folder, step)
 
     async def write_snapshot(self) -> None:
@@ -55,7 +56,8 @@ class FakePolicy(FakeLearner):
 
 
 class FakeCritic(FakeLearner):
-    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float) -> None:
+    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float, *, copies: bool) -> None:
+        self.copies = copies
         await self.take(path, last_step)
 
     async def write_checkpoint(self, path: str, timeout_s: float) -> None:
@@ -132,6 +134,8 @@ async def test_in_the_foreground_training_waits(tmp_path: Path) -> None:
     async with stage.checkpoints as checkpoints:
         await checkpoints.after(state(1))
         assert stage.there() == ["step-000001"]
+        assert not stage.policy.copies
+        assert not stage.critic.copies
 
 
 async def test_never_means_never(tmp_path: Path) -> None:

@@ -57,6 +57,17 @@ async def test_it_goes_on_bit_for_bit(benches: dict[int, RankGroup], tmp_path: P
         assert bool(straight["averages"]) == ("ema_decay" in layout)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["zero 0", "zero 2", "zero 3", "both offloads", "running mean, zero 3"])
+async def test_it_does_without_copies_too(
+    benches: dict[int, RankGroup], tmp_path: Path, name: str, ranks: int
+) -> None:
+    layout = LAYOUTS[name] | {"ranks": ranks}
+    straight, again = await benches[ranks].call("resumed", layout, tmp_path, "policy", False, timeout_s=TIMEOUT_S)
+    assert again["steps"] == straight["steps"]
+    assert furthest(again["weights"], straight["weights"]) == 0
+
+
 def make_policy(folder: Path, **layout: Any) -> PolicyTrainer:
     config = PolicyConfig(model=str(folder), optimizer=OPTIMIZER, **layout)
     return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), 1.0)
@@ -122,6 +133,16 @@ def test_what_is_written_is_the_state_as_it_was_copied(tmp_path: Path) -> None:
     assert found["rows"][1] == 3
     assert found["tied"].data_ptr() == found["a"].data_ptr()
     assert found["shape"] == torch.Size([4])
+
+
+def test_without_copies_everything_is_written_at_once(tmp_path: Path) -> None:
+    snapshot, weight = Snapshot(), torch.arange(4.0)
+    snapshot.begin(copies=False)
+    snapshot.save({"a": weight}, str(tmp_path / "x"))
+    weight.zero_()
+    assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
+    snapshot.write()
+    assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
 
 
 def test_memory_is_kept_for_the_next_snapshot() -> None:
