@@ -171,7 +171,7 @@ class TimeoutsConfig(Config):
     info_s: Seconds = 30
     """Info calls; the first connection is waited for a few seconds only."""
     start_s: Seconds = 300
-    """Starting the policy learner."""
+    """Starting the policy learner; and, when a run goes back to a checkpoint, waiting for the services."""
 
 
 class EvaluationConfig(Config):
@@ -216,7 +216,7 @@ class CheckpointConfig(Config):
     again and ends with the same weights."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
-    lost, until there is a newer one; then the loss ends it. 0: at the first."""
+    lost, or a service did not answer in time, until there is a newer one; then the loss ends it. 0: at the first."""
     timeout_s: Seconds = 1800
     """Longest that taking, writing or restoring one may take."""
 

@@ -28,7 +28,7 @@ from orchestrator.state import TrainState
 from orchestrator.trainer import Trainer
 from orchestrator.weights import WeightPusher
 from services.common.config import ConfigError, read_yaml
-from services.common.errors import leaves
+from services.common.errors import DeadlineExceeded, Unavailable, leaves
 from services.critic.client import CriticReset
 
 RUNS = Path("runs")
@@ -93,7 +93,7 @@ class Run:
     run_dir: Path
 
     async def finish(self, *, overwrite: bool, resume: bool) -> None:
-        """Trains to the end, from the last checkpoint whenever the policy's or the critic's ranks are lost."""
+        """Trains to the end, from the last checkpoint whenever a learner is lost or a service is away for too long."""
         restarts = Restarts(self._config.checkpoint.restarts)
         if not resume:
             clear(self._checkpoints, overwrite=overwrite)
@@ -106,10 +106,10 @@ class Run:
                 return
             except Exception as error:
                 checkpoint = latest(self._checkpoints)
-                if not checkpoint or not _is_loss(error) or not restarts.spend(checkpoint.state.step):
+                if not checkpoint or not is_loss(error) or not restarts.spend(checkpoint.state.step):
                     raise
                 reason = "; ".join(dict.fromkeys(str(leaf) for leaf in leaves(error)))
-                self.progress.note(f"a learner was lost ({reason}); going on from step {checkpoint.state.step}")
+                self.progress.note(f"interrupted ({reason}); going on from step {checkpoint.state.step}")
                 resume = True
 
     @property
@@ -140,7 +140,8 @@ class Run:
     async def _train(self, checkpoint: Checkpoint | None, *, overwrite: bool, resume: bool) -> None:
         """From a checkpoint, or from the start."""
         config, services, run_dir = self._config, self.services, self.run_dir
-        infos = await services.infos(config.timeouts.info_s)
+        # Longer than when the run began: a service that is being replaced loads its model first.
+        infos = await services.infos(config.timeouts.start_s)
         state = checkpoint.state if checkpoint else self._start(infos)
         after = state.step if checkpoint else -1 if resume else None
         with MetricsLog.open(
@@ -215,6 +216,8 @@ class Restarts:
         return self._left >= 0
 
 
-def _is_loss(error: BaseException) -> bool:
-    """Ranks of the policy or the critic are gone, and nothing else is wrong that a checkpoint would not mend."""
-    return any(isinstance(leaf, PolicyError | CriticReset) for leaf in leaves(error))
+def is_loss(error: BaseException) -> bool:
+    """A part of the run is gone or was away for too long: something that is mended by waiting for it, or replacing
+    it, and going on from a checkpoint. What is wrong with the input is not."""
+    losses = (PolicyError, CriticReset, Unavailable, DeadlineExceeded)
+    return any(isinstance(leaf, losses) for leaf in leaves(error))

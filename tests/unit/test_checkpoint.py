@@ -9,10 +9,10 @@ import pytest
 from orchestrator.checkpoint import Checkpoints, clear, latest
 from orchestrator.config import CheckpointConfig
 from orchestrator.policy_actor import PolicyError
-from orchestrator.run import Restarts
+from orchestrator.run import Restarts, is_loss
 from orchestrator.state import TrainState
 from services.common.config import ConfigError
-from services.common.errors import Internal, ServiceError
+from services.common.errors import DeadlineExceeded, Internal, InvalidArgument, ServiceError, Unavailable
 from services.critic.client import CriticReset
 
 
@@ -255,3 +255,19 @@ def test_a_run_that_gets_further_may_go_back_again() -> None:
     restarts = Restarts(2)
     assert [restarts.spend(step) for step in (10, 10, 20, 20, 20)] == [True, True, True, True, False]
     assert not Restarts(0).spend(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [
+        (PolicyError("rank 0 died"), True),
+        (CriticReset("replaced"), True),
+        (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
+        (Unavailable("no rollout replica answers"), True),
+        (InvalidArgument("prompts[3]: too long"), False),
+        (ConfigError("orchestrator.steps"), False),
+        (Internal("Score: internal error"), False),
+    ],
+)
+def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended: bool) -> None:
+    assert is_loss(error) is mended
