@@ -8,7 +8,7 @@ import ray
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
-from services.common.errors import DeadlineExceeded
+from services.common.errors import DeadlineExceeded, ResourceExhausted
 from services.common.rank_group import RankGroup, RanksLost
 from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
@@ -37,7 +37,7 @@ class Policy:
         """Starts one actor for each rank and returns when their models are loaded.
 
         Raises:
-            DeadlineExceeded: not within timeouts.start_s, usually because the cluster has not the CPUs or GPUs.
+            ResourceExhausted: not within timeouts.start_s, usually because the cluster has not the CPUs or GPUs.
         """
         ranks = ray_ranks("policy", config.policy)
         policy = cls(ranks, config)
@@ -46,6 +46,8 @@ class Policy:
             await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
         except RanksLost as error:
             raise PolicyError(str(error)) from None
+        except DeadlineExceeded as error:
+            raise ResourceExhausted(str(error)) from None
         return policy
 
     async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:

@@ -93,7 +93,7 @@ class Run:
     run_dir: Path
 
     async def finish(self, *, overwrite: bool, resume: bool) -> None:
-        """Trains to the end, from the last checkpoint whenever a learner is lost or a service is away for too long."""
+        """Trains to the end, from the last checkpoint whenever a learner is lost or a service away too long."""
         restarts = Restarts(self._config.checkpoint.restarts)
         if not resume:
             clear(self._checkpoints, overwrite=overwrite)

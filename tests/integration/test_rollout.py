@@ -136,6 +136,14 @@ async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet) -> None:
         await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=1)
 
 
+async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet) -> None:
+    """A run that went back to a checkpoint has no use for what it came to before."""
+    version = (await quartet.services.rollout.info(30)).policy_version
+    assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version)) == len(PROMPTS)
+    with pytest.raises(FailedPrecondition, match=f"max_version: {version - 1} asked, but .* serves {version}"):
+        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version - 1, timeout_s=1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
