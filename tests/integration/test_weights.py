@@ -15,7 +15,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch
 from orchestrator.policy_actor import Policy
 from protos import rollout_pb2 as pb
-from services.rollout.sample import Sampling
+from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually
 from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
@@ -103,6 +103,34 @@ async def test_responses_in_the_engine_are_finished_under_the_new_weights(quarte
     assert {tuple(v for v, _, _ in s.spans) for s in samples} >= {(version - 1, version), (version,)}
     for s in samples:
         assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), 100]
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Quartet, in_flight: str) -> None:
+    """wait: they end under the weights they began with. abort: the client asks for them again. None is lost, none is of
+    two versions."""
+    version = await next_version(quartet)
+    source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
+    long = Sampling(max_new_tokens=100, ignore_eos=True)
+    begun = asyncio.Event()
+    samples: list[Sample] = []
+    repeated: list[int] = []
+
+    async def listen() -> None:
+        rollout = quartet.services.rollout
+        async for some in rollout.generate(PROMPTS * 10, long, timeout_s=60, on_repeat=repeated.append):
+            samples.extend(some)
+            begun.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(listen())
+        await begun.wait()
+        await push(quartet.services.rollout, source, version, in_flight=in_flight)
+    assert sorted(sample.index for sample in samples) == list(range(len(PROMPTS) * 10))
+    assert {len(sample.response_ids) for sample in samples} == {100}
+    assert {len(sample.spans) for sample in samples} == {1}
+    assert {sample.spans[0][0] for sample in samples} <= {version - 1, version}
+    assert bool(repeated) == (in_flight == "abort")
 
 
 async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_pushes(quartet: Quartet) -> None:
