@@ -1,8 +1,10 @@
 """Checkpoints: whole or not there, the last few kept, written while training goes on."""
 
 import asyncio
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +18,7 @@ from orchestrator.policy_actor import PolicyError
 from orchestrator.state import TrainState
 from services.common.config import ConfigError
 from services.common.errors import ServiceError
-from services.common.folders import make, remove, rename
+from services.common.folders import make, remove, rename, write
 from services.common.layout import LAYOUT
 from services.critic.client import CriticReset
 
@@ -145,27 +147,32 @@ class Checkpoints:
         remove(aside)
         make(aside)
         timeout_s, copies = self._config.timeout_s, self._config.background
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._policy.take_snapshot(str(aside / POLICY), state.step, copies))
-            group.create_task(
-                self._critic.take_checkpoint(str(aside / CRITIC), state.critic_step, timeout_s, copies=copies)
-            )
+        with _gone_if_it_fails(aside):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._policy.take_snapshot(str(aside / POLICY), state.step, copies))
+                group.create_task(
+                    self._critic.take_checkpoint(str(aside / CRITIC), state.critic_step, timeout_s, copies=copies)
+                )
         self._writing = asyncio.create_task(self._write(aside, state))
 
     async def _write(self, aside: Path, state: TrainState) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._policy.write_snapshot())
-            group.create_task(self._critic.write_checkpoint(str(aside / CRITIC), self._config.timeout_s))
+        with _gone_if_it_fails(aside):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._policy.write_snapshot())
+                group.create_task(self._critic.write_checkpoint(str(aside / CRITIC), self._config.timeout_s))
+            self._check_shared(aside)
+            await asyncio.to_thread(self._complete, aside, state)
+
+    def _check_shared(self, aside: Path) -> None:
         for part in (POLICY, CRITIC):
             if not (aside / part / LAYOUT).is_file():
                 raise ServiceError(
                     f"the {part} wrote to {aside / part}, but nothing is there: checkpoint.folder must be on a disk "
                     "that all nodes share"
                 )
-        await asyncio.to_thread(self._complete, aside, state)
 
     def _complete(self, aside: Path, state: TrainState) -> None:
-        (aside / STATE).write_text(state.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write(aside / STATE, state.model_dump_json(indent=1) + "\n")
         target = self._folder / f"{_PREFIX}{state.step:06d}"
         remove(target)
         rename(aside, target)
@@ -207,6 +214,16 @@ class Checkpoints:
             await asyncio.wait([self._writing])
         else:
             await self._settled()
+
+
+@contextmanager
+def _gone_if_it_fails(aside: Path) -> Iterator[None]:
+    """What is no checkpoint takes no room, which may be what was missing."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _all(folder: Path) -> list[Path]:

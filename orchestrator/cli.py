@@ -1,6 +1,7 @@
 """The `quartet` command."""
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from rich.markup import escape
 
 from services.common.config import ConfigError
 from services.common.errors import NotFound, ServiceError, Unavailable, leaves
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -172,6 +175,8 @@ def _guarded(command: Callable[[], Any]) -> int:
 
 def _is_actionable(error: BaseException) -> bool:
     if isinstance(error, ConfigError | ServiceError):
+        return True
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
         return True
     # Not before: these bring Ray and torch, seconds that a wrong configuration need not cost.
     from orchestrator.cluster import ClusterError

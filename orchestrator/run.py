@@ -28,7 +28,7 @@ from orchestrator.state import TrainState
 from orchestrator.trainer import Trainer
 from orchestrator.weights import WeightPusher
 from services.common.config import ConfigError, read_yaml
-from services.common.errors import DeadlineExceeded, Unavailable, leaves
+from services.common.errors import DeadlineExceeded, InvalidArgument, Unavailable, leaves
 from services.critic.client import CriticReset
 
 RUNS = Path("runs")
@@ -183,9 +183,16 @@ class Run:
     async def _restore(self, policy: Policy, checkpoint: Checkpoint) -> None:
         """Both learners to the checkpoint, the critic's service whatever it has trained since."""
         timeout_s = self._config.checkpoint.timeout_s
-        async with asyncio.TaskGroup() as group:
-            group.create_task(policy.restore(str(checkpoint.folder / POLICY)))
-            group.create_task(self.services.critic.restore_checkpoint(str(checkpoint.folder / CRITIC), timeout_s))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(policy.restore(str(checkpoint.folder / POLICY)))
+                group.create_task(self.services.critic.restore_checkpoint(str(checkpoint.folder / CRITIC), timeout_s))
+        except* InvalidArgument as group_:
+            reason = "; ".join(str(leaf) for leaf in leaves(group_))
+            raise ConfigError(
+                f"{checkpoint.folder} cannot be restored: {reason}. "
+                "If it is broken, remove it to resume from the one before"
+            ) from None
 
     def _evaluator(self) -> Evaluator | None:
         config, inputs = self._config, self.inputs

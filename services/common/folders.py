@@ -43,6 +43,14 @@ def rename(folder: Path, target: Path) -> None:
         os.close(descriptor)
 
 
+def write(path: Path, text: str) -> None:
+    """Writes a file for good: its text is on disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def remove(folder: Path) -> None:
     """Removes a folder with all that is in it, or does nothing if there is none."""
     if folder.exists():

@@ -107,8 +107,8 @@ async def test_responses_in_the_engine_are_finished_under_the_new_weights(quarte
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
 async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Quartet, in_flight: str) -> None:
-    """wait: they end under the weights they began with. abort: the client asks for them again. None is lost, none is of
-    two versions."""
+    """wait: they end under the weights they began with. abort: the client asks for them again. None is lost, and
+    none is of two versions."""
     version = await next_version(quartet)
     source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
     long = Sampling(max_new_tokens=100, ignore_eos=True)

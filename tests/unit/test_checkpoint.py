@@ -160,7 +160,8 @@ async def test_one_that_fails_is_told_and_costs_nothing_else(
         await checkpoints.after(state(2))
         await checkpoints.after(state(3))
     assert stage.notes == [f"checkpoint failed: No space left on device; the last one is of step {last}"]
-    assert [name for name in stage.there() if name.startswith("step")] == [f"step-{n:06d}" for n in whole]
+    # Nothing of it takes room any more.
+    assert stage.there() == [f"step-{n:06d}" for n in whole]
 
 
 async def test_without_the_first_a_run_does_not_begin(tmp_path: Path) -> None:
