@@ -8,7 +8,7 @@ import ray
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
-from services.common.errors import DeadlineExceeded, ResourceExhausted
+from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from services.common.rank_group import RankGroup, RanksLost
 from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
@@ -107,7 +107,10 @@ class Policy:
 
     async def restore(self, folder: str) -> None:
         """See PolicyTrainer.restore."""
-        await self._told(self._ranks.call("restore", folder, timeout_s=self._checkpoint.timeout_s))
+        try:
+            await self._told(self._ranks.call("restore", folder, timeout_s=self._checkpoint.timeout_s))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"orchestrator.policy: {error}") from None
 
     async def save(self, folder: str) -> str:
         """See PolicyTrainer.save."""
