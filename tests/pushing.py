@@ -33,7 +33,8 @@ class ModelSource(LocalSource):
 def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:
     """A pusher that has never pushed before, as at the start of a run."""
     settings = {"timeout_s": TIMEOUT_S, "stall_s": STALL_S, "control_s": 2, "attempts": 1} | config
-    return WeightPusher(rollout, source, source.backend, WeightsConfig(**settings))
+    backend = getattr(source, "backend", "gloo")  # a learner takes what the replicas have
+    return WeightPusher(rollout, source, backend, WeightsConfig(**settings))
 
 
 async def push(rollout: Any, source: Any, version: int, **config: Any) -> PushReport:

@@ -93,14 +93,18 @@ class CriticModel:
         folder = _absolute(path)
         layout = Layout.read(Path(folder) / LAYOUT)
         layout.check(Layout.of(self._config, layout.parameters, layout.step))
+        # A caller that goes away half-way does not leave half a critic.
+        await asyncio.shield(asyncio.ensure_future(self._restore(folder, layout.step)))
+        return layout.step
+
+    async def _restore(self, folder: str, step: int) -> None:
         async with self._restoring:
             self._ranks.stop()
             ranks, timeout_s = start_ranks(self._config), self._config.rank_timeout_s
             await self._answer(ranks.start(CriticTrainer, self._config, timeout_s=timeout_s))
             await self._answer(ranks.call("restore", folder, timeout_s=timeout_s))
-            self._once.restored(layout.step)
+            self._once.restored(step)
             self._ranks, self._taken, self._written = ranks, "", ""
-        return layout.step
 
     def _expect(self, last_step: int | None) -> None:
         if last_step is not None and last_step != self.last_step:

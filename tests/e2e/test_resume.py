@@ -114,6 +114,7 @@ def again(quartet: Quartet, straight: Run) -> Iterator[Run]:
     shutil.copytree(straight.folder / "journal", run.folder / "journal")
     yield run
     run.end()
+    run.log.unlink(missing_ok=True)
     shutil.rmtree(run.folder)
 
 

@@ -149,8 +149,8 @@ class Bench:
         if first := self._ranks.rank == 0:
             trainer.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 14, stall_s=5)
             trainer.join(1, 1)
-        trainer.gather()
-        return trainer.send() if first else {}
+        trainer.gather(1)
+        return trainer.send(1) if first else {}
 
     def held(self, layout: dict[str, Any], which: str) -> int:
         """How many of the model's numbers this rank has."""

@@ -151,6 +151,21 @@ async def test_calls_during_a_restoration_are_to_be_repeated(critic: Any, tmp_pa
     await values(critic)
 
 
+async def test_a_caller_that_goes_away_does_not_stop_a_restoration(critic: Any, tmp_path: Path) -> None:
+    await train(critic, 1)
+    await checkpoint(critic, "Take", tmp_path / "critic", last_step=1)
+    await checkpoint(critic, "Write", tmp_path / "critic")
+    await train(critic, 2)
+    restoring = asyncio.create_task(checkpoint(critic, "Restore", tmp_path / "critic"))
+    await asyncio.sleep(0.01)
+    restoring.cancel()
+    async with asyncio.timeout(30):
+        while critic._critic.last_step == 2 or critic._critic._restoring.locked():
+            await asyncio.sleep(0.01)
+    await values(critic, last_step=1)
+    await critic.check_health()
+
+
 async def test_ranks_that_are_gone_are_worth_a_repetition(critic: Any) -> None:
     critic._critic.stop()
     with pytest.raises(Unavailable, match="critic: stopped; its replica will be replaced"):
