@@ -143,7 +143,7 @@ async def test_calls_during_a_restoration_are_to_be_repeated(critic: Any, tmp_pa
     await checkpoint(critic, "Take", tmp_path / "critic")
     await checkpoint(critic, "Write", tmp_path / "critic")
     restoring = asyncio.create_task(checkpoint(critic, "Restore", tmp_path / "critic"))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     with pytest.raises(Unavailable, match="a checkpoint is being restored"):
         await values(critic)
     await critic.check_health()
