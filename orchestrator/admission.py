@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.policy_actor import PolicyError
 from orchestrator.weights import WeightPusher
 from services.common.errors import ServiceError
 from services.common.weight_transfer.registry import NAMESPACE, Admission, Registry, registry_name
@@ -21,26 +22,35 @@ GONE_S = 30
 
 
 @asynccontextmanager
-async def admissions(pusher: WeightPusher, application: str) -> AsyncIterator[None]:
-    """While this is open, newcomers to the rollout application are brought to the last pushed version.
+async def registered(application: str) -> AsyncIterator[Any]:
+    """While this is open, this is the run that trains the application: newcomers wait in the registry that it gives.
 
     Raises:
         ServiceError: another run trains this application, and still does after GONE_S.
     """
     registry = await _open_registry(application)
+    try:
+        yield registry
+    finally:
+        ray.kill(registry)
+
+
+@asynccontextmanager
+async def admissions(pusher: WeightPusher, registry: Any) -> AsyncIterator[None]:
+    """While this is open, newcomers to the rollout application are brought to the last pushed version."""
     serving = asyncio.create_task(_serve(pusher, registry))
     try:
         yield
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        ray.kill(registry)
 
 
 async def _open_registry(application: str) -> Any:
     options: dict[str, Any] = {"name": registry_name(application), "namespace": NAMESPACE, "num_cpus": 0}
     # Replicas wait in it for as long as it takes.
-    options |= {"max_concurrency": 10_000}
+    # One that dies is replaced; whoever waited in it asks again.
+    options |= {"max_concurrency": 10_000, "max_restarts": -1}
     clock = asyncio.get_running_loop().time
     end = clock() + GONE_S
     while True:
@@ -64,10 +74,12 @@ async def _serve(pusher: WeightPusher, registry: Any) -> None:
         await registry.answer.remote(admissions)
 
     while True:
-        # Waiting for someone to come has no deadline: it ends with the run.
-        applicants = await registry.applicants.remote()
+        applicants: dict[str, int] = {}
         try:
+            # Waiting for someone to come has no deadline: it ends with the run.
+            applicants = await registry.applicants.remote()
             await pusher.admit(applicants, deliver)
-        except ServiceError as error:
+        except (ServiceError, PolicyError, ray.exceptions.RayActorError) as error:
+            # A learner that is lost is the loop's to replace.
             log.warning("admission of %s: %s", sorted(applicants), error)
             await asyncio.sleep(RETRY_S)

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, the last few kept, written while training goes on."""
 
 import asyncio
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -143,8 +144,8 @@ class Checkpoints:
         return waited
 
     async def _take(self, state: TrainState) -> None:
-        aside = self._folder / f".{_PREFIX}{state.step:06d}.writing"
-        remove(aside)
+        # A name of its own: a critic may still be writing what a killed run began.
+        aside = self._folder / f".{_PREFIX}{state.step:06d}.{secrets.token_hex(4)}.writing"
         make(aside)
         timeout_s, copies = self._config.timeout_s, self._config.background
         with _gone_if_it_fails(aside):
@@ -203,7 +204,7 @@ class Checkpoints:
     async def __aenter__(self) -> Self:
         """Also removes what a run that was killed left half written."""
         for left in [*self._folder.glob(".*.writing"), *self._folder.glob(".*.removing")]:
-            remove(left)
+            shutil.rmtree(left, ignore_errors=True)
         return self
 
     async def __aexit__(
@@ -228,7 +229,8 @@ def _gone_if_it_fails(aside: Path) -> Iterator[None]:
 
 def _all(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted((path.parent for path in folder.glob(f"{_PREFIX}*/{STATE}")), key=_step)
+    found = (path.parent for path in folder.glob(f"{_PREFIX}*/{STATE}"))
+    return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdecimal()), key=_step)
 
 
 def _step(folder: Path) -> int:

@@ -6,12 +6,13 @@ and training ends with the same weights, bit for bit.
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.data import Prompt
@@ -27,8 +28,12 @@ _DECIDES = {"seed", "batch_size", "data", "sampling", "ppo", "policy"}
 class ExperienceJournal:
     """One file per step in a folder. None of them is ever seen half written."""
 
-    def __init__(self, folder: Path, config: OrchestratorConfig) -> None:
+    def __init__(
+        self, folder: Path, config: OrchestratorConfig, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`note` is told what could not be kept or read: the run goes on, and samples again if it goes back."""
         self._folder = folder
+        self._note = note
         self._settings = config.model_dump_json(include=_DECIDES).encode()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -37,15 +42,25 @@ class ExperienceJournal:
         configuration."""
         try:
             raw = msgpack.unpackb(self._path(step).read_bytes())
+            if raw["digest"] != self._digest(prompts):
+                return None
+            experiences = [_experience(row, prompt) for row, prompt in zip(raw["rows"], prompts, strict=True)]
+            return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"])
         except FileNotFoundError:
             return None
-        if raw["digest"] != self._digest(prompts):
+        except (OSError, ValueError, KeyError, TypeError, DecodeError) as error:
+            self._note(f"{self._path(step)} cannot be read ({error}); step {step} is sampled again")
             return None
-        experiences = [_experience(row, prompt) for row, prompt in zip(raw["rows"], prompts, strict=True)]
-        return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"])
 
     def write(self, step: int, collected: Collected) -> None:
-        """Keeps what `step` is about to be trained on."""
+        """Keeps what `step` is about to be trained on. What was kept of later steps is of another past: it goes."""
+        try:
+            self._remove(lambda kept: kept > step)
+            self._write(step, collected)
+        except OSError as error:
+            self._note(f"journal: step {step} could not be kept: {error}")
+
+    def _write(self, step: int, collected: Collected) -> None:
         raw = {
             "digest": self._digest([experience.prompt for experience in collected.experiences]),
             "rows": [_row(experience) for experience in collected.experiences],
@@ -62,8 +77,12 @@ class ExperienceJournal:
 
     def forget(self, step: int) -> None:
         """Removes `step` and all before it."""
+        self._remove(lambda kept: kept <= step)
+
+    def _remove(self, superfluous: Callable[[int], bool]) -> None:
         for path in self._folder.glob("step-*.msgpack"):
-            if int(path.stem.removeprefix("step-")) <= step:
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and superfluous(int(number)):
                 path.unlink()
 
     def _path(self, step: int) -> Path:

@@ -189,6 +189,11 @@ class PolicyTrainer:
             raise RuntimeError("the weights have moved on since the last push; the next one takes newcomers along")
         sender.admit(epoch, world_size)
 
+    def leave(self) -> None:
+        """On the sending ranks: ends the sending end; memory that it shares is given back."""
+        if self._sender is not None:
+            self._sender.close()
+
     def _ready(self) -> tuple[Sender, Manifest]:
         if self._sender is None or self._manifest is None:
             raise RuntimeError("rendezvous comes before join and send")

@@ -1,5 +1,6 @@
 """The policy learner as Ray actors, and its asynchronous face with a deadline on every call."""
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -8,12 +9,15 @@ import ray
 from orchestrator.config import OrchestratorConfig
 from orchestrator.policy import PolicyBatch, PolicyTrainer
 from services.common.arrays import Floats, Ints
-from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 from services.common.rank_group import RankGroup, RanksLost
 from services.common.ray_rank import ray_ranks
 from services.common.weight_transfer.buckets import checksum
 
 Answer = TypeVar("Answer")
+
+LEAVE_S = 5.0
+"""How long the ranks may take to end in order."""
 
 
 class PolicyError(RuntimeError):
@@ -115,6 +119,12 @@ class Policy:
     async def save(self, folder: str) -> str:
         """See PolicyTrainer.save."""
         return str(await self._told(self._ranks.call("save", folder, timeout_s=self._timeouts.train_s)))
+
+    async def close(self) -> None:
+        """Ends the actors, in order where they still answer."""
+        with contextlib.suppress(PolicyError, ServiceError):
+            await self._beside("leave", timeout_s=LEAVE_S)
+        self.stop()
 
     def stop(self) -> None:
         """Ends the actors."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from orchestrator.admission import admissions
+from orchestrator.admission import admissions, registered
 from orchestrator.checkpoint import CRITIC, POLICY, Checkpoint, Checkpoints, clear, latest
 from orchestrator.cluster import running
 from orchestrator.config import OrchestratorConfig
@@ -18,7 +19,7 @@ from orchestrator.deployment import Deployment
 from orchestrator.evaluation import Evaluator
 from orchestrator.experience import Collector
 from orchestrator.journal import ExperienceJournal
-from orchestrator.metrics import CHECKPOINTS, JOURNAL, MetricsLog
+from orchestrator.metrics import CHECKPOINTS, FILE, JOURNAL, MetricsLog, read_metrics
 from orchestrator.policy_actor import Policy, PolicyError
 from orchestrator.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.progress import Progress
@@ -76,7 +77,10 @@ async def train(deployment: Deployment, progress: Progress, *, overwrite: bool =
         infos = await services.infos(config.timeouts.info_s)
         check_compatible(infos, inputs.tokenizer, config)
         with locked(run_dir), connected_ray():
-            await Run(deployment, inputs, services, progress, run_dir).finish(overwrite=overwrite, resume=resume)
+            # Before anything is restored: another run may be using these services.
+            async with registered(services.rollout.application) as registry:
+                run = Run(deployment, inputs, services, progress, run_dir, registry)
+                await run.finish(overwrite=overwrite, resume=resume)
     finally:
         await services.close()
     return run_dir
@@ -91,6 +95,8 @@ class Run:
     services: Services
     progress: Progress
     run_dir: Path
+    registry: Any
+    """Where new rollout replicas wait for this run's weights."""
 
     async def finish(self, *, overwrite: bool, resume: bool) -> None:
         """Trains to the end, from the last checkpoint whenever a learner is lost or a service away too long."""
@@ -124,6 +130,11 @@ class Run:
     def _to_resume(self) -> Checkpoint | None:
         """The last checkpoint, if there is one; says what will happen."""
         checkpoint, steps = latest(self._checkpoints), self._config.steps
+        if checkpoint is None and any(line["step"] > 0 for line in self._measured()):
+            raise ConfigError(
+                f"{self.run_dir} was trained, but {self._checkpoints} holds no checkpoint: was checkpoint.every 0, "
+                "or checkpoint.folder another? --overwrite begins anew"
+            )
         if checkpoint is None:
             self.progress.note(f"{self.run_dir} has no checkpoint yet: beginning at step 1")
             return None
@@ -136,6 +147,10 @@ class Run:
         for line in differences(read_yaml(kept), self.deployment.raw) if kept.exists() else []:
             self.progress.note(line)
         return checkpoint
+
+    def _measured(self) -> list[dict[str, float]]:
+        metrics = self.run_dir / FILE
+        return read_metrics(metrics) if metrics.exists() else []
 
     async def _train(self, checkpoint: Checkpoint | None, *, overwrite: bool, resume: bool) -> None:
         """From a checkpoint, or from the start."""
@@ -152,7 +167,11 @@ class Run:
                 if checkpoint:
                     await self._restore(policy, checkpoint)
                 pusher = WeightPusher(services.rollout, policy, infos.rollout.weight_backend, config.weights)
-                journal = ExperienceJournal(run_dir / JOURNAL, config) if config.checkpoint.journal else None
+                journal = (
+                    ExperienceJournal(run_dir / JOURNAL, config, self.progress.note)
+                    if config.checkpoint.journal
+                    else None
+                )
                 taken = Checkpoints(
                     self._checkpoints, config.checkpoint, policy, services.critic, journal, self.progress.note
                 )
@@ -160,11 +179,11 @@ class Run:
                 trainer = Trainer(
                     config, services, policy, pusher, prompts, journal, taken, self._evaluator(), log, self.progress
                 )
-                async with admissions(pusher, services.rollout.application), taken:
+                async with admissions(pusher, self.registry), taken:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:
-                policy.stop()
+                await policy.close()
 
     def _start(self, infos: Infos) -> TrainState:
         """Of a run that begins with whatever the services have done before."""

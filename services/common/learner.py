@@ -250,12 +250,22 @@ class Learner:
         layout.check(self._layout(layout.step))
         own = self._snapshot.load(str(self._own_file(folder)))
         self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        self._reapply(self._config.optimizer)
         if self._average:
             self._average.load(own["average"])
         torch.set_rng_state(own["random"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(own["device_random"], self.device)
         return layout.step
+
+    def _reapply(self, optimizer: OptimizerConfig) -> None:
+        """The configuration as it is now, and not as it was when the checkpoint was taken."""
+        schedule = self._engine.lr_scheduler
+        schedule.base_lrs = [optimizer.learning_rate] * len(schedule.base_lrs)
+        rate = optimizer.learning_rate * rate_factor(schedule.last_epoch, optimizer)
+        for group in self._engine.optimizer.param_groups:
+            group |= {"lr": rate, "initial_lr": optimizer.learning_rate, "betas": optimizer.betas}
+            group |= {"eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
 
     def _layout(self, step: int) -> Layout:
         numbers = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())

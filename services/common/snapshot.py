@@ -135,6 +135,7 @@ def _constants() -> list[Any]:
 
 
 def _sync(path: Path) -> None:
-    for file in path.rglob("*") if path.is_dir() else [path]:
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    for file in files:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

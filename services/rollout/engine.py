@@ -183,8 +183,10 @@ class VLLMEngine:
         """Swaps the received weights in under this version and resumes generation."""
         await self._llm.finish_weight_update(str(version))
         self.version, self.checksum = version, self._received
+        # In the order of their coming: a run that went back to a checkpoint pushes lower versions again.
+        self.checksums.pop(version, None)
         self.checksums[version] = self._received
-        for old in sorted(self.checksums)[:-REMEMBERED]:
+        for old in list(self.checksums)[:-REMEMBERED]:
             del self.checksums[old]
         await self._llm.resume_generation()
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from orchestrator import cluster as ray_cluster
-from orchestrator.admission import admissions
+from orchestrator.admission import admissions, registered
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
@@ -81,7 +81,8 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     loop = Loop(quartet, max(report.policy_version for report in reports))
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(admissions(loop.pusher, "rollout"))
+        registry = await stack.enter_async_context(registered("rollout"))
+        await stack.enter_async_context(admissions(loop.pusher, registry))
         running = asyncio.create_task(loop.run())
         await loop.further()
         loop.longest = 0.0

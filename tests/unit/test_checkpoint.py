@@ -116,7 +116,8 @@ async def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
         await checkpoints.after(state(1))
         await asyncio.sleep(0.05)
         # Not there until all of it is.
-        assert stage.there() == [".step-000001.writing"]
+        [aside] = stage.there()
+        assert aside.startswith(".step-000001.")
         assert latest(tmp_path) is None
         # The next waits for it: there is one copy of the state.
         second = asyncio.create_task(checkpoints.after(state(2)))
@@ -240,6 +241,17 @@ def test_a_broken_state_names_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "step-000003" / "state.json").write_text(text)
     with pytest.raises(ConfigError, match=r"step-000003/state.json: not what a checkpoint holds"):
         latest(tmp_path)
+
+
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    for name in ("step-000003", "step-000009.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(state(3).model_dump_json())
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.folder.name == "step-000003"
+    clear(tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000009.bak"]
 
 
 def test_an_earlier_runs_checkpoints_are_not_a_new_ones(tmp_path: Path) -> None:

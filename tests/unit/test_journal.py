@@ -74,6 +74,33 @@ def test_other_prompts_samples_are_left_alone(tmp_path: Path, policy_folder: Pat
     assert kept.read(1, PROMPTS)
 
 
+@pytest.mark.parametrize("left", [b"", b"\x81", b"\x93\x01\x02\x03", b"no msgpack at all"])
+def test_a_broken_step_is_told_and_sampled_again(tmp_path: Path, policy_folder: Path, left: bytes) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    (tmp_path / "journal" / "step-000001.msgpack").write_bytes(left)
+    assert kept.read(1, PROMPTS) is None
+    assert "step 1 is sampled again" in notes[0]
+
+
+def test_a_full_disk_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    (tmp_path / "journal" / ".writing").symlink_to("/dev/full")
+    kept.write(1, collected())
+    assert "No space left on device" in notes[0]
+
+
+def test_what_follows_a_step_that_is_kept_anew_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    for step in (1, 2, 3):
+        kept.write(step, collected(step))
+    kept.write(2, collected(5))
+    assert kept.read(1, PROMPTS)
+    assert same(kept.read(2, PROMPTS), collected(5))
+    assert kept.read(3, PROMPTS) is None
+
+
 def test_a_step_half_written_is_not_there(tmp_path: Path, policy_folder: Path) -> None:
     kept = journal(tmp_path, policy_folder)
     kept.write(1, collected())

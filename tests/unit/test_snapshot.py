@@ -99,6 +99,17 @@ def test_another_layout_is_refused_by_name(policy_folder: Path, snapshot: Path) 
         other.restore(str(snapshot.parent / "nothing"))
 
 
+def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snapshot: Path) -> None:
+    changed = OPTIMIZER.model_copy(update={"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5})
+    config = PolicyConfig(model=str(policy_folder), optimizer=changed)
+    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), 1.0)
+    trainer.restore(str(snapshot))
+    [group] = trainer._learner._engine.optimizer.param_groups
+    # One third of the rate, in the first of two steps of warm-up.
+    assert group["lr"] == pytest.approx(4e-3 / 3)
+    assert (group["weight_decay"], group["eps"]) == (0.5, 1e-5)
+
+
 def test_a_file_that_was_cut_short_is_refused(policy_folder: Path, snapshot: Path) -> None:
     file = snapshot / "rank-0.pt"
     file.write_bytes(file.read_bytes()[:-100])

@@ -39,9 +39,14 @@ class Segment:
             RuntimeError: there is no room for it.
         """
         _remove_left()
-        number = secrets.randbelow(2**31 - 1) + 1
-        file = os.open(_path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            number = secrets.randbelow(2**31 - 1) + 1
+            file = os.open(_path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Before it was locked, somebody who was tidying up may have taken it for left behind.
+            if os.fstat(file).st_nlink:
+                break
+            os.close(file)
         try:
             # Now, as an error, and not at the first write, as a signal.
             os.posix_fallocate(file, 0, _HEADER + size)
