@@ -7,7 +7,6 @@ rank at ZeRO 0.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "packing, accumulation, zero 2": PACKED | ACCUMULATED | {"zero_stage": 2},
     "packing, checkpointing, zero 3": PACKED | {"gradient_checkpointing": True} | ACCUMULATED | BY_LAYERS,
 }
-
-
-@pytest.fixture(scope="module")
-async def benches(policy_folder: Path, reward_folder: Path) -> AsyncIterator[dict[int, RankGroup]]:
-    """One rank, and two."""
-    async with (
-        spawned(Bench, policy_folder, reward_folder, ranks=1) as (one, _),
-        spawned(Bench, policy_folder, reward_folder, ranks=2) as (two, _),
-    ):
-        yield {1: one, 2: two}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A learner that goes on from a snapshot ends bit for bit where one ends that was never stopped."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from services.common.errors import InvalidArgument
 from services.common.learner_config import LoraConfig, PolicyConfig
 from services.common.rank_group import RankGroup
 from services.common.snapshot import Snapshot
-from tests.unit.layouts import OPTIMIZER, Bench, furthest, pairs
-from tests.unit.rank_processes import spawned
+from tests.unit.layouts import OPTIMIZER, furthest, pairs
 
 TIMEOUT_S = 120
 BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
@@ -32,16 +30,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "adam offload": {"adam_offload": True, "zero_stage": 2},
     "both offloads": {"adam_offload": True, "param_offload": True} | BY_LAYERS,
 }
-
-
-@pytest.fixture(scope="module")
-async def benches(policy_folder: Path, reward_folder: Path) -> AsyncIterator[dict[int, RankGroup]]:
-    """One rank, and two."""
-    async with (
-        spawned(Bench, policy_folder, reward_folder, ranks=1) as (one, _),
-        spawned(Bench, policy_folder, reward_folder, ranks=2) as (two, _),
-    ):
-        yield {1: one, 2: two}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

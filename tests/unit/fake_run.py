@@ -1,0 +1,155 @@
+"""The PPO loop with everything around it faked."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data import PromptStream
+from orchestrator.experience import Collected
+from orchestrator.policy import PolicyBatch
+from orchestrator.state import TrainState
+from orchestrator.trainer import Trainer
+from orchestrator.weights import PushReport
+from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
+
+# Two prompts a step, one response each, tokens 10 and 11: one token and two.
+SECTION = {"batch_size": 2, "steps": 3, "evaluation": {"every": 2}, "seed": 4, "checkpoint": {"every": 2}}
+SAVE_TO = Path("saved")
+
+
+class FakePolicy:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.batches: list[tuple[PolicyBatch, int]] = []
+        self.failure: Exception | None = None
+        self.meeting: asyncio.Barrier | None = None
+
+    async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
+        self.journal.note("old logprobs")
+        return [np.full(len(response), -1.25, np.float32) for response in responses]
+
+    async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+        self.journal.note("train policy")
+        if self.meeting:
+            await self.meeting.wait()
+        if self.failure:
+            raise self.failure
+        self.batches.append((batch, seed))
+        return {"loss": 0.5, "entropy": 1.5}
+
+    async def save(self, folder: str) -> str:
+        self.journal.note("save", folder)
+        return folder
+
+
+class FakePusher:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    async def push(self, version: int) -> PushReport:
+        self.journal.note("push", version)
+        return PushReport(version, ("a",), 0.125, 1, "sum")
+
+
+class FakeEvaluator:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    async def evaluate(self, step: int, version: int) -> dict[str, float]:
+        self.journal.note("evaluate", step, version)
+        return {"eval/score": float(step)}
+
+
+class FakeLog:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.lines: dict[int, Mapping[str, float]] = {}
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.journal.note("log", step)
+        assert step not in self.lines
+        self.lines[step] = metrics
+
+
+class FakeCheckpoints:
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.states: list[TrainState] = []
+        self.failure: Exception | None = None
+
+    async def first(self, state: TrainState) -> None:
+        self.journal.note("checkpoint", state.step)
+        self.states.append(state)
+
+    async def after(self, state: TrainState) -> None:
+        self.journal.note("checkpoint", state.step)
+        self.states.append(state)
+        if self.failure:
+            raise self.failure
+
+    def waited_s(self) -> float:
+        return 0.5
+
+
+class FakeExperienceJournal:
+    """Keeps what it is given, in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Collected] = {}
+
+    def read(self, step: int, prompts: Any) -> Collected | None:
+        return self.kept.get(step)
+
+    def write(self, step: int, collected: Collected) -> None:
+        assert step not in self.kept
+        self.kept[step] = collected
+
+
+class FakeProgress:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start(self, total_steps: int, done: int) -> None:
+        self.calls.append(("start", total_steps, done))
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        assert seconds_left >= 0
+        self.calls.append(("step", step))
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+class Stage:
+    """A run with fakes all around."""
+
+    def __init__(self, folder: Path, lag: int = 0, evaluates: bool = True, **section: Any) -> None:
+        self.fakes = Fakes(lag)
+        self.journal = self.fakes.journal
+        self.policy, self.pusher = FakePolicy(self.journal), FakePusher(self.journal)
+        self.log, self.progress = FakeLog(self.journal), FakeProgress()
+        self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
+        config = make_config(folder, **SECTION | section)
+        self.trainer = Trainer(
+            config,
+            self.fakes.services,
+            self.policy,
+            self.pusher,
+            PromptStream(make_prompts(2), config.batch_size, config.seed),
+            self.experience,  # type: ignore[arg-type]
+            self.checkpoints,  # type: ignore[arg-type]
+            FakeEvaluator(self.journal) if evaluates else None,  # type: ignore[arg-type]
+            self.log,  # type: ignore[arg-type]
+            self.progress,
+        )
+
+    async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:
+        await self.trainer.run(
+            TrainState(step=0, policy_version=policy_version + 1, critic_step=critic_step, kl_coef=0.2), SAVE_TO
+        )
