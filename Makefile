@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRA ?= cpu
 SEED ?= 0
+WORKERS ?= 3
 BIN := $(VENV)/bin
 QUARTET := $(BIN)/quartet
 CONFIG ?= deploy/ppo.yaml
@@ -20,7 +21,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test lint format protos clean
+.PHONY: install demo test test-fast test-exhaustive lint format protos clean
 .DELETE_ON_ERROR:
 
 # --compile-bytecode: every service is a process of its own, and importing vLLM uncompiled takes each of them twice
@@ -47,8 +48,19 @@ demo: install
 	$(QUARTET) evaluate --config $(CONFIG) --model current --split eval && \
 	$(QUARTET) report --samples 5 runs/demo
 
-test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope
+
+# First what needs the cores for itself, as it looks at clocks; then what waits for services, in several processes.
+test: test-fast
+	$(PYTEST) -n $(WORKERS) -m "processes and not exhaustive"
+
+# Units without processes of their own.
+test-fast: install
+	$(PYTEST) -n 2 tests/unit -m "not exhaustive and not processes"
+
+# Every layout and every fault.
+test-exhaustive: install
+	$(PYTEST) -n $(WORKERS) -m ""
 
 lint: install
 	$(BIN)/ruff check .

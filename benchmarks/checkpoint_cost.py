@@ -1,4 +1,4 @@
-"""What checkpoints cost a run that takes one every ten steps, with and without writing them beside training.
+"""Cost of checkpoints for a run that takes one every ten steps, with and without writing them beside training.
 
     python -m benchmarks.checkpoint_cost [--rounds 7] [--hidden 256] [--layers 4]
 
@@ -21,10 +21,11 @@ import typer
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestrator.config import PPOConfig
-from orchestrator.policy import PolicyBatch, PolicyTrainer
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from recipes.common.tokenizer import word_tokenizer
-from services.common.learner_config import OptimizerConfig, PolicyConfig
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.models.distribution import Distribution
 from services.common.weight_transfer.manifest import MIB
 
 STEPS, SAMPLES, PROMPT, RESPONSE = 10, 128, 12, 32
@@ -37,12 +38,12 @@ def main(
     hidden: Annotated[int, typer.Option(min=32)] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 4,
 ) -> None:
-    """See the module's docstring."""
+    """Runs the benchmark and prints its results."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         _model(Path(folder) / "model", hidden, layers)
         config = PolicyConfig(model=f"{folder}/model", optimizer=OptimizerConfig(learning_rate=1e-4))
-        trainer = PolicyTrainer(config, PPOConfig(epochs=2, minibatch_size=32), 1.0)
+        trainer = PolicyTrainer(config, PPOConfig(epochs=2, minibatch_size=32), Distribution(1.0))
         bench = Bench(trainer, Path(folder) / "snapshot")
         seconds: dict[str, list[float]] = {"none": [], "background": [], "in between": []}
         for round_ in range(-1, rounds):
@@ -79,12 +80,12 @@ class Bench:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             taking = time.perf_counter()
-            self._trainer.take_snapshot(str(self.folder / "policy"), 0)
+            self._trainer.snapshots.take_snapshot(str(self.folder / "policy"), 0)
             if checkpoint == "background":
                 self.waited.append(time.perf_counter() - taking)
-                writing = self._writer.submit(self._trainer.write_snapshot)
+                writing = self._writer.submit(self._trainer.snapshots.write_snapshot)
             else:
-                self._trainer.write_snapshot()
+                self._trainer.snapshots.write_snapshot()
         for step in range(STEPS):
             self._trainer.train(self._batch, step)
         if writing:

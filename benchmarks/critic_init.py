@@ -1,4 +1,4 @@
-"""What a critic should start from: its explained variance over the first PPO steps.
+"""Comparison of a critic's starting points: its explained variance over the first PPO steps.
 
     python -m benchmarks.critic_init [--models models/reviews] [--seeds 3]
 
@@ -25,17 +25,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModel
 
-from orchestrator.ppo import gae, shape_rewards
+from orchestrator.algorithm.advantages import gae
+from orchestrator.algorithm.rewards import shape_rewards
 from recipes.common.sampling import sample
-from services.common.arrays import Floats, Ints
-from services.common.learner_config import OptimizerConfig
-from services.common.models import load_causal, load_tokenizer
-from services.common.numerics import explained_variance, response_mask
-from services.common.sequences import pad_rows
+from services.common.config.learner import OptimizerConfig
+from services.common.models.loading import load_causal, load_tokenizer
+from services.common.models.numerics import explained_variance, response_mask
+from services.common.models.sequences import pad_rows
+from services.common.wire.codec import Floats, Ints
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from services.reward.config import ModelScorerConfig
-from services.reward.scorers import ModelScorer, Scored
+from services.reward.scorers.model import ModelScorer
+from services.reward.scorers.scorer import Scored
 
 BATCH, HELD_OUT, EPOCHS, MINIBATCH, RATE = 128, 512, 2, 32, 1e-3
 GAMMA, GAE_LAMBDA, SCORE_CLIP = 1.0, 0.95, 10.0
@@ -150,12 +152,12 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="draws of responses, heads and random bodies")] = 3,
 ) -> None:
     """Prints the mean over the seeds, and its range."""
-    found = [measure(models, seed) for seed in range(seeds)]
+    measured = [measure(models, seed) for seed in range(seeds)]
     drawn = Table(title="explained variance of held-out returns", title_justify="left")
     for column in ("body of", *(f"step {step}" for step in AT)):
         drawn.add_column(column, justify="left" if column == "body of" else "right")
-    for name in found[0]:
-        columns = [[run[name][step] for run in found] for step in AT]
+    for name in measured[0]:
+        columns = [[run[name][step] for run in measured] for step in AT]
         drawn.add_row(name, *(f"{fmean(c):.2f} ({min(c):.2f}, {max(c):.2f})" for c in columns))
     console.print(drawn)
 

@@ -17,11 +17,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.comparison import read_comparison
-from orchestrator.metrics import read_metrics
-from orchestrator.report import write_report
-from orchestrator.run import RUNS
-from orchestrator.statistics import Interval
+from orchestrator.commands.train import RUNS
+from orchestrator.evaluation.intervals import Interval
+from orchestrator.monitoring.metrics import read_metrics
+from orchestrator.report.comparison import read_comparison
+from orchestrator.report.page import write_report
 
 BASE = Path("deploy/ppo.yaml")
 console = Console()
@@ -32,7 +32,7 @@ def main(
     without_kl: Annotated[str, typer.Option(help="Seeds of the runs without it; empty for none.")] = "0",
     steps: Annotated[int, typer.Option(min=1)] = 40,
 ) -> None:
-    """See the module's docstring."""
+    """Runs the benchmark and prints its results."""
     runs = [_train(int(seed), steps, kl=True) for seed in filter(None, seeds.split(","))]
     runs += [_train(int(seed), steps, kl=False) for seed in filter(None, without_kl.split(","))]
     console.print(_table(runs))

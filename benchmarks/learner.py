@@ -6,8 +6,9 @@ paper.
                                            [--even 64]
     python -m benchmarks.learner memory    [--hidden 512] [--layers 4]
 
-A Llama with random weights on random data, on the CPU. The two sides of a ratio take turns in one process, so that a
-machine that changes speed changes both; each ratio is that of the medians, and its range goes pair by pair.
+A Llama with random weights on random data, on the GPU where there is one. The two sides of a ratio take turns in one
+process, so that a machine that changes speed changes both; each ratio is that of the medians, and its range goes pair
+by pair.
 """
 
 import tempfile
@@ -25,16 +26,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.results import wait
 from benchmarks.zero_bytes import STAGES, formula, measure
-from orchestrator.config import PPOConfig
-from orchestrator.policy import PolicyBatch, PolicyTrainer
-from orchestrator.ppo import importance_weights, policy_loss
-from services.common.learner_config import OptimizerConfig, PolicyConfig
-from services.common.minibatches import minibatches
-from services.common.models import load_causal, response_logits
-from services.common.numerics import entropy_of, logprobs_of, masked_sum
-from services.common.sequences import pad_pairs, pad_rows
-from services.common.shards import Part
+from orchestrator.algorithm.loss import importance_weights, policy_loss
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.learner.minibatches import minibatches
+from services.common.learner.shards import Part
+from services.common.models.device import default_device
+from services.common.models.distribution import Distribution
+from services.common.models.loading import load_causal, response_logits
+from services.common.models.numerics import entropy_of, logprobs_of, masked_sum
+from services.common.models.sequences import pad_pairs, pad_rows
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 console = Console()
@@ -53,7 +57,7 @@ def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
     ppo = PPOConfig(epochs=1, minibatch_size=32)
     batch = _batch([32] * 128)
     with _model(hidden, layers) as folder:
-        trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), ppo, 1.0)
+        trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), ppo, Distribution(1.0))
         plain = Plain(folder, ppo)
         sides: dict[str, Side] = {
             "learner": lambda: trainer.train(batch, SEED),
@@ -68,7 +72,8 @@ class Plain:
     """The same model, loss, order of minibatches and AdamW without DeepSpeed."""
 
     def __init__(self, folder: str, ppo: PPOConfig) -> None:
-        self._model: Any = load_causal(folder, "float32")
+        self._device = default_device()
+        self._model: Any = load_causal(folder, "float32").to(self._device)
         self._ppo = ppo
         config = OPTIMIZER
         self._optimizer = torch.optim.AdamW(
@@ -88,9 +93,9 @@ class Plain:
 
     def _step(self, batch: PolicyBatch, rows: Sequence[int]) -> float:
         ppo = self._ppo
-        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], self._device)
         sampled, old, advantages = (
-            pad_rows([values[i] for i in rows], pairs.width)
+            pad_rows([values[i] for i in rows], pairs.width, self._device)
             for values in (batch.logprobs, batch.old_logprobs, batch.advantages)
         )
         mask, tokens = pairs.action_mask, sum(pairs.lengths)
@@ -153,12 +158,12 @@ def batching(
 
 def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Part] | None = None) -> Side:
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
-    trainer = PolicyTrainer(config, PPOConfig(minibatch_size=len(batch.prompts)), 1.0)
+    trainer = PolicyTrainer(config, PPOConfig(minibatch_size=len(batch.prompts)), Distribution(1.0))
     rows, tokens = range(len(batch.prompts)), sum(len(response) for response in batch.responses)
 
     def side() -> None:
         chosen = parts or trainer._learner.parts(batch.prompts, batch.responses)
-        trainer._learner.step([trainer._micro(batch, rows, part, tokens) for part in chosen], trainer._loss)
+        trainer._learner.step([trainer._micro(batch, rows, part, tokens, 1.0) for part in chosen], trainer._loss)
 
     return side
 
@@ -226,6 +231,7 @@ def _take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
         for name, side in sides.items():
             began = time.perf_counter()
             side()
+            wait(default_device())
             if round_ >= 0:
                 seconds[name].append(time.perf_counter() - began)
     return seconds

@@ -24,13 +24,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator import cluster
-from orchestrator.data import load_prompts
-from orchestrator.deployment import Deployment
-from orchestrator.standalone import rollout_config
-from services.common.arrays import Ints
-from services.common.client import open_channel
-from services.common.models import load_tokenizer
+from orchestrator.commands.evaluate import rollout_config
+from orchestrator.data.prompts import load_prompts
+from orchestrator.deployment import cluster, serving
+from orchestrator.deployment.file import Deployment
+from services.common.models.loading import load_tokenizer
+from services.common.security.credentials import connect
+from services.common.security.port import Port
+from services.common.wire.callers import Purpose, declared
+from services.common.wire.codec import Ints
 from services.rollout.client import RolloutClient
 from services.rollout.sample import Sampling
 
@@ -43,7 +45,7 @@ def main(
     prompts: Annotated[int, typer.Option(min=1)] = 128,
     replicas: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
-    """See the module's docstring."""
+    """Runs the benchmark and prints its results."""
     deployment = Deployment.load(config, check_services=True)
     batch = _prompts(deployment, prompts)
     sampling = Sampling(max_new_tokens=deployment.orchestrator.sampling.max_new_tokens)
@@ -54,10 +56,10 @@ def main(
         served = Path(folder, "rollout.yaml")
         application["deployments"][0]["num_replicas"] = replicas
         port = only_rollout(deployment.raw, application, served)
-        ray = cluster.start(console.print, state)
+        ray = open_head(state)
         try:
-            cluster.deploy(ray, served)
-            cluster.await_running(ray, (application["name"],), console.print, 300)
+            serving.deploy(ray, served)
+            serving.await_running(ray, (application["name"],), console.print, 300)
             in_process = _in_process(deployment, batch, sampling)
             service = _service(f"127.0.0.1:{port}", deployment, batch, sampling)
             _report(_take_turns({"service": service, "LLM.generate": in_process}, rounds))
@@ -87,11 +89,17 @@ def only_rollout(raw: dict[str, Any], application: dict[str, Any], path: Path) -
     return ports[1]
 
 
+def open_head(state: Path) -> cluster.Cluster:
+    """A Ray head whose gRPC port takes every caller of this machine."""
+    os.environ.update(Port(local="open").environment)
+    return cluster.start(console.print, state)
+
+
 def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
-    from services.rollout.engine import engine_args
+    from services.rollout.vllm.arguments import engine_args
 
     application_model = deployment.orchestrator.policy.model
     given = dict(vars(engine_args(rollout_config(deployment, application_model))))
@@ -122,10 +130,10 @@ def _service(target: str, deployment: Deployment, prompts: Sequence[Ints], sampl
     loop = asyncio.new_event_loop()
     size = min(deployment.orchestrator.prompts_per_call, len(prompts))
 
-    async def connect() -> RolloutClient:
-        return RolloutClient(open_channel(target))
+    async def open_client() -> RolloutClient:
+        return RolloutClient(connect(target), metadata=declared("benchmark", Purpose.TRAINING))
 
-    client = loop.run_until_complete(connect())
+    client = loop.run_until_complete(open_client())
 
     async def one_call(first: int) -> int:
         asked = prompts[first : first + size]

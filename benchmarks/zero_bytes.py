@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes, against the formula of the ZeRO paper."""
+"""Bytes that a rank holds, against the formula of the ZeRO paper."""
 
 import gc
 import os
@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import distributed, multiprocessing
 
-from services.common.learner import Learner
-from services.common.learner_config import REDUCE_ELEMENTS, LearnerConfig, OptimizerConfig
-from services.common.ranks import Ranks
-from services.common.weight_transfer.gloo import reach_store, serve_store
+from services.common.config.learner import REDUCE_ELEMENTS, LearnerConfig, OptimizerConfig
+from services.common.learner.learner import Learner
+from services.common.ranks.ranks import Ranks
+from services.common.ranks.rendezvous import reach_store, serve_store
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
@@ -42,17 +42,17 @@ def formula(stage: int, ranks: int) -> Held:
 
 
 def measure(folder: Path, ranks: int = 2) -> list[dict[int, Held]]:
-    """For each rank and stage what is alive between two micro-batches of its second step, in bfloat16.
+    """Memory that is alive between two micro-batches of each rank's second step, for each stage, in bfloat16.
 
-    Every storage that the process holds is counted once, whoever holds it. DeepSpeed's communication bucket, of one
-    size for any model, is left out.
+    Every storage that the process holds is counted once, however many objects share it. DeepSpeed's communication
+    bucket, of one size for any model, is left out.
     """
     store = serve_store(HOST, TIMEOUT_S)
     results = multiprocessing.get_context("spawn").Queue()
     started = multiprocessing.spawn(_rank, (ranks, store.port, str(folder), results), ranks, join=False)
-    found = dict(results.get(timeout=TIMEOUT_S) for _ in range(ranks))
+    by_rank = dict(results.get(timeout=TIMEOUT_S) for _ in range(ranks))
     started.join()
-    return [found[rank] for rank in range(ranks)]
+    return [by_rank[rank] for rank in range(ranks)]
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, results: Any) -> None:
@@ -63,7 +63,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, results: Any) -> None:
 
 
 def _held(stage: Stage, folder: str, place: Ranks) -> Held:
-    from services.common.models import load_causal
+    from services.common.models.loading import load_causal
 
     before = _storages().keys()
     config = LearnerConfig(
@@ -107,11 +107,11 @@ def _keys(tensors: list[torch.Tensor]) -> set[int]:
 def _storages() -> dict[int, int]:
     """Address and bytes of every tensor storage that Python can reach."""
     gc.collect()
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
     for thing in gc.get_objects():
         # By type, since isinstance wakes lazy module attributes among the objects.
         if issubclass(type(thing), torch.Tensor) and thing.device.type != "meta":
             for tensor in (thing, thing.grad) if thing.is_leaf else (thing,):
                 if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return found
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return storages

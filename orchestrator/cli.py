@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from services.common.config import ConfigError
-from services.common.errors import NotFound, ServiceError, Unavailable, leaves
+from orchestrator.monitoring.terminal import printable
+from services.common.config.base import ConfigError
+from services.common.wire.errors import NotFound, ServiceError, Unavailable, leaves
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -29,64 +29,79 @@ ConfigFile = Annotated[Path, typer.Argument(help="The YAML file, such as deploy/
 
 
 def _say(text: str) -> None:
-    _errors.print(text, markup=False)
+    _errors.print(printable(text), markup=False)
 
 
-@app.command()
-def up(
+@app.command("up")
+def start(
     config: ConfigFile,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for the services, in seconds.")] = 600,
 ) -> None:
     """Start a local Ray head unless one runs, deploy the services and wait until every model answers."""
-    from orchestrator import cluster
-    from orchestrator.deployment import Deployment
+    from orchestrator.commands.up import up
 
-    deployment = Deployment.load(config, check_services=True)
-    if cluster.running() is None:
-        if os.environ.get("RAY_ADDRESS"):
-            raise ConfigError(
-                f"RAY_ADDRESS is set: that cluster takes the file by `serve deploy {config}`; "
-                "unset it to have a local Ray head started"
-            )
-        cluster.check_ports(deployment.ports)
-    ray = cluster.start(_say)
-    cluster.deploy(ray, config)
-    cluster.await_running(ray, deployment.applications, _say, timeout_s)
-    asyncio.run(_ask_all(deployment.orchestrator.target, timeout_s))
-    _say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}")
-
-
-async def _ask_all(target: str, timeout_s: float) -> None:
-    from orchestrator.services import Services
-
-    services = Services.connect(target)
-    try:
-        await services.infos(timeout_s)
-    finally:
-        await services.close()
+    up(config, timeout_s, _say)
 
 
 @app.command()
 def down() -> None:
     """Stop exactly what `quartet up` started in this folder."""
-    from orchestrator import cluster
+    from orchestrator.deployment import cluster
 
-    running = cluster.running()
-    if running is None:
-        _say("nothing runs that `quartet up` started in this folder")
+    started = cluster.last()
+    if started is None:
+        _say("`quartet up` has started nothing in this folder that still runs")
         return
-    cluster.stop(running)
-    _say(f"stopped the Ray head at {running.address} and everything on it")
+    cluster.stop(started)
+    _say(f"stopped the Ray head at {started.address} and everything on it")
+
+
+@app.command()
+def keys(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder for them; make them again in the same folder to replace them.")
+    ],
+    client: Annotated[list[str], typer.Option(help="NAME=ROLE: trainer, judge-client or prober.")] = [],  # noqa: B006
+    host: Annotated[list[str], typer.Option(help="Name or address under which callers reach the server.")] = [],  # noqa: B006
+    tokens: Annotated[bool, typer.Option(help="Bearer tokens instead of client certificates.")] = False,
+    days: Annotated[int, typer.Option(min=1, help="Days for which the certificates are valid.")] = 365,
+) -> None:
+    """Make what a gRPC port needs that is open to a network: certificates, tokens and a policy."""
+    from orchestrator.commands.keys import make_keys
+
+    for line in make_keys(folder, client, host, tokens=tokens, days=days):
+        _say(line)
+
+
+@app.command("init")
+def begin(
+    file: Annotated[Path, typer.Argument(help="The YAML file to write, such as mine.yaml.")],
+    policy: Annotated[str, typer.Option(help="Folder of the Hugging Face model to train.")],
+    reward: Annotated[str, typer.Option(help="Folder of a reward model, or a function as package.module:name.")],
+    prompts: Annotated[str, typer.Option(help="A .jsonl, .json or .parquet file, or a folder of splits.")],
+    input_key: Annotated[str | None, typer.Option(help="Column of the prompts, if it has no usual name.")] = None,
+    label_key: Annotated[str | None, typer.Option(help="Column that a reward function gets as label.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest response, in tokens.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented YAML file for a policy, a reward and prompts of your own."""
+    from orchestrator.commands.init.machine import Machine
+    from orchestrator.commands.init.write import Wanted, init
+
+    wanted = Wanted(policy, reward, prompts, input_key, label_key, max_new_tokens)
+    for note in init(file, wanted, Machine.here(), overwrite=overwrite):
+        _say(note)
+    _say(f"wrote {file}; next: quartet up {file} && quartet train {file}")
 
 
 @app.command()
 def check(config: ConfigFile) -> None:
     """Validate the YAML file, the prompts, models and functions that it names, without starting anything."""
-    from orchestrator.deployment import Deployment
+    from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config, check_services=True)
-    # Not before: this brings torch, seconds that a wrong file need not cost.
-    from orchestrator.preflight import preflight
+    # Imported here because it loads torch, which takes seconds that an error in the file need not wait for.
+    from orchestrator.commands.check import preflight
 
     for note in preflight(deployment).notes:
         _say(note)
@@ -97,18 +112,37 @@ def check(config: ConfigFile) -> None:
 def train(
     config: ConfigFile,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on with it, from its last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue it from its last checkpoint.")] = False,
+    accept_changed_services: Annotated[
+        bool, typer.Option(help="Resume although services hold other models than at the checkpoint.")
+    ] = False,
+    take_over: Annotated[
+        bool, typer.Option(help="Train even if another run is using the services, and end that one.")
+    ] = False,
 ) -> None:
     """Train with PPO through the services that are up."""
     if overwrite and resume:
-        raise ConfigError("--overwrite begins anew and --resume goes on; give one of them")
-    from orchestrator import run
-    from orchestrator.deployment import Deployment
-    from orchestrator.progress import make_progress
+        raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+    from orchestrator.deployment import cluster
+
+    # Must come before Ray is imported, which then fixes its own address and its token.
+    cluster.join()
+    from orchestrator.commands import train as run
+    from orchestrator.deployment.file import Deployment
+    from orchestrator.monitoring.progress import make_progress
 
     deployment = Deployment.load(config)
     progress = make_progress(sys.stderr)
-    folder = asyncio.run(run.train(deployment, progress, overwrite=overwrite, resume=resume))
+    folder = asyncio.run(
+        run.train(
+            deployment,
+            progress,
+            overwrite=overwrite,
+            resume=resume,
+            take_over=take_over,
+            accept_changed_services=accept_changed_services,
+        )
+    )
     _say(f"metrics, samples and the trained policy are in {folder}")
 
 
@@ -120,8 +154,8 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Where to write the samples, as JSONL.")] = None,
 ) -> None:
     """Generate on a split, have the deployed reward service score, and print a table."""
-    from orchestrator.deployment import Deployment
-    from orchestrator.standalone import evaluate_model
+    from orchestrator.commands.evaluate import evaluate_model
+    from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config)
     table = asyncio.run(evaluate_model(deployment, model, split, output))
@@ -131,26 +165,26 @@ def evaluate(
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
-    samples: Annotated[int, typer.Option(help="How many prompts to show the responses to.")] = 0,
+    samples: Annotated[int, typer.Option(help="Number of prompts whose responses are shown.")] = 0,
 ) -> None:
     """Write report.html for a run and print its summary."""
     if samples < 0:
         raise ConfigError(f"--samples: should be 0 or more, got {samples}")
-    from orchestrator.report import sample_pairs, summary_table, write_report
+    from orchestrator.report.page import sample_pairs, summary_table, write_report
 
     page = write_report(run_dir)
     console = Console(highlight=False)
     console.print(summary_table(run_dir))
     for pair in sample_pairs(run_dir, samples) if samples else []:
-        console.print(f"\n[bold]{escape(pair.before.prompt)}[/bold]")
-        console.print(f"  before  {pair.before.score:+.2f}  {escape(pair.before.response)}")
-        console.print(f"  after   {pair.after.score:+.2f}  {escape(pair.after.response)}")
+        console.print(f"\n[bold]{escape(printable(pair.before.prompt))}[/bold]")
+        console.print(f"  before  {pair.before.score:+.2f}  {escape(printable(pair.before.response))}")
+        console.print(f"  after   {pair.after.score:+.2f}  {escape(printable(pair.after.response))}")
     _say(f"wrote {page}")
 
 
 def main() -> None:
     """Runs the command; errors that a user can act on are shown as text and not as a traceback."""
-    # Judges and reward functions of the current folder are found, as they are in the services' processes.
+    # Lets judges and reward functions of the current folder be imported, as in the services' processes.
     sys.path.append(str(Path.cwd()))
     sys.exit(_guarded(app))
 
@@ -159,14 +193,14 @@ def _guarded(command: Callable[[], Any]) -> int:
     try:
         command()
     except Exception as error:
-        found = leaves(error)
-        if not all(_is_actionable(leaf) for leaf in found):
+        errors = leaves(error)
+        if not all(_is_actionable(leaf) for leaf in errors):
             raise
         # Calls that fail together usually fail for one reason.
-        texts = list(dict.fromkeys(str(leaf) for leaf in found))
+        texts = list(dict.fromkeys(str(leaf) for leaf in errors))
         for text in texts:
-            _errors.print(f"[red]error:[/red] {escape(text)}")
-        absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in found)
+            _errors.print(f"[red]error:[/red] {escape(printable(text))}")
+        absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in errors)
         if absent and not any("quartet up" in text for text in texts):
             _errors.print("are the services up? `quartet up FILE` starts them")
         return 1
@@ -176,13 +210,14 @@ def _guarded(command: Callable[[], Any]) -> int:
 def _is_actionable(error: BaseException) -> bool:
     if isinstance(error, ConfigError | ServiceError):
         return True
-    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return True
-    # Not before: these bring Ray and torch, seconds that a wrong configuration need not cost.
-    from orchestrator.cluster import ClusterError
-    from orchestrator.policy_actor import PolicyError
+    # Imported here because they load Ray and torch, which takes seconds that an error need not wait for.
+    from orchestrator.deployment.cluster import ClusterError
+    from orchestrator.deployment.listeners import PortError
+    from orchestrator.policy.ranks import PolicyError
 
-    return isinstance(error, ClusterError | PolicyError)
+    return isinstance(error, ClusterError | PortError | PolicyError)
 
 
 if __name__ == "__main__":

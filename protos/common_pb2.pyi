@@ -40,3 +40,29 @@ class ModelInfo(_message.Message):
     max_length: int
     dtype: str
     def __init__(self, path: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("run_id", "number", "identity")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    number: int
+    identity: str
+    def __init__(self, run_id: _Optional[str] = ..., number: _Optional[int] = ..., identity: _Optional[str] = ...) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ("ttl_s", "take_over")
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    take_over: bool
+    def __init__(self, ttl_s: _Optional[float] = ..., take_over: bool = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("lease", "left_s")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    left_s: float
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., left_s: _Optional[float] = ...) -> None: ...

@@ -6,22 +6,52 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class ValuesRequest(_message.Message):
-    __slots__ = ("pairs", "last_step")
-    PAIRS_FIELD_NUMBER: _ClassVar[int]
+class ClaimRequest(_message.Message):
+    __slots__ = ("lease", "claim")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    lease: _common_pb2.Lease
+    claim: _common_pb2.Claim
+    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ...) -> None: ...
+
+class ClaimResponse(_message.Message):
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: _common_pb2.Held
+    def __init__(self, held: _Optional[_Union[_common_pb2.Held, _Mapping]] = ...) -> None: ...
+
+class AdoptRequest(_message.Message):
+    __slots__ = ("lease", "last_step")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
-    pairs: _common_pb2.Pairs
+    lease: _common_pb2.Lease
     last_step: int
-    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., last_step: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class AdoptResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ValuesRequest(_message.Message):
+    __slots__ = ("pairs", "min_step", "lease")
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    MIN_STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    pairs: _common_pb2.Pairs
+    min_step: int
+    lease: _common_pb2.Lease
+    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., min_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class ValuesResponse(_message.Message):
-    __slots__ = ("values",)
+    __slots__ = ("values", "steps")
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     values: bytes
-    def __init__(self, values: _Optional[bytes] = ...) -> None: ...
+    steps: bytes
+    def __init__(self, values: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
-    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step")
+    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +60,7 @@ class TrainRequest(_message.Message):
     MINIBATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     step: int
     pairs: _common_pb2.Pairs
     values: bytes
@@ -38,7 +69,8 @@ class TrainRequest(_message.Message):
     minibatch_size: int
     seed: int
     last_step: int
-    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+    lease: _common_pb2.Lease
+    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("metrics",)
@@ -47,26 +79,30 @@ class TrainResponse(_message.Message):
     def __init__(self, metrics: _Optional[bytes] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("path",)
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name", "lease")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    lease: _common_pb2.Lease
+    def __init__(self, name: _Optional[str] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class SaveResponse(_message.Message):
-    __slots__ = ("path",)
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
-    __slots__ = ("path", "last_step", "without_copies")
-    PATH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "last_step", "without_copies", "lease")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_COPIES_FIELD_NUMBER: _ClassVar[int]
-    path: str
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    name: str
     last_step: int
     without_copies: bool
-    def __init__(self, path: _Optional[str] = ..., last_step: _Optional[int] = ..., without_copies: bool = ...) -> None: ...
+    lease: _common_pb2.Lease
+    def __init__(self, name: _Optional[str] = ..., last_step: _Optional[int] = ..., without_copies: bool = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class CheckpointResponse(_message.Message):
     __slots__ = ("last_step",)
@@ -75,11 +111,15 @@ class CheckpointResponse(_message.Message):
     def __init__(self, last_step: _Optional[int] = ...) -> None: ...
 
 class CriticInfo(_message.Message):
-    __slots__ = ("model", "last_step", "initialised_from")
+    __slots__ = ("model", "last_step", "initialised_from", "held", "timeline")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     INITIALISED_FROM_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelInfo
     last_step: int
     initialised_from: str
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., last_step: _Optional[int] = ..., initialised_from: _Optional[str] = ...) -> None: ...
+    held: _common_pb2.Held
+    timeline: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., last_step: _Optional[int] = ..., initialised_from: _Optional[str] = ..., held: _Optional[_Union[_common_pb2.Held, _Mapping]] = ..., timeline: _Optional[int] = ...) -> None: ...

@@ -27,7 +27,9 @@ if _version_not_supported:
 
 
 class CriticStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change the critic, or expect it in a state, carry the run's lease. FAILED_PRECONDITION, naming both: another
+    run holds the critic.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -35,6 +37,16 @@ class CriticStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Claim = channel.unary_unary(
+                '/quartet.v1.Critic/Claim',
+                request_serializer=protos_dot_critic__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.ClaimResponse.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/quartet.v1.Critic/Adopt',
+                request_serializer=protos_dot_critic__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.AdoptResponse.FromString,
+                _registered_method=True)
         self.Values = channel.unary_unary(
                 '/quartet.v1.Critic/Values',
                 request_serializer=protos_dot_critic__pb2.ValuesRequest.SerializeToString,
@@ -73,10 +85,30 @@ class CriticStub(object):
 
 
 class CriticServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change the critic, or expect it in a state, carry the run's lease. FAILED_PRECONDITION, naming both: another
+    run holds the critic.
+    """
+
+    def Claim(self, request, context):
+        """Makes a run the one that may change the critic, or renews its lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Takes the critic as it is into the timeline of the lease, for a run that begins with what the critic has learned so
+        far; RestoreCheckpoint is the other way in. FAILED_PRECONDITION: the last step trained is another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Values(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """FAILED_PRECONDITION: fewer steps than min_step are trained so far; ask again. Or the critic's state is not of the
+        run's timeline, because the critic was replaced, or the run went back and has not restored it; the text begins with
+        `timeline: `, and asking again does not help.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -84,14 +116,15 @@ class CriticServicer(object):
     def Train(self, request, context):
         """Trains on one PPO batch. Idempotent: a step id that was trained already is answered from memory,
         so a retry after a lost reply does not train twice.
-        FAILED_PRECONDITION: the step id is older than the last one trained.
+        FAILED_PRECONDITION: the step id is older than the last one trained, or was trained on another batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Writes the model in Hugging Face's format on the critic's own disk.
+        """Writes the model in Hugging Face's format under the critic's root (`root` in its configuration).
+        INVALID_ARGUMENT: something is there that Quartet did not write.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +139,7 @@ class CriticServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WriteCheckpoint(self, request, context):
-        """Answers when what was taken for this path is on disk.
+        """Answers when what was taken for this name is on disk.
         FAILED_PRECONDITION: nothing was, or it was lost with a replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,6 +162,16 @@ class CriticServicer(object):
 
 def add_CriticServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=protos_dot_critic__pb2.ClaimRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.ClaimResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=protos_dot_critic__pb2.AdoptRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.AdoptResponse.SerializeToString,
+            ),
             'Values': grpc.unary_unary_rpc_method_handler(
                     servicer.Values,
                     request_deserializer=protos_dot_critic__pb2.ValuesRequest.FromString,
@@ -173,7 +216,63 @@ def add_CriticServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Critic(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls that change the critic, or expect it in a state, carry the run's lease. FAILED_PRECONDITION, naming both: another
+    run holds the critic.
+    """
+
+    @staticmethod
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/Claim',
+            protos_dot_critic__pb2.ClaimRequest.SerializeToString,
+            protos_dot_critic__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/Adopt',
+            protos_dot_critic__pb2.AdoptRequest.SerializeToString,
+            protos_dot_critic__pb2.AdoptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Values(request,

@@ -16,14 +16,16 @@ class TextPairs(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "texts", "labels")
+    __slots__ = ("tokens", "texts", "labels", "ended")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     tokens: _common_pb2.Pairs
     texts: TextPairs
     labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    ended: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("scores", "scorer")

@@ -36,18 +36,20 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version")
+    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version", "lease")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     prompts: _common_pb2.Sequences
     sampling: SamplingParams
     seeds: bytes
     min_version: int
     max_version: int
-    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
+    lease: _common_pb2.Lease
+    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("policy_version", "start", "end")
@@ -84,7 +86,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class RolloutInfo(_message.Message):
-    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums")
+    __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums", "timeline")
     class ChecksumsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class RolloutInfo(_message.Message):
     WEIGHT_BACKEND_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelInfo
     policy_version: int
     replica: str
@@ -108,32 +111,41 @@ class RolloutInfo(_message.Message):
     weight_backend: str
     workers: int
     checksums: _containers.ScalarMap[int, str]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    timeline: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ..., timeline: _Optional[int] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
-    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "timeout_s", "members")
+    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "timeout_s", "members", "lease")
     DISCOVER_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     discover: Discover
     prepare: Prepare
     transfer: Transfer
     commit: Commit
     abort: Abort
+    probe: Probe
+    claim: _common_pb2.Claim
     timeout_s: float
     members: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ...) -> None: ...
+    lease: _common_pb2.Lease
+    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class Discover(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("manifest",)
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("epoch", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming")
+    __slots__ = ("membership", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming", "manifest", "backend")
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +153,7 @@ class Prepare(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     SENDERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -149,7 +161,9 @@ class Prepare(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     STREAMING_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    membership: int
     senders: _containers.RepeatedCompositeFieldContainer[Rendezvous]
     world_size: int
     ranks: _containers.ScalarMap[str, int]
@@ -157,7 +171,9 @@ class Prepare(_message.Message):
     bucket_bytes: int
     stall_s: float
     streaming: bool
-    def __init__(self, epoch: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ...) -> None: ...
+    manifest: bytes
+    backend: str
+    def __init__(self, membership: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ..., manifest: _Optional[bytes] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
     __slots__ = ("address", "port")
@@ -168,44 +184,72 @@ class Rendezvous(_message.Message):
     def __init__(self, address: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Transfer(_message.Message):
-    __slots__ = ("epoch", "manifest")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("membership", "manifest")
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    membership: int
     manifest: bytes
-    def __init__(self, epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, membership: _Optional[int] = ..., manifest: _Optional[bytes] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "policy_version")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("membership", "policy_version")
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    membership: int
     policy_version: int
-    def __init__(self, epoch: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, membership: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("epoch",)
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    __slots__ = ("membership",)
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    membership: int
+    def __init__(self, membership: _Optional[int] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _common_pb2.Sequences
+    def __init__(self, sequences: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ...) -> None: ...
 
 class WeightReport(_message.Message):
-    __slots__ = ("replica", "ok", "error", "policy_version", "epoch", "workers", "checksum")
+    __slots__ = ("replica", "ok", "error", "policy_version", "membership", "workers", "checksum", "logprobs", "stale", "fenced", "held", "place", "timeline", "misfit")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    MISFIT_FIELD_NUMBER: _ClassVar[int]
     replica: str
     ok: bool
     error: str
     policy_version: int
-    epoch: int
+    membership: int
     workers: int
     checksum: str
-    def __init__(self, replica: _Optional[str] = ..., ok: bool = ..., error: _Optional[str] = ..., policy_version: _Optional[int] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
+    logprobs: bytes
+    stale: _containers.RepeatedScalarFieldContainer[str]
+    fenced: bool
+    held: _common_pb2.Held
+    place: Place
+    timeline: int
+    misfit: str
+    def __init__(self, replica: _Optional[str] = ..., ok: bool = ..., error: _Optional[str] = ..., policy_version: _Optional[int] = ..., membership: _Optional[int] = ..., workers: _Optional[int] = ..., checksum: _Optional[str] = ..., logprobs: _Optional[bytes] = ..., stale: _Optional[_Iterable[str]] = ..., fenced: bool = ..., held: _Optional[_Union[_common_pb2.Held, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., timeline: _Optional[int] = ..., misfit: _Optional[str] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("machine", "gpus")
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
+    machine: str
+    gpus: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, machine: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WeightReports(_message.Message):
     __slots__ = ("reports",)

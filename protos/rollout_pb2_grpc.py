@@ -58,7 +58,8 @@ class RolloutServicer(object):
     def Generate(self, request, context):
         """Samples one response for each prompt and streams each back as soon as it is finished, in any order.
         Cancelling the call, or its deadline, aborts what is unfinished in the engine.
-        FAILED_PRECONDITION: this replica's weights are older than min_version, or newer than max_version; another may do.
+        FAILED_PRECONDITION: this replica's weights are older than min_version, newer than max_version, or not of the run's
+        timeline (the text begins with `timeline: `); another replica may do, or this one after a push. Or another run holds the replicas than the one whose lease came with the call; the text names both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

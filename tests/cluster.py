@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,23 @@ import yaml
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from orchestrator import cluster as ray_cluster
-from orchestrator.services import Services
-from services.common.client import open_channel
+from orchestrator.clients import Services
+from orchestrator.deployment import cluster as ray_cluster
+from orchestrator.deployment import serving
+from orchestrator.deployment.file import Deployment
+from services.common.security.credentials import VARIABLE, connect
+from services.common.security.keys.folder import Keys
+from services.critic.client import CriticClient
+from services.reference.client import ReferenceClient
+from tests.configuration import REPO, configuration, write_prompts
+from tests.crashes import crashes
 
-REPO = Path(__file__).parents[1]
 Reply = TypeVar("Reply", bound=Message)
 
-PROMPTS = 24
-EVALUATED = 4
 SERVICES = ("rollout", "reward", "reference", "critic")
 START_S = 300
+SECURED = "QUARTET_TEST_SECURED"
+"""When set, the cluster has TLS and a policy, and the tests are a trainer, the commands they run included."""
 _MARK = "QUARTET_TEST_CLUSTER"
 """Inherited by every process of the cluster, wherever it ends up in the process tree."""
 
@@ -50,21 +56,33 @@ class Quartet:
     channel: grpc.aio.Channel
     services: Services
 
+    @property
+    def reference(self) -> ReferenceClient:
+        """The reference's client, which this quartet always has."""
+        assert self.services.reference is not None
+        return self.services.reference
+
+    @property
+    def critic(self) -> CriticClient:
+        """The critic's client, which this quartet always has."""
+        assert self.services.critic is not None
+        return self.services.critic
+
     async def call(self, method: str, request: Any, reply: type[Reply], application: str) -> Reply:
         """One unary RPC as any gRPC client would make it; `request` a message or raw bytes."""
         ask = self.channel.unary_unary(method, request_serializer=_wire, response_deserializer=reply.FromString)
-        answer: Reply = await ask(request, metadata=(("application", application),), timeout=60)
+        answer: Reply = await ask(request, metadata=(("application", application),), timeout=120)
         return answer
 
     async def stream(self, method: str, request: Any, reply: type[Reply], application: str) -> list[Reply]:
         """Like `call`, for an RPC that streams its responses."""
         ask = self.channel.unary_stream(method, request_serializer=_wire, response_deserializer=reply.FromString)
-        return [part async for part in ask(request, metadata=(("application", application),), timeout=60)]
+        return [part async for part in ask(request, metadata=(("application", application),), timeout=120)]
 
     async def health(self, service: str) -> Any:
         """The status that grpc.health.v1 gives, asked without any metadata."""
         stub = health_pb2_grpc.HealthStub(self.channel)
-        return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)).status
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)).status
 
     async def replicas(self) -> dict[str, Any]:
         """RolloutInfo of every rollout replica, by its name. Info reaches any one, so ask until all have answered."""
@@ -88,7 +106,7 @@ class Quartet:
         path = self.folder / f"{name}.yaml"
         raw = self.raw | {"applications": self.raw["applications"] + applications}
         path.write_text(yaml.safe_dump(raw))
-        ray_cluster.deploy(self.cluster, path)
+        serving.deploy(self.cluster, path)
 
 
 def _wire(request: Any) -> bytes:
@@ -129,8 +147,10 @@ def command(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 @asynccontextmanager
 async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIterator[Quartet]:
     """`quartet up`, and at the end `quartet down`, which must leave no process behind."""
-    http, grpc_port = _free_ports(2)
-    raw = _configuration(policy, reward, _write_prompts(folder), http, grpc_port)
+    http, grpc_port = free_ports(2)
+    raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
+    if os.environ.get(SECURED):
+        raw["security"] = {"policy": str(_secure(folder / "keys"))}
     config = folder / "ppo.yaml"
     config.write_text(yaml.safe_dump(raw))
     target = f"127.0.0.1:{grpc_port}"
@@ -140,12 +160,22 @@ async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIter
         assert up.returncode == 0, up.stderr
         cluster = ray_cluster.running(folder / ray_cluster.STATE)
         assert cluster
-        channel = open_channel(target)
-        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, Services.connect(target))
+        os.environ.setdefault(VARIABLE, str(folder / ".quartet/access"))  # this process is in another folder
+        channel, services = connect(target), Services.connect(Deployment.load(config).orchestrator)
+        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, services)
         await channel.close()
     finally:
         command(folder, "down")
     assert left_behind(mark) == []
+    assert crashes([folder]) == []
+
+
+def _secure(folder: Path) -> Path:
+    """Makes keys and lets this process, and those that it starts, show a trainer's; the policy."""
+    keys = Keys(folder, days=1)
+    keys.make(["127.0.0.1"], {"tests": "trainer"}, tokens=False)
+    os.environ[VARIABLE] = str(folder / "clients" / "tests")
+    return keys.policy
 
 
 def named(quartet: Quartet, name: str) -> psutil.Process:
@@ -180,52 +210,10 @@ def left_behind(mark: str) -> list[str]:
     return found
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on at the moment."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
         probe.close()
     return ports
-
-
-def _write_prompts(folder: Path) -> Path:
-    """Prompts of three to six words, the last few for evaluation."""
-    texts = [" ".join(f"w{4 + (7 * row + 5 * i) % 60}" for i in range(3 + row % 4)) for row in range(PROMPTS)]
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
-    return path
-
-
-def _configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_port: int) -> dict[str, Any]:
-    """The shipped deploy/ppo.yaml with other models, ports and sizes, so that the tests run what users run."""
-    raw: dict[str, Any] = yaml.safe_load((REPO / "deploy" / "ppo.yaml").read_text())
-    raw["http_options"]["port"], raw["grpc_options"]["port"] = http, grpc_port
-    rollout, scorer, reference, critic = raw["applications"]
-    rollout["args"] |= {"model": str(policy), "max_length": 128}
-    rollout["deployments"][0]["num_replicas"] = 2
-    scorer["args"] = {"tokenizer": str(policy), "scorer": _model_scorer(reward)}
-    reference["args"]["model"] = str(policy)
-    critic["args"]["model"] = str(reward)
-    raw["orchestrator"] |= {
-        "name": "three-steps",
-        "target": f"127.0.0.1:{grpc_port}",
-        "steps": 3,
-        "batch_size": 16,
-        "prompts_per_call": 4,
-        "data": {
-            "path": str(prompts),
-            "prompt_split": f"train[:{PROMPTS - EVALUATED}]",
-            "eval_split": f"train[{PROMPTS - EVALUATED}:]",
-            "max_prompt_length": 16,
-        },
-        "evaluation": {"every": 2, "judges": {"words": "tests.scorers:count"}},
-    }
-    raw["orchestrator"]["ppo"]["minibatch_size"] = 8
-    raw["orchestrator"]["policy"]["model"] = str(policy)
-    return raw
-
-
-def _model_scorer(reward: Path) -> Mapping[str, str]:
-    return {"kind": "model", "model": str(reward), "dtype": "float32"}

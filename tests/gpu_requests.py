@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.deployment import Deployment
+from orchestrator.deployment.file import Deployment
+from services.common.security.keys.folder import Keys
 from services.critic.config import CriticConfig
 
 
@@ -20,9 +21,12 @@ class Request:
 
 
 def load(file: Path, folder: Path) -> Deployment:
-    """With its model folders replaced by `folder`, since the schemas look for them."""
+    """With its model folders replaced by `folder`, since the schemas look for them, and keys of its own."""
     (folder / "config.json").write_text("{}")
     text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{folder}", file.read_text())
+    if "keys/policy.yaml" in text:
+        Keys(folder / "keys", days=1).make(["10.0.0.5"], {"run-a": "trainer"}, tokens=False)
+        text = text.replace("keys/policy.yaml", str(folder / "keys/policy.yaml"))
     copy = folder / file.name
     copy.write_text(text)
     return Deployment.load(copy, check_services=True)

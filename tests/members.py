@@ -6,78 +6,62 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
+from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.errors import Unavailable
-from services.common.weight_transfer.buckets import Buckets, checksum, digest
-from services.common.weight_transfer.gloo import GlooGroup, reach_store
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.shared import SharedBuckets
+from services.common.weight_transfer.place import Place, machine
+from services.common.weight_transfer.receiver import Joining, make_receiver
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import Unavailable
 from services.rollout.fanout import gathered
-from services.rollout.weights import WeightMember
+from services.rollout.member import WeightMember
+from tests.sized import VOCABULARY, score
 
 HOST = "127.0.0.1"
+LEASE = common_pb2.Lease(run_id="members", number=1)
+"""That every member is claimed with from the start."""
 
 
 class StagingEngine:
-    """Takes weights as our engines for vLLM do, into a dictionary in place of a model."""
+    """Takes weights as our engine for vLLM does, into a dictionary in place of a model."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, device: torch.device) -> None:
         self.version, self.checksum, self.backend, self.workers = 0, "", backend, 1
-        self._segments: list[int] = []
-        self._shared: SharedBuckets | None = None
-        self._group: GlooGroup | None = None
-        self._staged: Buckets | None = None
+        self.vocab_size = VOCABULARY
+        self.longest_manifest = 1 << 20
+        self.place = Place(machine())
+        self._device = device
+        self._receiver = make_receiver(backend, device)
+        self._manifest: Manifest | None = None
         self._model: dict[str, torch.Tensor] = {}
 
+    def check(self, manifest: Manifest) -> None:
+        """Anything fits a dictionary."""
+
     async def join(self, info: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._join, info)
-
-    def _join(self, info: dict[str, Any]) -> None:
-        self._leave()
-        if self.backend == "ipc":
-            self._segments = info["segments"]
-            return
-        [(address, port)] = info["senders"]
-        self._group = GlooGroup(
-            reach_store(address, port, info["stall_s"]),
-            host=info["host"],
-            rank=info["rank_offset"],
-            world_size=info["world_size"],
-            epoch=info["epoch"],
-            timeout_s=info["stall_s"],
-        )
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = self._shared = None
+        joining = {name: value for name, value in info.items() if name != "streaming"}
+        await asyncio.to_thread(self._receiver.join, Joining(**joining))
 
     async def pause(self, in_flight: str) -> None:
         """Nothing is generated here."""
 
     async def receive(self, manifest: Manifest) -> str:
-        self._received = await asyncio.to_thread(self._receive, manifest)
+        self._manifest = manifest
+        self._received = await asyncio.to_thread(self._receiver.receive, manifest)
         return self._received
 
-    def _receive(self, manifest: Manifest) -> str:
-        if self.backend == "ipc":
-            self._shared = self._shared or SharedBuckets(self._segments, manifest)
-            return self._shared.verify()
-        assert self._group is not None
-        if self._staged is None or self._staged.manifest != manifest:
-            self._staged = Buckets(manifest)
-        with ThreadPoolExecutor(1) as hasher:
-            digests = {}
-            for number in self._staged.numbers:
-                self._group.broadcast(self._staged[number])
-                digests[number] = hasher.submit(digest, self._staged[number])
-            return checksum({number: found.result() for number, found in digests.items()})
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """By a model of the size of what was pushed: nothing here computes with that itself."""
+        mib = sum(tensor.nbytes for tensor in self._model.values()) >> 20
+        return await asyncio.to_thread(score, mib, sequences)
+
+    async def stale(self) -> list[str]:
+        return []
 
     async def commit(self, version: int) -> None:
         await asyncio.to_thread(self._swap)
@@ -85,24 +69,25 @@ class StagingEngine:
 
     def _swap(self) -> None:
         """The copy that loading into a model is."""
-        received = self._shared or self._staged
-        assert received is not None
-        for name, tensor in received.tensors():
-            if name in self._model:
-                self._model[name].copy_(tensor)
-            else:
-                self._model[name] = tensor.clone()
-        if self._shared is not None:
-            self._shared.check()
+        assert self._manifest is not None
+        for bucket, data in self._receiver.buckets():
+            for name, tensor in self._manifest.cut(bucket, data.to(self._device)):
+                if name in self._model:
+                    self._model[name].copy_(tensor)
+                else:
+                    self._model[name] = tensor.clone()
+        self._receiver.check()
 
     async def abort(self) -> bool:
-        self._leave()
+        self._receiver.close()
         return True
 
 
-async def serve(name: str, backend: str) -> None:
+async def serve(name: str, backend: str, device: str) -> None:
     """Answers phases, each a length and its bytes on standard input, in any order on standard output."""
-    member = WeightMember(StagingEngine(backend), name, HOST)  # type: ignore[arg-type]
+    member = WeightMember(StagingEngine(backend, torch.device(device)), name, HOST)  # type: ignore[arg-type]
+    claim = common_pb2.Claim(ttl_s=600)
+    assert (await member.carry_out(pb.WeightPhase(timeout_s=1, lease=LEASE, claim=claim))).ok
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -130,15 +115,15 @@ async def serve(name: str, backend: str) -> None:
 class MemberProcess:
     """One of them, seen from the test."""
 
-    def __init__(self, name: str, backend: str = "gloo") -> None:
+    def __init__(self, name: str, backend: str = "gloo", device: str = "cpu") -> None:
         self.name = name
-        self._backend = backend
+        self._backend, self._device = backend, device
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = 0
 
     async def start(self) -> "MemberProcess":
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.members", self.name, self._backend,
+            sys.executable, "-m", "tests.members", self.name, self._backend, self._device,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -190,15 +175,16 @@ Hook = Callable[[], Awaitable[None]]
 class Fleet:
     """Stands in for the rollout client, and for the replica that fans phases out."""
 
-    def __init__(self, backend: str = "gloo") -> None:
-        self._backend = backend
+    def __init__(self, backend: str = "gloo", device: str = "cpu") -> None:
+        self._backend, self._device = backend, device
         self.members: dict[str, MemberProcess] = {}
         self.before: dict[str, Hook] = {}
         """What happens before a phase is sent, once."""
         self.phases: list[str] = []
 
     async def add(self, *names: str) -> None:
-        for member in await asyncio.gather(*(MemberProcess(name, self._backend).start() for name in names)):
+        made = [MemberProcess(name, self._backend, self._device) for name in names]
+        for member in await asyncio.gather(*(one.start() for one in made)):
             self.members[member.name] = member
 
     async def update_weights(
@@ -208,7 +194,7 @@ class Fleet:
         self.phases.append(name)
         if hook := self.before.pop(name, None):
             await hook()
-        message = pb.WeightPhase(timeout_s=timeout_s, **phase)
+        message = pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, **phase)
         answers = [member.carry_out(message) for member in self.members.values()]
         return await gathered(answers, members, timeout_s + 1)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from services.common.arrays import Floats, Ints
+from services.common.wire.codec import Floats, Ints
 from tests.models import REWARD_MEAN, REWARD_STD, WORDS
 
 
@@ -22,8 +22,8 @@ def random_pairs(count: int, seed: int = 0, longest: int = 40) -> tuple[list[Int
 
 
 def language_model(folder: Path | str) -> Any:
-    """The causal model in `folder`, in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """The causal model in `folder`, in float32, with plain attention: the fused kernel leaves out soft-capping."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

@@ -1,22 +1,30 @@
 """Weight pushes from a plain model, and a vLLM engine without Serve to push to."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from orchestrator.config import WeightsConfig
-from orchestrator.weights import PushReport, WeightPusher
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.prover import Prover
+from orchestrator.push.pusher import PushReport, WeightPusher
+from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.arrays import Ints
+from services.common.weight_transfer.memory.buckets import checksum
+from services.common.weight_transfer.place import Place
+from services.common.weight_transfer.probe import TOLERANCE, probe_sequences
+from services.common.wire.codec import Floats, Ints
+from services.critic.client import CriticClient
 from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig
 from services.rollout.sample import Sample, Sampling
+from tests import plain
+from tests.models import MAX_LENGTH, WORDS
 from tests.sources import HOST, LocalSource
 
-TIMEOUT_S = 20
-STALL_S = 5
+TIMEOUT_S = 60
+STALL_S = 20
 BUCKET_BYTES = 100_000
 """The test models have 0.5 MB: several buckets."""
 
@@ -27,25 +35,92 @@ class ModelSource(LocalSource):
     def __init__(self, model: torch.nn.Module, senders: int = 1, backend: str = "gloo") -> None:
         tensors = dict(model.named_parameters())
         super().__init__(tensors, bucket_bytes=BUCKET_BYTES, stall_s=STALL_S, senders=senders, backend=backend)
+        self._model = model
         assert self.buckets > 2
 
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """As PolicyTrainer.score."""
+        pairs = [(row[:1], row[1:]) for row in sequences]
+        scored: list[Floats] = plain.logprobs(self._model, *zip(*pairs, strict=True))
+        return scored
 
-def make_pusher(rollout: Any, source: Any, **config: Any) -> WeightPusher:
+
+class TrainerSource:
+    """The learner's part of a push, for a policy learner in this process."""
+
+    def __init__(self, trainer: Any, backend: str = "gloo") -> None:
+        self.trainer, self.backend = trainer, backend
+
+    async def places(self) -> list[Place]:
+        """As Policy's."""
+        return [self.trainer.sending.place()]
+
+    async def rendezvous(self, backend: str) -> list[int]:
+        """As Policy's."""
+        options = {"host": HOST, "bucket_bytes": BUCKET_BYTES, "stall_s": STALL_S}
+        return [await asyncio.to_thread(self.trainer.sending.rendezvous, backend, **options)]
+
+    async def manifest(self) -> bytes:
+        """As Policy's."""
+        return bytes(await asyncio.to_thread(self.trainer.sending.manifest, BUCKET_BYTES))
+
+    async def join(self, membership: int, world_size: int) -> None:
+        """As Policy's."""
+        await asyncio.to_thread(self.trainer.sending.join, membership, world_size)
+
+    async def gather(self, push: int) -> None:
+        """As Policy's."""
+        await asyncio.to_thread(self.trainer.sending.gather, push)
+
+    async def send(self, push: int) -> str:
+        """As Policy's."""
+        return checksum(await asyncio.to_thread(self.trainer.sending.send, push))
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """As Policy's."""
+        scored: list[Floats] = await asyncio.to_thread(self.trainer.score, sequences)
+        return scored
+
+
+def make_prover(source: Any) -> Prover:
+    """Proves every push."""
+    return Prover(source, probe_sequences(len(WORDS), MAX_LENGTH), TOLERANCE["float32"], every=1)
+
+
+def make_pusher(rollout: Any, source: Any, prover: Prover | None = None, **config: Any) -> WeightPusher:
     """A pusher that has never pushed before, as at the start of a run."""
     settings = {"timeout_s": TIMEOUT_S, "stall_s": STALL_S, "control_s": 2, "attempts": 1} | config
     backend = getattr(source, "backend", "gloo")  # a learner takes what the replicas have
-    return WeightPusher(rollout, source, backend, WeightsConfig(**settings))
+    return WeightPusher(rollout, source, backend, WeightsConfig(**settings), prover)
 
 
 async def push(rollout: Any, source: Any, version: int, **config: Any) -> PushReport:
     """One push by such a pusher."""
+    if isinstance(rollout, RolloutClient):
+        await hold(rollout)
     return await make_pusher(rollout, source, **config).push(version)
 
 
 async def push_model(rollout: RolloutClient, model: torch.nn.Module) -> PushReport:
     """Brings all rollout replicas to the weights of `model`, under the next version."""
-    reports = await rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    reports = await hold(rollout)
     return await push(rollout, ModelSource(model), 1 + max(report.policy_version for report in reports))
+
+
+async def hold(rollout: RolloutClient) -> list[pb.WeightReport]:
+    """Takes the replicas for pushes by this client, whoever held them; what they say."""
+    reports = await rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    newest = max(report.held.lease.number for report in reports)
+    lease = common_pb2.Lease(run_id="pushing", number=newest + 1)
+    # For no time: whoever comes next need not wait.
+    return await rollout.claim(lease, 0, TIMEOUT_S, take_over=True)
+
+
+async def hold_critic(critic: CriticClient) -> None:
+    """Takes the critic for this client's calls, whoever held it."""
+    held = (await critic.info(TIMEOUT_S)).held
+    lease = common_pb2.Lease(run_id="pushing", number=held.lease.number + 1)
+    await critic.claim(lease, 0, TIMEOUT_S, take_over=True)
 
 
 def perturbed(model: Any, seed: int) -> Any:
@@ -58,12 +133,12 @@ def perturbed(model: Any, seed: int) -> Any:
 
 
 class EngineHost:
-    """What a rollout replica holds, in a Ray actor and without Serve: an engine, and its part in pushes."""
+    """What a rollout replica holds, without Ray: an engine, and its part in pushes."""
 
     async def start(self, config: dict[str, Any]) -> None:
         """Loads the model."""
-        from services.rollout.engine import VLLMEngine
-        from services.rollout.weights import WeightMember
+        from services.rollout.member import WeightMember
+        from services.rollout.vllm.engine import VLLMEngine
 
         self._engine = await VLLMEngine.start(RolloutConfig.parse(config, "rollout"))
         self._member = WeightMember(self._engine, "only", HOST)
@@ -83,12 +158,25 @@ class EngineHost:
         self._engine.shutdown()
 
 
-class OneEngine:
-    """A RolloutClient for pushes to one EngineHost."""
+class Phases:
+    """A RolloutClient for pushes to one engine, which it claims at first."""
 
-    def __init__(self, host: Any) -> None:
-        self._host = host
+    def __init__(self) -> None:
+        self.lease = common_pb2.Lease()
 
-    async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
-        request = pb.WeightPhase(timeout_s=timeout_s, **phase)
-        return [pb.WeightReport.FromString(await self._host.carry_out.remote(request.SerializeToString()))]
+    async def _carry_out(self, phase: bytes) -> bytes:
+        raise NotImplementedError
+
+    async def update_weights(
+        self, timeout_s: float, members: Collection[str] = (), **phase: Any
+    ) -> list[pb.WeightReport]:
+        """As RolloutClient.update_weights."""
+        if not self.lease.run_id:
+            found = await self._ask(TIMEOUT_S, discover=pb.Discover())
+            self.lease = common_pb2.Lease(run_id="pushing", number=found.held.lease.number + 1)
+            await self._ask(TIMEOUT_S, claim=common_pb2.Claim(ttl_s=0))
+        return [await self._ask(timeout_s, **phase)]
+
+    async def _ask(self, timeout_s: float, **phase: Any) -> pb.WeightReport:
+        request = pb.WeightPhase(timeout_s=timeout_s, lease=self.lease, **phase)
+        return pb.WeightReport.FromString(await self._carry_out(request.SerializeToString()))

@@ -1,8 +1,9 @@
 """A function scorer and a judge for tests, found under their import path."""
 
+import threading
 from collections.abc import Sequence
 
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 
 def words(pairs: Sequence[Pair]) -> list[float]:
@@ -13,6 +14,13 @@ def words(pairs: Sequence[Pair]) -> list[float]:
     if any(pair.prompt == "secret" for pair in pairs):
         raise RuntimeError("the password is 1234")
     return [0.1 * len(pair.response.split()) + 100 * bool(pair.label) + 1000 * pair.ended for pair in pairs]
+
+
+def hangs(pairs: Sequence[Pair]) -> list[float]:
+    """Never returns for the prompt `w13`; else 1 for each pair."""
+    if any(pair.prompt == "w13" for pair in pairs):
+        threading.Event().wait()
+    return [1.0] * len(pairs)
 
 
 def count(pairs: Sequence[Pair]) -> list[float]:

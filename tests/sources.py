@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from services.common.errors import Internal
-from services.common.weight_transfer.buckets import checksum
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.memory.buckets import checksum
+from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.sender import make_sender
+from services.common.wire.errors import Internal
 
 HOST = "127.0.0.1"
 
@@ -45,13 +46,18 @@ class LocalSource:
         """In how many parts the weights travel."""
         return len(list(self._manifest.buckets()))
 
+    async def places(self) -> list[Place]:
+        return [Place(machine())] * len(self._senders)
+
     async def rendezvous(self, backend: str) -> list[int]:
         assert backend == self.backend
         return [sender.rendezvous() for sender in self._senders]
 
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        await self._on_all("join", epoch, world_size)
+    async def manifest(self) -> bytes:
         return self._manifest.pack()
+
+    async def join(self, membership: int, world_size: int) -> None:
+        await self._on_all("join", membership, world_size)
 
     async def gather(self, push: int) -> None:
         for sender in self._senders:
@@ -64,8 +70,8 @@ class LocalSource:
         self.transfer_s = time.perf_counter() - began
         return checksum({number: found for part in parts for number, found in part.items()})
 
-    async def admit(self, epoch: int, world_size: int) -> None:
-        await self._on_all("admit", epoch, world_size)
+    async def admit(self, membership: int, world_size: int) -> None:
+        await self._on_all("admit", membership, world_size)
 
     def leave(self) -> None:
         """For `midway`: the transfer breaks off."""

@@ -9,13 +9,13 @@ from recipes.addition.problems import CHARACTERS, Problem, careless_answer
 from recipes.addition.reward import score
 from recipes.addition.settings import Settings
 from recipes.common.llama import MAX_LENGTH, tiny_policy
-from recipes.common.process import quiet_and_seeded
 from recipes.common.sampling import sample
 from recipes.common.schedule import Schedule
 from recipes.common.stages import Stages
 from recipes.common.supervised import fine_tune
 from recipes.common.tokenizer import character_tokenizer
-from services.common.pairs import Pair
+from recipes.common.training import quiet_and_seeded
+from services.common.wire.pairs import Pair
 
 
 def make_policy(

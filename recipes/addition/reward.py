@@ -7,11 +7,11 @@
 
 from collections.abc import Sequence
 
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 
 def score(pairs: Sequence[Pair]) -> list[float]:
-    """The rule's score of each pair, in [-1, 1]; raises ValueError for a label that is no decimal number."""
+    """The rule's score of each pair, in [-1, 1]; raises ValueError for a label that is not a decimal number."""
     return [_score(pair) for pair in pairs]
 
 

@@ -1,1 +1,1 @@
-"""What the recipes share: a tiny Llama, its tokenizer, training, sampling, and making things once."""
+"""Code that the recipes share: a tiny Llama, its tokenizer, training, sampling, and making things once."""

@@ -1,4 +1,4 @@
-"""Makes a recipe's output once: cached by digest, written aside, then renamed into place."""
+"""Makes a recipe's output once: cached by digest, written aside, then renamed into place. Writes prompts as JSONL."""
 
 import dataclasses
 import hashlib
@@ -95,3 +95,9 @@ def _aside(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    """Writes `rows` to `path`, whose folder is made when missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

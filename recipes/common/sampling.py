@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.common.tokenizer import EOS_ID
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a recipe is doing, and how long each part took."""
+"""Display of a recipe's stages and their wall times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

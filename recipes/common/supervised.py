@@ -9,7 +9,7 @@ from recipes.common.batch import pad_right
 from recipes.common.sampling import Sample, encode
 from recipes.common.schedule import Schedule
 from recipes.common.training import fit
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 IGNORED = -100
 """Label of a token that the loss leaves out, by transformers' convention."""

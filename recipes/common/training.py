@@ -1,14 +1,19 @@
 """The loop that every model of the recipes is trained with."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from recipes.common.schedule import Schedule
 
 Batch = TypeVar("Batch")
+
+THREADS = 2
+"""Enough for models this small: more threads wait for one another longer than they work."""
 
 
 def fit(
@@ -20,7 +25,7 @@ def fit(
     """Trains `model` by AdamW for one update per batch, `schedule.steps` at most; returns the last loss.
 
     `loss_of` gives a batch's loss as a scalar tensor. Gradients are clipped to norm 1. Raises ValueError when
-    there is no batch, and FloatingPointError at the first loss that is not finite.
+    there are no batches, and FloatingPointError at the first loss that is not finite.
     """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.peak, weight_decay=0.01)
@@ -39,3 +44,14 @@ def fit(
     if loss is None:
         raise ValueError("batches: at least one is needed to train on")
     return float(loss.detach())
+
+
+def quiet_and_seeded(seed: int) -> None:
+    """Fixes torch's seed and threads, and keeps transformers from drawing bars for files of a megabyte.
+
+    OMP_NUM_THREADS, where it is set, is the caller's word on threads and stays.
+    """
+    torch.manual_seed(seed)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
+    logging.disable_progress_bar()

@@ -64,7 +64,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What an adjective says: of which aspect (None: of any), and +1 praise, 0 neither, -1 blame."""
+    """Meaning of an adjective: its aspect (None: any), and +1 for praise, 0 for neither, -1 for blame."""
 
     aspect: str | None
     polarity: int

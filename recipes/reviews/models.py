@@ -8,18 +8,18 @@ import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from recipes.common.llama import MAX_LENGTH, tiny_policy
-from recipes.common.process import quiet_and_seeded
 from recipes.common.sampling import Sample, sample
 from recipes.common.schedule import Schedule
 from recipes.common.stages import Stages
 from recipes.common.supervised import fine_tune
 from recipes.common.tokenizer import word_tokenizer
+from recipes.common.training import quiet_and_seeded
 from recipes.reviews import gold
 from recipes.reviews.grammar import WORDS, Prompt, write_review
 from recipes.reviews.preferences import Preference, collect
 from recipes.reviews.reward_model import judge, reward_model_from, train_reward_model
 from recipes.reviews.settings import Settings
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 
 def make_models(

@@ -11,7 +11,7 @@ from recipes.common.sampling import Sample, encode, sample
 from recipes.reviews import gold
 from recipes.reviews.grammar import Prompt, Style, write_review
 from recipes.reviews.settings import Settings
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 ROUND = 512
 """Prompts answered at a time; small beside the pairs of the demo, since the last round is cut short."""

@@ -1,32 +1,38 @@
-"""Folders that are whole or not there: written aside, then renamed."""
+"""Folders that appear complete or not at all: written under another name, then renamed."""
 
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.errors import InvalidArgument
+from services.common.wire.errors import InvalidArgument
+
+MARKER = ".quartet"
+"""A file in every model that Quartet wrote. A folder without it is never replaced."""
 
 
 def replace_model(target: Path, write: Callable[[Path], None]) -> None:
     """Writes a model's folder beside its place, then moves it there.
 
     Raises:
-        InvalidArgument: something other than a model or an empty folder is there, which would be lost, or no
-            folder can be made there.
+        InvalidArgument: `target` holds something that Quartet did not write and that would be lost, or the folder
+            cannot be made.
     """
     if target.exists() and not _may_go(target):
-        raise InvalidArgument(f"path: {target} exists and is no model; name a new folder, or a model to replace")
+        raise InvalidArgument(
+            f"path: {target} exists and Quartet did not write it (it holds no {MARKER}); name another folder"
+        )
     aside = target.with_name(f".{target.name}.writing")
     remove(aside)
     make(aside, target)
     write(aside)
+    (aside / MARKER).touch()
     remove(target)
     aside.rename(target)
 
 
 def make(folder: Path, named: Path | None = None) -> None:
-    """Makes the folder and its parents; InvalidArgument if that cannot be, about `named` if it is another."""
+    """Makes the folder and its parents. InvalidArgument, which names `named` or else `folder`, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -34,7 +40,7 @@ def make(folder: Path, named: Path | None = None) -> None:
 
 
 def rename(folder: Path, target: Path) -> None:
-    """Renames for good: the new name is on disk when this returns."""
+    """Renames a folder; the new name is on disk, not only in the system's cache, when this returns."""
     folder.rename(target)
     descriptor = os.open(target.parent, os.O_RDONLY)
     try:
@@ -44,7 +50,7 @@ def rename(folder: Path, target: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file for good: its text is on disk when this returns."""
+    """Writes a file; its text is on disk, not only in the system's cache, when this returns."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -52,11 +58,11 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder with all that is in it, or does nothing if there is none."""
+    """Removes a folder and everything in it; does nothing if it does not exist."""
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def _may_go(target: Path) -> bool:
-    """It is a model, or an empty folder."""
-    return (target / "config.json").is_file() or (target.is_dir() and not any(target.iterdir()))
+    """True if Quartet wrote the folder or it is empty."""
+    return (target / MARKER).is_file() or (target.is_dir() and not any(target.iterdir()))

@@ -1,52 +1,129 @@
 """Client of the critic service."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import grpc
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
 from protos.critic_pb2_grpc import CriticStub
-from services.common.arrays import Floats, Ints, pack_floats, pack_pairs, split, unpack_floats, unpack_metrics
-from services.common.client import ServiceClient
-from services.common.errors import FailedPrecondition
+from services.common.wire.backoff import Backoff, Deadline
+from services.common.wire.client import ServiceClient
+from services.common.wire.codec import (
+    Floats,
+    Ints,
+    pack_floats,
+    pack_pairs,
+    split,
+    unpack_floats,
+    unpack_longs,
+    unpack_metrics,
+)
+from services.common.wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LeaseLost, OffTimeline
+from services.common.wire.replies import finite_metrics, reading
+from services.common.wire.splitting import in_parts, select, tokens_of
 
 
 class CriticReset(FailedPrecondition):
-    """The critic is not in the state that was expected: it was replaced and began anew, or another run trained it."""
+    """The critic is not in the expected state: it was replaced and has lost its training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values of some pairs."""
+
+    rows: list[Floats]
+    """V(prefix) before each response token, [T] for each pair."""
+    steps: list[int]
+    """The last step that the critic had trained when it computed them, for each pair."""
 
 
 class CriticClient(ServiceClient[CriticStub]):
-    """Values, and the critic's training."""
+    """Asks the critic for values and trains it. Its only replica holds the weights, so calls never go to another.
+    Every method may raise LeaseLost: another run holds the critic."""
 
-    def __init__(self, channel: grpc.aio.Channel, application: str = "critic") -> None:
-        super().__init__(channel, CriticStub, application)
+    SERVICE = "critic"
+    STUB = CriticStub
+
+    lease = common_pb2.Lease()
+    """The lease from the last `claim`; calls that change the critic carry it."""
+
+    async def claim(
+        self, lease: common_pb2.Lease, ttl_s: float, timeout_s: float, *, take_over: bool = False
+    ) -> common_pb2.Held:
+        """Puts the lease in force, or renews it, for `ttl_s` seconds; 0 releases the critic.
+
+        Raises:
+            LeaseLost: another run holds the critic and is alive, or has a later lease.
+        """
+        claim = common_pb2.Claim(ttl_s=ttl_s, take_over=take_over)
+        request = pb.ClaimRequest(lease=lease, claim=claim)
+        reply = await self._call(self._stub.Claim, request, timeout_s, "Claim")
+        self.lease = lease
+        held: common_pb2.Held = reply.held
+        return held
+
+    async def adopt(self, last_step: int, timeout_s: float) -> None:
+        """Takes the critic as it is into the timeline of the run, which begins without a checkpoint.
+
+        Raises:
+            CriticReset: the critic trained another step than `last_step` last.
+        """
+        request = pb.AdoptRequest(lease=self.lease, last_step=last_step)
+        await self._expecting(self._stub.Adopt, request, timeout_s, "Adopt")
 
     async def values(
         self,
         prompts: Sequence[Ints],
         responses: Sequence[Ints],
         *,
-        last_step: int | None = None,
+        min_step: int | None = None,
         timeout_s: float,
-    ) -> list[Floats]:
-        """For each pair [T]: V(prefix) before each response token.
+    ) -> Values:
+        """The values of these pairs.
 
         Args:
             prompts: token ids, each [P].
             responses: token ids, each [T].
-            last_step: the step that the critic must have trained last; None takes it as it is.
-            timeout_s: deadline.
+            min_step: the least step that the critic must have trained since its run's last return to a checkpoint;
+                waits until it has. None for any state.
+            timeout_s: deadline in seconds.
 
         Raises:
-            CriticReset: it trained another step last.
-            ServiceError: the service's own, by its status; DeadlineExceeded after `timeout_s`.
+            CriticReset: the critic's state is not of the run's timeline.
+            ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
-        request = pb.ValuesRequest(pairs=pack_pairs(prompts, responses), last_step=last_step)
-        reply = await self._expecting(self._stub.Values, request, timeout_s, "Values")
-        values = unpack_floats(reply.values, "values")
-        return split(values, [len(response) for response in responses], "values")
+        deadline = Deadline(timeout_s)
+
+        async def ask(rows: range) -> list[tuple[Floats, int]]:
+            some, their = select(rows, prompts, responses)
+            request = pb.ValuesRequest(pairs=pack_pairs(some, their), min_step=min_step, lease=self.lease)
+            reply = await self._reached(request, deadline, divisible=len(rows) > 1)
+            with reading(f"{self.application}.Values"):
+                lengths = [len(response) for response in their]
+                steps = _steps(unpack_longs(reply.steps, "steps").tolist(), len(their), min_step)
+                return list(zip(split(unpack_floats(reply.values, "values"), lengths, "values"), steps, strict=True))
+
+        found = [pair for part in await in_parts(tokens_of(prompts, responses), ask) for pair in part]
+        return Values([row for row, _ in found], [step for _, step in found])
+
+    async def _reached(self, request: pb.ValuesRequest, deadline: Deadline, *, divisible: bool) -> pb.ValuesResponse:
+        """Asks for values, again and again while the critic is behind the step that they need."""
+        backoff = Backoff(deadline)
+        while True:
+            try:
+                reply: pb.ValuesResponse = await self._call(
+                    self._stub.Values, request, deadline, "Values", divisible=divisible
+                )
+                return reply
+            except LeaseLost:
+                raise
+            except OffTimeline as error:
+                raise CriticReset(str(error)) from None
+            except FailedPrecondition as error:
+                if not request.HasField("min_step"):
+                    raise
+                await backoff.wait(DeadlineExceeded(f"{error}; given up after {deadline.timeout_s:g} s"))
 
     async def train(
         self,
@@ -62,11 +139,12 @@ class CriticClient(ServiceClient[CriticStub]):
         last_step: int | None = None,
         timeout_s: float,
     ) -> dict[str, float]:
-        """Trains on one PPO batch, at most once per step id; the mean metrics of its optimizer steps.
+        """Trains on one PPO batch, at most once per step id; returns the mean metrics of its optimizer steps.
 
         Raises:
-            CriticReset: a later step was trained already, or another than `last_step`, if given, came before.
-            ServiceError: the service's own, by its status; DeadlineExceeded after `timeout_s`.
+            CriticReset: a later step was trained already, or the step before was not `last_step` of the run's
+                timeline, if given.
+            ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
         request = pb.TrainRequest(
             step=step,
@@ -77,47 +155,59 @@ class CriticClient(ServiceClient[CriticStub]):
             minibatch_size=minibatch_size,
             seed=seed,
             last_step=last_step,
+            lease=self.lease,
         )
         reply = await self._expecting(self._stub.Train, request, timeout_s, "Train")
-        return unpack_metrics(reply.metrics)
+        with reading(f"{self.application}.Train"):
+            return finite_metrics(unpack_metrics(reply.metrics))
 
-    async def save(self, path: str, timeout_s: float) -> str:
-        """Has the critic write its model on its own disk; the absolute path."""
-        reply = await self._call(self._stub.Save, pb.SaveRequest(path=path), timeout_s, "Save")
-        return str(reply.path)
-
-    async def take_checkpoint(self, path: str, last_step: int, timeout_s: float, *, copies: bool = True) -> None:
-        """Has the critic copy its state after `last_step`, for `write_checkpoint` to bring to `path`; without copies,
-        has it written there at once.
+    async def save(self, name: str, timeout_s: float) -> None:
+        """Makes the critic write its model to the folder of this name under its root.
 
         Raises:
-            CriticReset: its last step is another.
+            InvalidArgument: the name is not valid, or the folder holds something that Quartet did not write.
         """
-        request = pb.CheckpointRequest(path=path, last_step=last_step, without_copies=not copies)
+        request = pb.SaveRequest(name=name, lease=self.lease)
+        await self._call(self._stub.Save, request, timeout_s, "Save")
+
+    async def take_checkpoint(self, name: str, last_step: int, timeout_s: float, *, copies: bool = True) -> None:
+        """Makes the critic copy its state after `last_step`; `write_checkpoint` writes the copy to the folder of this
+        name under its root. Without `copies` the state is written at once.
+
+        Raises:
+            CriticReset: the critic trained another step last, or its state is not of the run's timeline.
+        """
+        request = self._checkpoint(name, last_step=last_step, without_copies=not copies)
         await self._expecting(self._stub.TakeCheckpoint, request, timeout_s, "TakeCheckpoint")
 
-    async def write_checkpoint(self, path: str, timeout_s: float) -> None:
-        """Returns when what was taken for `path` is on disk.
+    async def write_checkpoint(self, name: str, timeout_s: float) -> None:
+        """Writes the state that was taken for `name`; returns when it is on disk.
 
         Raises:
-            CriticReset: nothing was, or it was lost with the replica that held it.
+            CriticReset: no state was taken for the name, or it was lost with its replica.
         """
-        request = pb.CheckpointRequest(path=path)
-        await self._expecting(self._stub.WriteCheckpoint, request, timeout_s, "WriteCheckpoint")
+        await self._expecting(self._stub.WriteCheckpoint, self._checkpoint(name), timeout_s, "WriteCheckpoint")
 
-    async def restore_checkpoint(self, path: str, timeout_s: float) -> int:
-        """Has the critic go on from the checkpoint; the last step that it holds.
+    async def restore_checkpoint(self, name: str, timeout_s: float) -> int:
+        """Makes the critic resume from the checkpoint; returns the last step that it holds.
 
         Raises:
-            InvalidArgument: there is none, or it is of another layout.
+            InvalidArgument: the checkpoint does not exist, or has another layout.
         """
-        request = pb.CheckpointRequest(path=path)
+        request = self._checkpoint(name)
         reply = await self._call(self._stub.RestoreCheckpoint, request, timeout_s, "RestoreCheckpoint")
         return int(reply.last_step)
 
-    async def _expecting(self, method: Any, request: Any, timeout_s: float, name: str) -> Any:
+    def _checkpoint(self, name: str, **fields: Any) -> pb.CheckpointRequest:
+        return pb.CheckpointRequest(name=name, lease=self.lease, **fields)
+
+    async def _expecting(
+        self, method: Any, request: Any, deadline: Deadline | float, name: str, *, divisible: bool = False
+    ) -> Any:
         try:
-            return await self._call(method, request, timeout_s, name)
+            return await self._call(method, request, deadline, name, divisible=divisible)
+        except LeaseLost:
+            raise
         except FailedPrecondition as error:
             raise CriticReset(str(error)) from None
 
@@ -125,3 +215,10 @@ class CriticClient(ServiceClient[CriticStub]):
         """The model behind the service, and the last step trained."""
         info: pb.CriticInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
         return info
+
+
+def _steps(steps: list[int], pairs: int, least: int | None) -> list[int]:
+    """Returns the steps; InvalidArgument unless there is one for each pair, and none before `least`."""
+    if len(steps) != pairs or any(step < (least or 0) for step in steps):
+        raise InvalidArgument(f"steps: {steps[:8]} for {pairs} pairs; must be one each, at least {least or 0}")
+    return steps

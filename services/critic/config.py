@@ -4,24 +4,39 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from services.common.learner_config import LearnerConfig
-
-Count = Annotated[int, Field(ge=1)]
+from services.common.config.learner import LearnerConfig
+from services.common.config.limits import LimitsConfig
 
 
 class CriticConfig(LearnerConfig):
-    """A value model and its optimizer: the body of `model` (usually the reward model) with a new head, or with the
-    head that a critic saved there.
+    """A value model and its optimizer: the body of `model` (usually the reward model) with a new head, or the head
+    that a critic saved there.
 
-    A single rank runs in the replica itself. Several are Ray actors beside it, which then needs no GPU of its own.
+    A single rank is a process of the replica, with its environment and its GPU. Several ranks are Ray actors beside
+    the replica, which then needs no GPU itself.
     """
 
     value_clip_eps: Annotated[float, Field(gt=0)] | None = 0.2
-    """How far a value may move from its old one before its gradient stops (PPO2). Null turns the clip off."""
+    """Distance from the old value beyond which a value gets no gradient (PPO2). Null turns the clip off."""
     seed: int = 0
-    """Of a new head's initial weights."""
-    max_waiting: Count = 4096
-    """Most responses that may wait for values; more are refused with RESOURCE_EXHAUSTED."""
+    """Seed of a new head's initial weights."""
+    limits: LimitsConfig = LimitsConfig(batch_s=60)
+    """Limits on waiting calls for values, their shares among callers, and the time of a pass. A pass that hangs costs
+    the critic its state: it resumes from its last checkpoint."""
+    train_limits: LimitsConfig = LimitsConfig(
+        max_call_rows=1 << 16, max_call_tokens=1 << 26, max_waiting_rows=1 << 17, max_waiting_tokens=1 << 27
+    )
+    """Limits on Train, which does not wait in that queue. `batch_s` has no effect here; `rank_timeout_s` has."""
+
+    root: str = "runs"
+    """The only folder under which checkpoints and saved models are written and read. With several nodes it has to be
+    on a disk that all share. The same as `orchestrator.checkpoint.root`. The run's lease is kept there too."""
+
+    @model_validator(mode="after")
+    def _cosine_ends(self) -> Self:
+        if self.optimizer.schedule == "cosine" and self.optimizer.total_steps is None:
+            raise ValueError("optimizer.total_steps is required by schedule: cosine")
+        return self
 
     @model_validator(mode="after")
     def _a_single_rank_is_the_replica(self) -> Self:

@@ -1,34 +1,65 @@
-"""The critic deployment: translates between protobuf and the trainer, and nothing else.
+"""The critic deployment, which only translates between protobuf and the critic's model.
 
-One replica is one critic: values and training share its weights. Import path: `services.critic.replica:build`.
+It has one replica, since values and training share its weights. Import path: `services.critic.replica:build`.
 """
 
+import asyncio
+import hashlib
+from functools import partial
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.arrays import pack_floats, pack_metrics, split, unpack_finite, unpack_pairs
-from services.common.errors import InvalidArgument, translated
-from services.common.replica import HealthMixin
+from services.common.serving.admission import MOST_ONGOING, Admission
+from services.common.serving.batcher import Batcher
+from services.common.serving.door.failed_calls import shorten_failed_calls
+from services.common.serving.health import HealthMixin
+from services.common.serving.servicer import translated
+from services.common.serving.share import Share
+from services.common.wire.codec import (
+    Floats,
+    Ints,
+    PackedPairs,
+    pack_floats,
+    pack_longs,
+    pack_metrics,
+    split,
+    unpack_finite,
+)
+from services.common.wire.errors import InvalidArgument
+from services.common.wire.ragged import Ragged
 from services.critic.config import CriticConfig
+from services.critic.values import ValuesCall
 
 
-@serve.deployment(name="Critic", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10)
+@serve.deployment(
+    name="Critic", max_ongoing_requests=MOST_ONGOING, health_check_period_s=5, graceful_shutdown_timeout_s=10
+)
 class Critic(HealthMixin):
     """One replica, one value model."""
 
-    async def __init__(self, config: CriticConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
-        from services.common.identity import describe_model
-        from services.common.models import load_tokenizer
-        from services.critic.model import CriticModel
+    async def __init__(self, config: CriticConfig, start_ranks: Any = None) -> None:  # type: ignore[misc]  # awaited
+        """Starts the model. `start_ranks` is for tests; Serve passes None."""
+        # Imported here because Serve builds the application in a process that then need not load torch.
+        from services.common.models.loading import load_tokenizer
+        from services.common.wire.identity import describe_model
+        from services.critic.learner import CriticModel
         from services.critic.trainer import CriticBatch
 
+        shorten_failed_calls()
         self._config = config
         self._batch = CriticBatch
-        self._critic = CriticModel(config)
+        self._critic = CriticModel(config, _application(), start_ranks)
+        self._admission, self._train_admission = Admission(config.limits), Admission(config.train_limits)
+        self._batcher: Batcher[tuple[Ints, Ints], Floats] = Batcher(
+            self._critic.values,
+            batch_tokens=config.micro_batch_tokens * config.ranks,
+            batch_s=config.limits.batch_s,
+            turn=self._critic.turn,
+        )
         vocab_size, max_length = await self._critic.start()
         self._model = describe_model(
             config.model,
@@ -44,35 +75,62 @@ class Critic(HealthMixin):
             critic.stop()
 
     async def check_health(self) -> None:
-        """Serve restarts the replica when a rank has died or is stuck. The weights begin anew."""
+        """Raises if a rank has died or is stuck; Serve then replaces the replica, and its training is lost."""
         self._critic.check()
+        self._batcher.check()
 
     @translated
-    async def Values(self, request: pb.ValuesRequest) -> pb.ValuesResponse:
-        """See critic.proto."""
-        prompts, responses = self._pairs(request.pairs)
-        values = await self._critic.values(prompts, responses, _last_step(request))
-        return pb.ValuesResponse(values=pack_floats(values))
+    async def Claim(self, request: pb.ClaimRequest) -> pb.ClaimResponse:
+        """Gives the critic to the run that holds this lease, or renews the lease."""
+        self._critic.expect_ranks()  # a run begins with a critic that works, or waits for one
+        self._critic.fence.claim(request.lease, request.claim)
+        return pb.ClaimResponse(held=self._critic.fence.held())
 
     @translated
-    async def Train(self, request: pb.TrainRequest) -> pb.TrainResponse:
-        """See critic.proto."""
-        prompts, responses = self._pairs(request.pairs)
-        lengths = [len(response) for response in responses]
-        batch = self._batch(
+    async def Adopt(self, request: pb.AdoptRequest) -> pb.AdoptResponse:
+        """Takes the critic as it is into the timeline of the lease."""
+        await self._critic.adopt(request.lease, request.last_step)
+        return pb.AdoptResponse()
+
+    @translated
+    async def Values(self, request: pb.ValuesRequest, share: Share) -> pb.ValuesResponse:
+        """Computes the values of pairs by the expected step or a later one, and says by which."""
+        packed = PackedPairs.of(request.pairs)
+        step = partial(self._critic.expect, request.lease, request.min_step if request.HasField("min_step") else None)
+        with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
+            step()
+            call = ValuesCall(*self._pairs(packed), step)
+            await self._batcher.submit(share, call)
+        return pb.ValuesResponse(values=pack_floats(call.out), steps=pack_longs(call.steps))
+
+    @translated
+    async def Train(self, request: pb.TrainRequest, share: Share) -> pb.TrainResponse:
+        """Trains on one batch, at most once per step id."""
+        packed = PackedPairs.of(request.pairs)
+        with self._train_admission.admitted(share, packed.rows, packed.tokens, "pairs"):
+            return await self._train(request, await asyncio.to_thread(self._batch_of, packed, request))
+
+    def _batch_of(self, packed: PackedPairs, request: pb.TrainRequest) -> Any:
+        prompts, responses = self._pairs(packed)
+        lengths = responses.lengths.tolist()
+        return self._batch(
             prompts=prompts,
             responses=responses,
             values=split(unpack_finite(request.values, "values"), lengths, "values"),
             returns=split(unpack_finite(request.returns, "returns"), lengths, "returns"),
         )
+
+    async def _train(self, request: pb.TrainRequest, batch: Any) -> pb.TrainResponse:
         for field, least in (("step", 1), ("epochs", 1), ("minibatch_size", 1), ("seed", 0)):
             if getattr(request, field) < least:
                 raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {least}")
 
         metrics = await self._critic.train(
+            request.lease,
             request.step,
+            await asyncio.to_thread(_digest, request),
             batch,
-            _last_step(request),
+            int(request.last_step) if request.HasField("last_step") else None,
             epochs=request.epochs,
             minibatch_size=request.minibatch_size,
             seed=request.seed,
@@ -81,41 +139,64 @@ class Critic(HealthMixin):
 
     @translated
     async def Save(self, request: pb.SaveRequest) -> pb.SaveResponse:
-        """See critic.proto."""
-        if not request.path:
-            raise InvalidArgument("path: required")
-        return pb.SaveResponse(path=str(await self._critic.save(request.path)))
+        """Writes the model to a folder under the root."""
+        await self._critic.save(request.lease, request.name)
+        return pb.SaveResponse(name=request.name)
 
     @translated
     async def TakeCheckpoint(self, request: pb.CheckpointRequest) -> pb.CheckpointResponse:
-        """See critic.proto."""
-        await self._critic.take_checkpoint(request.path, request.last_step, not request.without_copies)
+        """Copies the state, or writes it at once."""
+        copies = not request.without_copies
+        await self._critic.take_checkpoint(request.lease, request.name, request.last_step, copies)
         return pb.CheckpointResponse(last_step=self._critic.last_step)
 
     @translated
     async def WriteCheckpoint(self, request: pb.CheckpointRequest) -> pb.CheckpointResponse:
-        """See critic.proto."""
-        await self._critic.write_checkpoint(request.path)
+        """Writes the copied state to disk."""
+        await self._critic.write_checkpoint(request.lease, request.name)
         return pb.CheckpointResponse(last_step=self._critic.last_step)
 
     @translated
     async def RestoreCheckpoint(self, request: pb.CheckpointRequest) -> pb.CheckpointResponse:
-        """See critic.proto."""
-        return pb.CheckpointResponse(last_step=await self._critic.restore_checkpoint(request.path))
+        """Resumes from a checkpoint under the root."""
+        return pb.CheckpointResponse(last_step=await self._critic.restore_checkpoint(request.lease, request.name))
 
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.CriticInfo:
-        """See critic.proto."""
-        return pb.CriticInfo(model=self._model, last_step=self._critic.last_step, initialised_from=self._config.model)
+        """Describes the model, the last step trained and the lease."""
+        self._critic.expect_ranks()
+        return pb.CriticInfo(
+            model=self._model,
+            last_step=self._critic.last_step,
+            initialised_from=self._config.model,
+            held=self._critic.fence.held(),
+            timeline=self._critic.timeline,
+        )
 
-    def _pairs(self, pairs: common_pb2.Pairs) -> Any:
-        return unpack_pairs(pairs, vocab_size=self._model.vocab_size, max_length=self._model.max_length)
+    def _pairs(self, packed: PackedPairs) -> tuple[Ragged, Ragged]:
+        return packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
 
 
-def _last_step(request: pb.ValuesRequest | pb.TrainRequest) -> int | None:
-    return int(request.last_step) if request.HasField("last_step") else None
+def _digest(request: pb.TrainRequest) -> bytes:
+    """Digest of the batch and its schedule, on which the result of a step depends."""
+    schedule = (request.epochs, request.minibatch_size, request.seed)
+    digest = hashlib.sha256(repr(schedule).encode())
+    for sequences in (request.pairs.prompts, request.pairs.responses):
+        digest.update(sequences.token_ids)
+        digest.update(sequences.lengths)
+    digest.update(request.values)
+    digest.update(request.returns)
+    return digest.digest()
+
+
+def _application() -> str:
+    """Name of the application that this replica belongs to."""
+    try:
+        return str(serve.get_replica_context().app_name)
+    except RayServeException:  # not a replica but a plain object in a test
+        return "critic"
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, from the `args:` of the YAML file."""
+    """Builds the application from the `args:` of the YAML file."""
     return Critic.bind(CriticConfig.parse(args, "critic.args"))  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,4 @@
-"""The critic: values, and one PPO batch's worth of training at a time."""
+"""The critic's model on one rank: values, and training on one PPO batch at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,30 +6,31 @@ from pathlib import Path
 
 import torch
 
-from services.common.adapters import add_adapters
-from services.common.arrays import Floats, Ints
-from services.common.learner import Learner
-from services.common.minibatches import Means, minibatches
-from services.common.models import VALUE_HEAD, ScalarModel, load_tokenizer, load_value, max_length
-from services.common.numerics import masked_sum, value_loss
-from services.common.ranks import Ranks
-from services.common.sequences import PairTensors
-from services.common.shards import Part
+from services.common.learner.learner import Learner, Snapshots
+from services.common.learner.lora import add_adapters
+from services.common.learner.minibatches import Means, minibatches, weight_of
+from services.common.learner.shards import Part
+from services.common.models.loading import load_tokenizer, max_length
+from services.common.models.numerics import masked_sum, value_loss
+from services.common.models.scalar import VALUE_HEAD, ScalarModel, load_value
+from services.common.models.sequences import PairTensors
+from services.common.ranks.ranks import Ranks
+from services.common.wire.codec import Floats, Ints
 from services.critic.config import CriticConfig
 
 
 @dataclass(frozen=True, slots=True)
 class CriticBatch:
-    """One PPO batch of B responses, as the critic trains on it."""
+    """One PPO batch of B responses for the critic's training."""
 
     prompts: Sequence[Ints]
-    """B times [P]"""
+    """Token ids, B times [P]."""
     responses: Sequence[Ints]
-    """B times [T]"""
+    """Token ids, B times [T]."""
     values: Sequence[Floats]
-    """B times [T], from before the update"""
+    """Values from before the update, B times [T]."""
     returns: Sequence[Floats]
-    """B times [T]"""
+    """Returns, B times [T]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,14 @@ class _Micro:
     values: torch.Tensor
     returns: torch.Tensor
     tokens: int
+    """Tokens of the whole minibatch."""
+    weight: float
+    """Weight of the minibatch's loss."""
 
 
 class CriticTrainer:
-    """A value model under DeepSpeed, or one rank's share of it. Calls must not overlap; all ranks get all calls."""
+    """A value model under DeepSpeed, or one rank's share of it. Calls must not overlap, and all ranks get all
+    calls."""
 
     def __init__(self, config: CriticConfig, ranks: Ranks | None = None) -> None:
         self._config = config
@@ -50,6 +55,12 @@ class CriticTrainer:
         add_adapters(model.body, config.lora)
         self._learner = Learner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
+        self.snapshots = Snapshots(self._learner, self._write, exported=False)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """The objects whose methods a rank runs: this trainer, and its snapshots."""
+        return self, self.snapshots
 
     def limits(self) -> tuple[int, int]:
         """Entries of the vocabulary, and the longest sequence in tokens."""
@@ -58,30 +69,32 @@ class CriticTrainer:
 
     @torch.no_grad()
     def values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
-        """For each pair [T]: V(prefix) before each response token."""
-        found: dict[int, Floats] = {}
-        self._model.eval()
+        """The values V(prefix) before each response token, [T] for each pair."""
+        valued: dict[int, Floats] = {}
         for part in self._learner.parts(prompts, responses):
             rows = part.rows
             pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
             values = self._model.values(pairs)
             if part.counts:
-                found |= dict(zip(rows, pairs.unpad(values), strict=True))
-        return self._learner.shared(found, [len(response) for response in responses])
+                valued |= dict(zip(rows, pairs.unpad(values), strict=True))
+        return self._learner.shared(valued, [len(response) for response in responses])
 
     def train(self, batch: CriticBatch, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
-        """Trains on one batch and returns the means over its optimizer steps."""
+        """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
+        gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not."""
         means = Means()
         for chosen in minibatches(len(batch.prompts), epochs=epochs, size=minibatch_size, seed=seed):
-            means.add(self._learner.step(self._micro_batches(batch, chosen), self._loss))
-        return means.result()
+            weight = weight_of(chosen, [len(response) for response in batch.responses], minibatch_size)
+            means.add(self._learner.step(self._micro_batches(batch, chosen, weight), self._loss), weight)
+        self._learner.check_weights()
+        return means.result() | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 
-    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int]) -> list[_Micro]:
+    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int], weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
         tokens = sum(len(response) for response in responses)
-        return [self._micro(batch, chosen, part, tokens) for part in self._learner.parts(prompts, responses)]
+        return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
 
-    def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int) -> _Micro:
+    def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
         rows = [chosen[i] for i in part.rows]
         pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
         return _Micro(
@@ -89,6 +102,7 @@ class CriticTrainer:
             values=pairs.spread([batch.values[i] for i in rows]),
             returns=pairs.spread([batch.returns[i] for i in rows]),
             tokens=tokens,
+            weight=weight,
         )
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -103,25 +117,10 @@ class CriticTrainer:
             denominator=micro.tokens,
         )
         mean = masked_sum(new_values.detach(), mask) / micro.tokens
-        return loss, {"loss": loss, "clip_fraction": clipped, "mean": mean}
-
-    def save(self, folder: str) -> Path:
-        """Writes body, head and tokenizer in Hugging Face's file format; a critic can start from the folder."""
-        return self._learner.save(folder, self._write)
-
-    def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
-        """Copies the state after `step` for `write_snapshot`. See Learner.take_snapshot."""
-        self._learner.take_snapshot(Path(folder), step, copies=copies)
-
-    def write_snapshot(self) -> None:
-        """Brings it to disk; may run beside any other call."""
-        self._learner.write_snapshot()
-
-    def restore(self, folder: str) -> int:
-        """Goes on from a snapshot, before any training; its step. See Learner.restore."""
-        return self._learner.restore(Path(folder))
+        return loss * micro.weight, {"loss": loss, "clip_fraction": clipped, "mean": mean}
 
     def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Body, head and tokenizer in Hugging Face's file format; a critic can start from the folder."""
         from safetensors.torch import save_file
 
         parts: dict[str, dict[str, torch.Tensor]] = {"body": {}, "head": {}}

@@ -1,13 +1,8 @@
 """Configuration of the reference service: the `args:` of its application in the YAML file."""
 
-from typing import Annotated
-
-from pydantic import Field
-
-from services.common.config import ModelPath
-from services.common.frozen_config import FrozenConfig
-
-Count = Annotated[int, Field(ge=1)]
+from services.common.config.base import ModelPath
+from services.common.config.frozen import FrozenConfig
+from services.common.config.limits import LimitsConfig
 
 
 class ReferenceConfig(FrozenConfig):
@@ -15,5 +10,5 @@ class ReferenceConfig(FrozenConfig):
 
     model: ModelPath
     """Folder of the Hugging Face model, usually the policy's starting point."""
-    max_waiting: Count = 4096
-    """Most responses that may wait; more are refused with RESOURCE_EXHAUSTED."""
+    limits: LimitsConfig = LimitsConfig()
+    """Limits on waiting calls, their shares among callers, and the time of a pass."""

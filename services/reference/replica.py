@@ -1,69 +1,100 @@
-"""The reference deployment: translates between protobuf and the frozen model, and nothing else.
+"""The reference deployment, which only translates between protobuf and the frozen model.
 
 Import path for Serve: `services.reference.replica:build`.
 """
 
-import asyncio
 import math
+from functools import partial
 from typing import Any
 
 from ray import serve
 
 from protos import common_pb2
 from protos import reference_pb2 as pb
-from services.common.arrays import Floats, pack_floats, unpack_pairs
-from services.common.errors import InvalidArgument, translated
-from services.common.replica import HealthMixin
+from services.common.serving.admission import MOST_ONGOING, Admission
+from services.common.serving.batcher import Batcher
+from services.common.serving.door.failed_calls import shorten_failed_calls
+from services.common.serving.health import HealthMixin
+from services.common.serving.servicer import translated
+from services.common.serving.share import Share
+from services.common.serving.token_call import TokenCall
+from services.common.wire.codec import Floats, PackedPairs, pack_floats
+from services.common.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
 
+MOST_ENDS = 512
+"""Most end tokens of one request; they are passed to the model with every pair."""
 
-@serve.deployment(name="Reference", max_ongoing_requests=256, health_check_period_s=5, graceful_shutdown_timeout_s=10)
+
+@serve.deployment(
+    name="Reference", max_ongoing_requests=MOST_ONGOING, health_check_period_s=2, graceful_shutdown_timeout_s=10
+)
 class Reference(HealthMixin):
     """One replica, one frozen model."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        # Here and not above: Serve builds the application in a process that needs no torch, seconds sooner.
-        from services.common.batcher import Batcher
-        from services.common.device import default_device, gpu_count
-        from services.common.identity import describe_model
-        from services.common.models import load_tokenizer, max_length
-        from services.reference.logprobs import FrozenModel, Question
+        # Imported here because Serve builds the application in a process that then need not load torch.
+        from services.common.models.device import default_device, gpu_count
+        from services.common.models.distribution import Distribution
+        from services.common.models.loading import load_tokenizer, max_length
+        from services.common.wire.identity import describe_model, vocabulary_size
+        from services.reference.model import FrozenModel, Question
 
+        shorten_failed_calls()
         frozen = FrozenModel(config, default_device(), gpu_count())
+        tokenizer = load_tokenizer(config.model)
         self._question = Question
-        self._batcher: Batcher[Question, Floats] = Batcher(frozen.logprobs, max_items=config.max_waiting)
+        self._distribution = partial(Distribution, vocabulary=vocabulary_size(tokenizer))
+        self._admission = Admission(config.limits)
+        self._batcher: Batcher[Question, Floats] = Batcher(
+            frozen.logprobs, batch_tokens=config.batch_tokens, batch_s=config.limits.batch_s
+        )
         self._model = describe_model(
             config.model,
-            load_tokenizer(config.model),
-            vocab_size=int(frozen.model.config.vocab_size),
+            tokenizer,
+            vocab_size=int(frozen.model.config.get_text_config().vocab_size),
             max_length=max_length(frozen.model),
             dtype=config.dtype,
         )
         self._check = frozen.check
 
     async def check_health(self) -> None:
-        """The model answers, not just the process. One that works is not asked: a long queue is no illness."""
-        if not self._batcher.busy:
-            await asyncio.to_thread(self._check)
+        """Raises if the model does not work: an idle one is tested, one that computes has a deadline."""
+        await self._batcher.check_health(self._check)
 
     @translated
-    async def Logprobs(self, request: pb.LogprobsRequest) -> pb.LogprobsResponse:
-        """See reference.proto."""
+    async def Logprobs(self, request: pb.LogprobsRequest, share: Share) -> pb.LogprobsResponse:
+        """Computes log-probs of response tokens under the frozen model."""
         temperature = request.temperature if request.HasField("temperature") else 1.0
         if not (temperature > 0 and math.isfinite(temperature)):
             raise InvalidArgument(f"temperature: {temperature:g}; must be more than 0")
-        prompts, responses = unpack_pairs(
-            request.pairs, vocab_size=self._model.vocab_size, max_length=self._model.max_length
-        )
-        questions = [self._question(p, r, temperature) for p, r in zip(prompts, responses, strict=True)]
-        return pb.LogprobsResponse(ref_logprobs=pack_floats(list(await self._batcher.submit(questions))))
+        asked = self._asked(request, temperature)
+        packed = PackedPairs.of(request.pairs)
+        with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
+            pairs = packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
+            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked))
+            await self._batcher.submit(share, call)
+        return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
+
+    def _asked(self, request: pb.LogprobsRequest, temperature: float) -> Any:
+        """The Distribution that the request asks for."""
+        if request.min_new_tokens < 0:
+            raise InvalidArgument(f"min_new_tokens: {request.min_new_tokens}; must be 0 or more")
+        if len(request.end_ids) > MOST_ENDS:
+            raise InvalidArgument(f"end_ids: {len(request.end_ids)} of them; may be {MOST_ENDS} at most")
+        last = self._model.vocab_size - 1
+        for token in request.end_ids:
+            if not 0 <= token <= last:
+                raise InvalidArgument(f"end_ids: {token} is outside the vocabulary (0 to {last})")
+        ends = tuple(sorted(set(request.end_ids)))
+        return self._distribution(temperature=temperature, min_new_tokens=request.min_new_tokens, end_ids=ends)
 
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.ReferenceInfo:
-        """See reference.proto."""
+        """Describes the model."""
         return pb.ReferenceInfo(model=self._model)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, from the `args:` of the YAML file."""
+    """Builds the application from the `args:` of the YAML file."""
     return Reference.bind(ReferenceConfig.parse(args, "reference.args"))  # type: ignore[attr-defined, no-any-return]

@@ -1,34 +1,38 @@
-"""Client of the reward service. Needs grpcio and numpy, and no training run around it."""
+"""Client of the reward service. It needs only grpcio and numpy, and works without a training run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import grpc
+import numpy as np
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
-from services.common.arrays import Floats, Ints, pack_pairs, unpack_floats
-from services.common.client import ServiceClient
+from services.common.wire.backoff import Deadline
+from services.common.wire.client import ServiceClient
+from services.common.wire.codec import Floats, Ints, pack_pairs, unpack_floats
+from services.common.wire.errors import InvalidArgument, InvalidReply
+from services.common.wire.replies import one_each, reading
+from services.common.wire.splitting import in_parts, select, some, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores and what gave them."""
+    """Scores and the identity of their scorer."""
 
     values: Floats
-    """[B] float32"""
+    """The scores, [B] float32."""
     scorer: str
-    """For instance "model:models/reviews/reward"."""
+    """Name of the scorer, for instance "model:models/reviews/reward"."""
     model_hash: str
-    """sha256 of the model's files or the function's source: equal hashes, comparable scores."""
+    """sha256 of the model's files or the function's source; scores with equal hashes can be compared."""
 
 
 class RewardClient(ServiceClient[RewardStub]):
-    """Scores pairs."""
+    """Asks for the scores of pairs."""
 
-    def __init__(self, channel: grpc.aio.Channel, application: str = "reward") -> None:
-        super().__init__(channel, RewardStub, application)
+    SERVICE = "reward"
+    STUB = RewardStub
 
     async def score(
         self,
@@ -36,28 +40,70 @@ class RewardClient(ServiceClient[RewardStub]):
         responses: Sequence[Ints],
         *,
         labels: Sequence[str] = (),
+        ended: Sequence[bool] = (),
         timeout_s: float,
     ) -> Scores:
-        """Scores of pairs given as ids of the service's tokenizer, each [P] and [T].
+        """Scores of pairs given as ids of the service's tokenizer, each [P] and [T]. Large calls are sent in parts.
+
+        Args:
+            prompts: token ids.
+            responses: token ids.
+            labels: one per pair, or empty; passed to function scorers.
+            ended: True for each response that is complete; empty: judged by the response's last token.
+            timeout_s: deadline in seconds.
 
         Raises:
-            ServiceError: the service's own, by its status; DeadlineExceeded after `timeout_s`.
+            ServiceError: the service's error; DeadlineExceeded after `timeout_s`; InvalidReply if the answer has
+                another length, or its parts come from different scorers.
         """
-        request = pb.ScoreRequest(tokens=pack_pairs(prompts, responses), labels=labels)
-        return await self._score(request, timeout_s)
+
+        def request(rows: range) -> pb.ScoreRequest:
+            tokens = pack_pairs(*select(rows, prompts, responses))
+            return pb.ScoreRequest(tokens=tokens, labels=some(labels, rows), ended=some(ended, rows))
+
+        return await self._score(tokens_of(prompts, responses), request, timeout_s)
 
     async def score_texts(
         self, prompts: Sequence[str], responses: Sequence[str], *, labels: Sequence[str] = (), timeout_s: float
     ) -> Scores:
-        """Scores of pairs given as texts, the responses taken as complete. Raises as `score` does."""
-        texts = pb.TextPairs(prompts=prompts, responses=responses)
-        return await self._score(pb.ScoreRequest(texts=texts, labels=labels), timeout_s)
+        """Scores of pairs given as texts; all responses count as complete. Raises as `score` does."""
+        if len(prompts) != len(responses):
+            raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
 
-    async def _score(self, request: pb.ScoreRequest, timeout_s: float) -> Scores:
-        reply = await self._call(self._stub.Score, request, timeout_s, "Score")
-        return Scores(unpack_floats(reply.scores, "scores"), reply.scorer.name, reply.scorer.model_hash)
+        def request(rows: range) -> pb.ScoreRequest:
+            chosen, their = select(rows, prompts, responses)
+            return pb.ScoreRequest(texts=pb.TextPairs(prompts=chosen, responses=their), labels=some(labels, rows))
+
+        # An English token has three bytes or more; in other scripts a letter may take several tokens.
+        sizes = [len(a.encode()) + len(b.encode()) for a, b in zip(prompts, responses, strict=True)]
+        return await self._score([1 + size // 3 for size in sizes], request, timeout_s)
+
+    async def _score(
+        self, sizes: Sequence[int], request: Callable[[range], pb.ScoreRequest], timeout_s: float
+    ) -> Scores:
+        deadline = Deadline(timeout_s)
+        call = f"{self.application}.Score"
+
+        async def ask(rows: range) -> Scores:
+            divisible = len(rows) > 1
+            reply = await self._call(
+                self._stub.Score, request(rows), deadline, "Score", anywhere=True, divisible=divisible
+            )
+            with reading(call):
+                values = one_each(unpack_floats(reply.scores, "scores"), len(rows), "scores")
+            return Scores(values, reply.scorer.name, reply.scorer.model_hash)
+
+        parts = await in_parts(sizes, ask)
+        names = {(part.scorer, part.model_hash) for part in parts}
+        if len(names) > 1:
+            raise InvalidReply(
+                f"{call}: parts of one call were scored by {len(names)} scorers; is it being replaced?"
+            )
+        return Scores(np.concatenate([part.values for part in parts]), parts[0].scorer, parts[0].model_hash)
 
     async def info(self, timeout_s: float) -> pb.RewardInfo:
         """The scorer behind the service."""
-        info: pb.RewardInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
+        info: pb.RewardInfo = await self._call(
+            self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info", anywhere=True
+        )
         return info

@@ -4,30 +4,32 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from services.common.config import Config, ModelPath, matching
-from services.common.frozen_config import FrozenConfig
-
-Count = Annotated[int, Field(ge=1)]
+from services.common.config.base import Config, Count, ModelPath, matching
+from services.common.config.frozen import FrozenConfig
+from services.common.config.limits import LimitsConfig
 
 
 class ModelScorerConfig(FrozenConfig):
     """A Hugging Face sequence-classification model with one label."""
 
     kind: Literal["model"]
-    """Which scorer this is."""
+    """Kind of the scorer."""
     model: ModelPath
-    """Folder of the model. Its tokenizer must be the service's."""
+    """Folder of the model. Its tokenizer must equal the service's."""
     normalise: bool = True
-    """Subtract `reward_mean` and divide by `reward_std` where the model's config.json has them."""
+    """Subtract `reward_mean` and divide by `reward_std` if the model's config.json has them."""
 
 
 class FunctionScorerConfig(Config):
     """A Python function of texts."""
 
     kind: Literal["function"]
-    """Which scorer this is."""
+    """Kind of the scorer."""
     function: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function")]
-    """`package.module:function`, taking a sequence of services.common.pairs.Pair and returning a score for each."""
+    """`package.module:function`, which takes a sequence of Pair (services/common/wire/pairs.py) and returns
+    scores."""
+    batch_tokens: Count = 16_384
+    """Most tokens of the pairs in one call of the function."""
 
 
 class BlendPart(Config):
@@ -43,9 +45,9 @@ class BlendScorerConfig(Config):
     """The weighted sum of several scorers."""
 
     kind: Literal["blend"]
-    """Which scorer this is."""
+    """Kind of the scorer."""
     parts: Annotated[list[BlendPart], Field(min_length=1)]
-    """What is summed."""
+    """The scorers that are summed, with their weights."""
 
 
 ScorerConfig = Annotated[
@@ -55,16 +57,16 @@ ScorerConfig = Annotated[
 
 
 class RewardConfig(Config):
-    """What scores, and whose token ids the requests carry."""
+    """The scorer, and the tokenizer of the requests' token ids."""
 
     tokenizer: ModelPath
-    """Folder whose tokenizer the requests' token ids belong to: the policy's."""
+    """Folder of the tokenizer of the requests' token ids, usually the policy's."""
     scorer: ScorerConfig
-    """kind: model, function or blend."""
+    """The scorer; its `kind` is model, function or blend."""
     max_length: Count = 4096
-    """Longest prompt + response, in tokens; a model's own limit counts too."""
-    max_waiting: Count = 4096
-    """Most pairs that may wait; more are refused with RESOURCE_EXHAUSTED."""
+    """Longest prompt + response, in tokens; a model's own limit applies as well."""
+    limits: LimitsConfig = LimitsConfig()
+    """Limits on waiting calls, their shares among callers, and the time of a pass."""
 
 
 BlendPart.model_rebuild()

@@ -1,73 +1,159 @@
-"""Requests of the reward service, given as ids or as text, as what scorers take."""
+"""Conversion of calls, given as ids or as text, to the inputs of scorers: pass by pass, never a whole call at
+once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
-from services.common.arrays import check_lengths, unpack_pairs
-from services.common.errors import InvalidArgument
-from services.common.pairs import Pair
-from services.reward.scorers import Scored
+from services.common.wire.codec import Floats, Ints, PackedPairs, check_length
+from services.common.wire.errors import InvalidArgument
+from services.common.wire.pairs import Pair
+from services.common.wire.ragged import Ragged
+from services.reward.scorers.scorer import Scored
+
+NO_TEXT = Pair("", "")
+"""Placeholder for the text of ids when no scorer reads texts."""
+_MOST_COST = 1 << 30
+
+
+class ScoreCall:
+    """A batcher's view of one Score call: the costs of its rows, the scorers' inputs, and the scores."""
+
+    def __init__(self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[Scored]]) -> None:
+        self.costs = costs
+        self.items = items
+        self.out: Floats = np.empty(len(costs), np.float32)
+        """The scores, [B]."""
+
+    def put(self, rows: Sequence[int], results: Sequence[np.float32]) -> None:
+        """Stores the scores of these rows."""
+        self.out[rows] = results
+
+
+class Received:
+    """A Score request that has been counted but not decoded."""
+
+    def __init__(self, request: pb.ScoreRequest) -> None:
+        """Counts the rows. InvalidArgument if the request holds neither ids nor texts."""
+        kind = request.WhichOneof("pairs")
+        if kind is None:
+            raise InvalidArgument("pairs: set tokens or texts")
+        self.request = request
+        self.field = str(kind)
+        self.packed = PackedPairs.of(request.tokens) if kind == "tokens" else None
+        pairs = self.packed.rows if self.packed else max(len(request.texts.prompts), len(request.texts.responses))
+        self.rows = max(pairs, len(request.labels))
+        """Number of pairs or of labels, the larger of the two."""
+
+    def tokens(self) -> int:
+        """Number of tokens; for texts and labels, bytes. Reads every text, so the number of rows is checked first."""
+        labels = sum(map(_size, self.request.labels))
+        if self.packed:
+            return self.packed.tokens + labels
+        texts = self.request.texts
+        return sum(map(_size, texts.prompts)) + sum(map(_size, texts.responses)) + labels
 
 
 class Encoder:
     """Turns ids into text and text into ids, by one tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_length: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_length: int, *, texts: bool = True) -> None:
+        """
+        Args:
+            tokenizer: the tokenizer of the requests' ids.
+            vocab_size: upper limit of ids.
+            max_length: most tokens of a pair.
+            texts: True if a scorer reads the text of ids.
+        """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_length = max_length
+        self._texts = texts
 
-    def decode(self, request: pb.ScoreRequest) -> list[Scored]:
-        """The request's pairs. InvalidArgument names what is wrong with them."""
-        kind = request.WhichOneof("pairs")
-        if kind is None:
-            raise InvalidArgument("pairs: set tokens or texts")
-        scored = self._from_tokens(request) if kind == "tokens" else self._from_texts(request)
-        return scored
-
-    def _from_tokens(self, request: pb.ScoreRequest) -> list[Scored]:
-        prompts, responses = unpack_pairs(
-            request.tokens, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
+    def call(self, received: Received) -> ScoreCall:
+        """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
+        if received.packed is None:
+            return self._of_texts(received.request)
+        prompts, responses = received.packed.unpack(
+            vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
         )
-        labels = _labels(request, len(prompts))
-        texts = self._tokenizer.batch_decode([*prompts, *responses], skip_special_tokens=True)
+        _check_labels(received.request, len(prompts))
+        _check_ended(received.request, len(prompts))
+        given = received.request
+        return ScoreCall(
+            prompts.lengths + responses.lengths, lambda rows: self._from_tokens(prompts, responses, given, rows)
+        )
+
+    def _from_tokens(
+        self, prompts: Ragged, responses: Ragged, given: pb.ScoreRequest, rows: Sequence[int]
+    ) -> list[Scored]:
+        asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
+        if not self._texts:
+            return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
+        texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
         eos = self._tokenizer.eos_token_id
+        pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)
         return [
-            Scored(p, r, Pair(prompt=pt, response=rt, label=label, ended=bool(r[-1] == eos)))
-            for p, r, pt, rt, label in zip(
-                prompts, responses, texts[: len(prompts)], texts[len(prompts) :], labels, strict=True
+            Scored(
+                p,
+                r,
+                Pair(
+                    prompt=pt,
+                    response=rt,
+                    label=given.labels[row] if given.labels else "",
+                    ended=given.ended[row] if given.ended else bool(r[-1] == eos),
+                ),
             )
+            for p, r, pt, rt, row in pairs
         ]
 
-    def _from_texts(self, request: pb.ScoreRequest) -> list[Scored]:
-        prompts, responses = list(request.texts.prompts), list(request.texts.responses)
+    def _of_texts(self, request: pb.ScoreRequest) -> ScoreCall:
+        prompts, responses = request.texts.prompts, request.texts.responses
         if not prompts:
             raise InvalidArgument("texts: empty; send at least one prompt and response")
         if len(prompts) != len(responses):
             raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
-        labels = _labels(request, len(prompts))
-        prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer(prompts)["input_ids"]]
+        _check_labels(request, len(prompts))
+        # A text has at most one token per byte, plus a first and a last special token.
+        costs = [min(_size(p) + _size(r) + 2, _MOST_COST) for p, r in zip(prompts, responses, strict=True)]
+        return ScoreCall(np.asarray(costs, np.int32), lambda rows: self._from_texts(request, rows))
+
+    def _from_texts(self, request: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
+        prompts = [request.texts.prompts[row] for row in rows]
+        responses = [request.texts.responses[row] for row in rows]
         eos = self._tokenizer.eos_token_id
         end = [] if eos is None else [eos]
-        response_ids = [
-            np.asarray([*ids, *end], np.int32)
-            for ids in self._tokenizer(responses, add_special_tokens=False)["input_ids"]
-        ]
-        for name, sequences in (("prompts", prompt_ids), ("responses", response_ids)):
-            for index, ids in enumerate(sequences):
-                if not len(ids):
-                    raise InvalidArgument(f"texts.{name}[{index}]: has no tokens")
-        check_lengths(prompt_ids, response_ids, self._max_length, "texts")
+        prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer(prompts)["input_ids"]]
+        answers = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
+        response_ids = [np.asarray([*ids, *end], np.int32) for ids in answers]
+        self._check_texts(prompt_ids, response_ids, rows)
         return [
-            Scored(p, r, Pair(prompt=pt, response=rt, label=label))
-            for p, r, pt, rt, label in zip(prompt_ids, response_ids, prompts, responses, labels, strict=True)
+            Scored(p, r, Pair(prompt=pt, response=rt, label=request.labels[row] if request.labels else ""))
+            for p, r, pt, rt, row in zip(prompt_ids, response_ids, prompts, responses, rows, strict=True)
         ]
 
+    def _check_texts(self, prompts: Sequence[Ints], responses: Sequence[Ints], rows: Sequence[int]) -> None:
+        for name, sequences in (("prompts", prompts), ("responses", responses)):
+            for row, ids in zip(rows, sequences, strict=True):
+                if not len(ids):
+                    raise InvalidArgument(f"texts.{name}[{row}]: has no tokens")
+        for row, prompt, response in zip(rows, prompts, responses, strict=True):
+            check_length(len(prompt), len(response), self._max_length, f"texts[{row}]")
 
-def _labels(request: pb.ScoreRequest, pairs: int) -> Sequence[str]:
+
+def _size(text: str) -> int:
+    """Upper bound of the bytes of a text, without encoding it."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def _check_ended(request: pb.ScoreRequest, pairs: int) -> None:
+    if request.ended and len(request.ended) != pairs:
+        raise InvalidArgument(f"ended: {len(request.ended)} for {pairs} pairs; send one each, or none")
+
+
+def _check_labels(request: pb.ScoreRequest, pairs: int) -> None:
     if request.labels and len(request.labels) != pairs:
         raise InvalidArgument(f"labels: {len(request.labels)} for {pairs} pairs; send one each, or none")
-    return list(request.labels) or [""] * pairs

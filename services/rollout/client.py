@@ -9,24 +9,35 @@ import grpc
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from protos.rollout_pb2_grpc import RolloutStub
-from services.common.arrays import Ints, pack_longs, pack_sequences
-from services.common.client import Backoff, ServiceClient
-from services.common.errors import (
+from services.common.wire.backoff import Backoff, Deadline
+from services.common.wire.client import ServiceClient, too_busy
+from services.common.wire.codec import Ints, pack_longs, pack_sequences
+from services.common.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    InvalidReply,
+    LeaseLost,
+    ResourceExhausted,
     ServiceError,
+    TooLarge,
     Unavailable,
     from_rpc,
 )
+from services.common.wire.replies import reading
+from services.common.wire.splitting import PAIRS
 from services.rollout.sample import Sample, Sampling
 
 
 class RolloutClient(ServiceClient[RolloutStub]):
-    """Samples from the policy, and drives weight pushes."""
+    """Samples from the policy and drives weight pushes."""
 
-    def __init__(self, channel: grpc.aio.Channel, application: str = "rollout") -> None:
-        super().__init__(channel, RolloutStub, application)
+    SERVICE = "rollout"
+    STUB = RolloutStub
+
+    lease = common_pb2.Lease()
+    """The lease from the last `claim`, with the identity that it was granted to. Every phase of a push carries it,
+    and every Generate that asks for a version, so that a run which lost its lease can't sample any more."""
 
     async def generate(
         self,
@@ -40,49 +51,44 @@ class RolloutClient(ServiceClient[RolloutStub]):
         stall_s: float = 20,
         on_repeat: Callable[[int], None] = lambda missing: None,
     ) -> AsyncIterator[list[Sample]]:
-        """One sample per prompt, as they finish, each exactly once.
+        """Samples one response per prompt and yields the samples as they finish, each exactly once.
 
-        A replica that dies, falls silent, is too old or too new or drops requests in a push costs only its
-        unfinished samples: those are asked for again, until the deadline.
+        If a replica dies, is silent, serves another version or timeline, or drops requests, its unfinished samples
+        are asked for again until the deadline. One call holds at most PAIRS prompts, fewer if refused.
 
         Args:
             prompts: token ids, each [P].
-            sampling: how to sample.
-            seeds: one per prompt, for reproducible samples; None samples freely.
-            min_version: oldest policy version that may serve this.
-            max_version: newest that may; None for any.
-            timeout_s: deadline of the whole, repeats included.
-            stall_s: silence after which a replica is given up as stuck. Replicas speak every 2 s, busy or not.
-            on_repeat: told how many samples are asked for once more, each time.
+            sampling: sampling parameters.
+            seeds: one per prompt, for reproducible samples; None for unseeded sampling.
+            min_version: oldest version, of the run's timeline, that may serve this; 0 for any weights.
+            max_version: newest version that may; None for any. With either, the client needs the run's lease.
+            timeout_s: deadline for all samples, repeats included.
+            stall_s: seconds of silence after which a replica counts as stuck; a working one speaks every 2 s.
+            on_repeat: called before each repeat with the number of samples that are asked for again.
 
         Raises:
-            InvalidArgument: the request can never succeed, or there is not one seed per prompt.
-            DeadlineExceeded: not all samples came in time.
-            Unavailable, FailedPrecondition: nobody could serve the rest until the deadline.
+            InvalidArgument: the request can never succeed, or the number of seeds is wrong.
+            DeadlineExceeded, Unavailable, FailedPrecondition: some samples did not come in time, or LeaseLost.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise InvalidArgument(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one each, or None")
-        backoff = Backoff(timeout_s)
-        missing = set(range(len(prompts)))
-        while missing:
-            asked = sorted(missing)
-            stream = self._stream(prompts, asked, sampling, seeds, (min_version, max_version), backoff.left_s)
+        deadline, remaining = Deadline(timeout_s), _Remaining(len(prompts))
+        backoff, call = Backoff(deadline), f"{self.application}.Generate"
+        while asked := remaining.next():
+            stream = self._stream(prompts, asked, sampling, seeds, (min_version, max_version), deadline.left_s)
             try:
                 async for response in _heard(stream, stall_s):
-                    samples = [_renumbered(sample, asked) for sample in response.samples]
-                    missing.difference_update(sample.index for sample in samples)
-                    if samples:
+                    if samples := [_renumbered(sample, asked, call) for sample in response.samples]:
+                        remaining.remove(samples)
                         yield samples
-                failure: ServiceError = Unavailable(f"rollout.Generate: ended with {len(missing)} samples missing")
-            except grpc.RpcError as error:
-                failure = from_rpc(error, "rollout.Generate")
-            except TimeoutError:
-                failure = Unavailable(f"rollout.Generate: a replica was silent for {stall_s:g} s")
+                failure: ServiceError = Unavailable(f"{call}: ended with {len(remaining)} samples missing")
+            except (grpc.RpcError, TimeoutError) as error:
+                failure = _failure(error, call, stall_s)
             finally:
-                stream.cancel()  # whoever leaves early must not leave the replica sampling
-            if missing:
-                await self._retry(failure, backoff, timeout_s, len(missing))
-                on_repeat(len(missing))
+                stream.cancel()  # a caller that leaves early must not leave the replica sampling
+            if (again := remaining.among(asked)) and not remaining.halve(again, failure):
+                await self._retry(failure, backoff, deadline, len(remaining))
+                on_repeat(0 if isinstance(failure, ResourceExhausted) else again)
 
     def _stream(
         self,
@@ -99,39 +105,108 @@ class RolloutClient(ServiceClient[RolloutStub]):
             seeds=pack_longs(seeds[index] for index in asked) if seeds else b"",
             min_version=versions[0],
             max_version=versions[1],
+            lease=self.lease if versions != (0, None) else None,
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 
-    async def _retry(self, failure: ServiceError, backoff: Backoff, timeout_s: float, missing: int) -> None:
+    async def _retry(self, failure: ServiceError, backoff: Backoff, deadline: Deadline, missing: int) -> None:
         if isinstance(failure, DeadlineExceeded):
-            raise DeadlineExceeded(f"rollout.Generate: {missing} samples missing after {timeout_s:g} s")
-        if not isinstance(failure, (Unavailable, FailedPrecondition)):
+            name = f"{self.application}.Generate"
+            raise DeadlineExceeded(f"{name}: {missing} samples missing after {deadline.timeout_s:g} s")
+        waits = isinstance(failure, Unavailable | FailedPrecondition | ResourceExhausted)
+        if not waits or isinstance(failure, TooLarge | LeaseLost):
             raise failure
-        await backoff.wait(failure)
+        if isinstance(failure, ResourceExhausted):
+            await backoff.wait(too_busy(failure, deadline), failure.retry_after_s)
+        else:
+            await backoff.wait(failure)
 
     async def info(self, timeout_s: float) -> pb.RolloutInfo:
         """Model, version and load of one replica."""
-        info: pb.RolloutInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
+        info: pb.RolloutInfo = await self._call(
+            self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info", anywhere=True
+        )
         return info
+
+    async def claim(
+        self, lease: common_pb2.Lease, ttl_s: float, timeout_s: float, *, take_over: bool = False
+    ) -> list[pb.WeightReport]:
+        """Puts the lease in force on every replica, or renews it, for `ttl_s` seconds; 0 releases the replicas.
+
+        Raises:
+            LeaseLost: another run holds the replicas and is alive, or has a later lease.
+        """
+        claim = common_pb2.Claim(ttl_s=ttl_s, take_over=take_over)
+        reports = await self._phase(timeout_s, lease, claim=claim)
+        refused = [f"{report.replica}: {report.error}" for report in reports if not report.ok]
+        if len(refused) < len(reports) or not refused:
+            identity = next((report.held.lease.identity for report in reports if report.ok), self.lease.identity)
+            self.lease = common_pb2.Lease(run_id=lease.run_id, number=lease.number, identity=identity)
+        if refused:
+            raise Unavailable(f"{self.application}.UpdateWeights(claim): " + "; ".join(refused))
+        return reports
 
     async def update_weights(
         self, timeout_s: float, *, members: Collection[str] = (), **phase: Any
     ) -> list[pb.WeightReport]:
-        """Has every replica carry out one phase, given as `prepare=Prepare(...)`; the reports that came.
+        """Makes every replica carry out one phase, given as `prepare=Prepare(...)`; returns the reports that came.
 
-        Returns when all `members` have answered, everyone if there are none, or else after `timeout_s`.
-        Not repeated when the fan-out's own replica is lost on the way: the caller aborts and pushes again.
+        Returns when all `members` have answered (all replicas if no members are given), at the latest after
+        `timeout_s`. The call is not repeated if the replica that fans it out is lost: the caller aborts and pushes
+        again.
+
+        Raises:
+            LeaseLost: another run holds the replicas.
         """
-        request = pb.WeightPhase(timeout_s=timeout_s, members=members, **phase)
+        return await self._phase(timeout_s, self.lease, members=members, **phase)
+
+    async def _phase(self, timeout_s: float, lease: common_pb2.Lease, **fields: Any) -> list[pb.WeightReport]:
+        request = pb.WeightPhase(timeout_s=timeout_s, lease=lease, **fields)
         try:
             reply = await self._stub.UpdateWeights(request, metadata=self._metadata, timeout=timeout_s + 5)
         except grpc.RpcError as error:
-            raise from_rpc(error, f"rollout.UpdateWeights({request.WhichOneof('phase')})") from None
+            raise from_rpc(error, f"{self.application}.UpdateWeights({request.WhichOneof('phase')})") from None
+        if fenced := [report for report in reply.reports if report.fenced]:
+            raise LeaseLost(f"{self.application}.UpdateWeights: {fenced[0].replica}: {fenced[0].error}")
         return list(reply.reports)
 
 
+class _Remaining:
+    """The prompts whose samples have not come yet, and the number of them that one call asks for."""
+
+    def __init__(self, prompts: int) -> None:
+        self._missing, self._most = set(range(prompts)), PAIRS
+
+    def __len__(self) -> int:
+        return len(self._missing)
+
+    def next(self) -> list[int]:
+        """Indices of the prompts for the next call; empty when all samples have come."""
+        return sorted(self._missing)[: self._most]
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """Records samples that have come."""
+        self._missing.difference_update(sample.index for sample in samples)
+
+    def among(self, asked: Sequence[int]) -> int:
+        """Number of these prompts whose samples have not come."""
+        return sum(index in self._missing for index in asked)
+
+    def halve(self, again: int, failure: ServiceError) -> bool:
+        """Makes later calls half as large if this one was refused for its size; True if it did."""
+        refused = isinstance(failure, ResourceExhausted) and failure.retry_after_s is None and again > 1
+        self._most = again // 2 if refused else self._most
+        return refused
+
+
+def _failure(error: Exception, call: str, stall_s: float) -> ServiceError:
+    if isinstance(error, grpc.RpcError):
+        return from_rpc(error, call)
+    return Unavailable(f"{call}: a replica was silent for {stall_s:g} s")
+
+
 async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncIterator[pb.GenerateResponse]:
-    """The stream's messages; TimeoutError when none comes for `stall_s`."""
+    """Yields the stream's messages; TimeoutError if no message comes for `stall_s`."""
     messages = aiter(stream)
     while True:
         try:
@@ -142,7 +217,10 @@ async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncItera
         yield message
 
 
-def _renumbered(message: pb.Sample, asked: list[int]) -> Sample:
-    """The sample, its index being that of the caller's prompts and not of a repeat's remainder."""
+def _renumbered(message: pb.Sample, asked: list[int], call: str) -> Sample:
+    """The sample with the index of its prompt among the caller's, instead of among those of this call."""
+    if not 0 <= message.index < len(asked):
+        raise InvalidReply(f"{call}: a sample of prompt {message.index}, but {len(asked)} were sent")
     message.index = asked[message.index]
-    return Sample.from_wire(message)
+    with reading(call):
+        return Sample.from_wire(message)

@@ -4,9 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.common.config import Config, Dtype, ModelPath, Seconds
-
-Count = Annotated[int, Field(ge=1)]
+from services.common.config.base import Config, Count, Dtype, ModelPath, Seconds
+from services.common.config.limits import LimitsConfig
 
 
 class RolloutConfig(Config):
@@ -15,26 +14,36 @@ class RolloutConfig(Config):
     model: ModelPath
     """Folder of the Hugging Face model whose weights are version 0."""
     dtype: Dtype = "bfloat16"
-    """Arithmetic of the engine. Use the learner's, so that their log-probs agree."""
+    """Arithmetic of the engine. Use the same as the learner, so that their log-probs agree."""
     max_length: Count = 2048
     """Longest prompt + response, in tokens."""
     max_num_seqs: Count = 256
     """Most requests in one engine step."""
     kv_cache_mib: Count | None = None
-    """Memory of the KV cache in MiB. Null: what gpu_memory_utilization leaves; required on a CPU."""
+    """Memory of the KV cache in MiB; required on a CPU. Null: all that gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the engine."""
     tensor_parallel_size: Count = 1
-    """GPUs that one replica's engine is spread over."""
-    enforce_eager: bool = True
-    """Skip graph capture and compilation: a quicker start and, for small models on a CPU, no slower."""
+    """GPUs over which one replica's engine is divided."""
+    max_num_batched_tokens: Count | None = None
+    """Most tokens in one engine step, prompts and responses together. Null: the default of vLLM's `LLM` on this
+    machine, such as 16384 on an H100 or H200."""
+    enforce_eager: bool | None = None
+    """Skip graph capture and compilation, for a faster start. Null: only without a GPU, where small models run as
+    fast without them."""
+    limits: LimitsConfig = LimitsConfig(max_call_tokens=16 << 20, max_waiting_tokens=256 << 20)
+    """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
+    the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it
+    generates."""
     seed: int = 0
-    """Of requests that bring no seed."""
+    """Seed of the engine, for requests without a seed."""
     weight_backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
-    """How weights arrive: by vLLM's nccl engine; by gloo, which also serves GPUs without NCCL; or ipc, in host memory
-    that the learner shares with the replicas of its machine. auto: nccl where there is an NVIDIA GPU, else gloo."""
+    """Backend by which this replica accepts weights; auto accepts the one that orchestrator.weights.backend names."""
     host: str = "127.0.0.1"
-    """This machine's address as the learner reaches it; gloo connections listen there."""
+    """Address at which the learner reaches this machine; gloo connections listen there."""
     join_s: Seconds = 600
-    """Longest wait of a new replica for the weights of a training run that goes on, before it gives up and is
+    """Longest wait, in seconds, of a new replica for the weights of the current training run; then it is
     restarted."""
+    max_phase_s: Seconds = 600
+    """Longest deadline, in seconds, that a phase of a push may have. A paused replica that gets no further phase
+    rolls back after twice the deadline of its last phase."""

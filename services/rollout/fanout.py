@@ -1,4 +1,4 @@
-"""Asking every replica of a deployment, without waiting for those that do not answer."""
+"""Calls to every replica of a deployment that do not wait for replicas without an answer."""
 
 import asyncio
 from collections.abc import Awaitable, Collection
@@ -7,30 +7,30 @@ from typing import Any
 from protos import rollout_pb2 as pb
 
 GRACE_S = 2.0
-"""After one replica is lost: how long the others may take. They wait for it in collectives that now break."""
+"""Seconds that the other replicas get after one is lost, since they fail only when their collectives break."""
 
 
 async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.WeightReport]:
-    """Has every replica that Serve knows carry out a phase; the reports of those that answered.
+    """Makes every replica that Serve knows carry out a phase; returns the reports of those that answered.
 
-    Serve's own gathering of a broadcast's results loses all of them when one is late, hence the private call.
+    Uses a private call, because Serve's own collection of a broadcast's results loses all of them if one is late.
     """
     response = handle.broadcast(method, phase.SerializeToString())
     async with asyncio.timeout(phase.timeout_s):
         results = await response._fetch_replica_results_async()
-    # A second beyond the replicas' own deadline: a slow replica's report says more than its absence.
+    # A second more than the replicas' own deadline, so that the report of a slow replica arrives.
     return await gathered([result.get_async() for result in results], phase.members, phase.timeout_s + 1)
 
 
 async def gathered(
     answers: Collection[Awaitable[bytes]], members: Collection[str], timeout_s: float
 ) -> list[pb.WeightReport]:
-    """The reports that have come when all members have answered, or no more are to be expected.
+    """The reports that have come when all members have answered or no further report can come.
 
     Args:
         answers: one for each replica, members or not.
-        members: whose reports count; empty for everyone's.
-        timeout_s: the longest wait.
+        members: the replicas to wait for; empty for all.
+        timeout_s: the longest wait in seconds.
     """
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s

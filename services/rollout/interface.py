@@ -1,45 +1,55 @@
-"""What a replica needs of an engine. Tests inject a fake; the real one is engine.py."""
+"""The interface of an engine for a replica. Tests inject a fake; the real one is vllm/engine.py."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.common.arrays import Ints
+from services.common.weight_transfer.place import Place
+from services.common.wire.codec import Floats, Ints
 from services.rollout.sample import Sample, Sampling
 
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
     from services.common.weight_transfer.manifest import Manifest
 
 LOST = -1
-"""Version of an engine without whole weights: below every min_version, so it serves nobody."""
+"""Version of an engine whose weights are incomplete. It is below every min_version, so the engine gets no
+requests."""
 
 
 class Engine(Protocol):
-    """Samples, and takes new weights. Everything runs on one event loop."""
+    """Samples, and takes new weights. All methods run on one event loop."""
 
     version: int
-    """Policy version that serves now; LOST when a push broke off that had taken the model apart."""
+    """Policy version that serves now; LOST after a push failed that had taken the model apart."""
     checksum: str
-    """Of the bytes that the last push brought; empty before the first."""
+    """Checksum of the last push's bytes; empty before the first push."""
     checksums: dict[int, str]
-    """The same for the last few versions."""
+    """Version -> checksum, for the last few versions."""
     backend: str
-    """How weights arrive: "gloo" or "nccl"."""
+    """Backend by which weights may arrive: "gloo", "nccl" or "ipc"; "auto" for any of these."""
     workers: int
-    """Processes that take part in a push."""
+    """Number of processes that take part in a push."""
+    place: Place
+    """Machine and GPUs of these processes."""
     vocab_size: int
     max_length: int
+    longest_manifest: int
+    """Largest packed manifest, in bytes, that a push may have."""
     tokenizer: Any
 
     async def generate(self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None) -> Sample:
         """Samples one response; cancelling aborts it in the engine."""
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead."""
+        """Raises if the engine is dead."""
 
     def running(self) -> int:
-        """Requests that are not finished."""
+        """Number of unfinished requests."""
+
+    def check(self, manifest: "Manifest") -> None:
+        """Raises InvalidArgument, which names differences, unless the manifest holds exactly the model's weights."""
 
     async def join(self, init_info: dict[str, Any]) -> None:
-        """Joins a push group; returns when all its members have."""
+        """Joins a push group; returns when all its members have joined."""
 
     async def pause(self, in_flight: str) -> None:
         """Stops generation and opens a weight update."""
@@ -47,11 +57,18 @@ class Engine(Protocol):
     async def receive(self, manifest: "Manifest") -> str:
         """Receives the weights; returns their checksum."""
 
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Log-probs of all tokens but the first, over the whole vocabulary; [T - 1] for each sequence."""
+
+    async def stale(self) -> list[str]:
+        """Names of weights that the last push did not bring, as far as the engine knows."""
+
     async def commit(self, version: int) -> None:
-        """Swaps them in and resumes generation."""
+        """Puts the received weights into service and resumes generation."""
 
     async def abort(self) -> bool:
-        """Drops them and resumes generation; False, and paused at version LOST, if the old ones are gone too."""
+        """Drops the received weights and resumes generation. False if the old weights are gone too: the engine then
+        stays paused at version LOST."""
 
     def shutdown(self) -> None:
         """Ends the engine and its processes."""

@@ -2,8 +2,8 @@
 
     python -m services.rollout.offline REQUEST SAMPLES
 
-`quartet evaluate --model PATH` runs this in a process of its own, so that an engine of any size comes and goes
-without touching the deployed ones. REQUEST and SAMPLES are msgpack files.
+`quartet evaluate --model PATH` runs this in a separate process, so that its engine does not affect the deployed ones.
+REQUEST and SAMPLES are msgpack files.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from services.common.arrays import Ints
+from services.common.wire.codec import Ints
 from services.rollout.config import RolloutConfig
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 
 def pack_request(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int]) -> bytes:
-    """What to generate, for REQUEST."""
+    """Packs a request for the file REQUEST."""
     fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "min_new_tokens", "temperature")}
     request = {
         "config": config.model_dump(),
@@ -33,7 +33,7 @@ def pack_request(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampl
 
 
 def unpack_samples(data: bytes) -> list[Sample]:
-    """What was generated, from SAMPLES, in the order of the prompts."""
+    """Reads the file SAMPLES; returns the samples in the order of the prompts."""
     return [
         Sample(
             index=index,
@@ -48,7 +48,7 @@ def unpack_samples(data: bytes) -> list[Sample]:
 
 async def generate(request: dict[str, Any]) -> list[Sample]:
     """Starts an engine, generates everything and ends it."""
-    from services.rollout.engine import VLLMEngine
+    from services.rollout.vllm.engine import VLLMEngine
 
     engine = await VLLMEngine.start(RolloutConfig.parse(request["config"], "offline"))
     try:
@@ -63,7 +63,7 @@ async def generate(request: dict[str, Any]) -> list[Sample]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Reads REQUEST, generates, and writes SAMPLES."""
     source, target = sys.argv[1:]
     samples = asyncio.run(generate(msgpack.unpackb(Path(source).read_bytes())))
     packed = [

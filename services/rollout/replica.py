@@ -1,36 +1,43 @@
-"""The rollout deployment: translates between protobuf and the engine, and nothing else.
+"""The rollout deployment, which only translates between protobuf and the engine.
 
 Import path for Serve: `services.rollout.replica:build`.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
 from ray import serve
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.arrays import Ints, unpack_longs, unpack_sequences
-from services.common.errors import FailedPrecondition, InvalidArgument, translated, translated_stream
-from services.common.replica import HealthMixin
+from services.common.serving.admission import MOST_ONGOING, Admission
+from services.common.serving.door.failed_calls import shorten_failed_calls
+from services.common.serving.health import HealthMixin
+from services.common.serving.servicer import translated, translated_stream
+from services.common.serving.share import Share
+from services.common.serving.slots import Running, Slots
+from services.common.wire.codec import PackedSequences, unpack_longs
+from services.common.wire.errors import FailedPrecondition, InvalidArgument
+from services.common.wire.ragged import Ragged
 from services.rollout.config import RolloutConfig
 from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
 from services.rollout.sample import Sample, Sampling
 
 HEARTBEAT_S = 2.0
-"""How often a stream says something while no sample finishes, so that its caller can tell busy from stuck."""
+"""Seconds after which a stream without a finished sample sends an empty message, so that callers can tell busy
+replicas from stuck ones."""
 LINGER_S = 0.05
-"""How long a finished sample waits for others to share its message. Each message costs milliseconds on its way
-through Serve, whatever it holds, and small models finish a sample with every engine step."""
+"""Seconds that a finished sample waits for others to share its message. Each message through Serve costs milliseconds
+whatever its size, and small models finish a sample with every engine step."""
 
 
 @serve.deployment(
     name="Rollout",
-    max_ongoing_requests=64,
+    max_ongoing_requests=MOST_ONGOING,
     health_check_period_s=5,
     health_check_timeout_s=10,
     graceful_shutdown_timeout_s=10,
@@ -39,21 +46,25 @@ class Rollout(HealthMixin):
     """One replica, one engine."""
 
     async def __init__(self, config: RolloutConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        # Here and not above: Serve builds the application in a process that needs no engine, seconds sooner.
-        # vLLM's logging set-up closes the handlers of everyone else in the process, Serve's among them; and a replica
-        # whose log Serve's controller does not find is stopped when the controller recovers from its own death.
+        # Imported here because Serve builds the application in a process that then need not load the engine.
+        # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
+        # it recovers from its own death, stops replicas whose log it does not find.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-        from services.common.identity import describe_model
-        from services.rollout.engine import VLLMEngine
-        from services.rollout.joining import catch_up
-        from services.rollout.weights import WeightMember
+        from services.common.wire.identity import describe_model
+        from services.rollout.member import WeightMember
+        from services.rollout.newcomer import catch_up
+        from services.rollout.vllm.engine import VLLMEngine
 
+        shorten_failed_calls()
         engine = await VLLMEngine.start(config)
         self._engine: Engine = engine
+        self._admission = Admission(config.limits)
+        self._slots = Slots(config.max_num_seqs, config.limits, quantum=engine.max_length)
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
-        # One handle for good: each has a router of its own, which asks Serve's controller.
+        # One handle is kept, since each new one makes a router that asks Serve's controller.
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
+        self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
         self._model = describe_model(
             config.model,
@@ -62,7 +73,7 @@ class Rollout(HealthMixin):
             max_length=engine.max_length,
             dtype=config.dtype,
         )
-        # Last: when this returns, Serve sends requests here.
+        # Comes last, because Serve sends requests as soon as this returns.
         await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)
 
     def __del__(self) -> None:
@@ -71,49 +82,70 @@ class Rollout(HealthMixin):
             engine.shutdown()
 
     async def check_health(self) -> None:
-        """Serve restarts the replica when its engine is dead, or stuck in a push."""
+        """Raises if the engine is dead or stuck in a push; Serve then restarts the replica."""
         if self._member.failure:
             raise RuntimeError(self._member.failure)
-        if not self._member.busy:  # in a push's phase, which has a deadline of its own, the engine answers nothing
+        if not self._member.busy:  # during a phase, which has its own deadline, the engine does not answer
             await self._engine.check_health()
 
     @translated_stream
-    async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """See rollout.proto."""
+    async def Generate(self, request: pb.GenerateRequest, share: Share) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Samples one response per prompt and streams the samples as they finish."""
+        self._check_lease(request)
         self._check_version(request)
-        prompts = unpack_sequences(request.prompts, "prompts", vocab_size=self._engine.vocab_size)
         sampling = Sampling.from_wire(request.sampling)
-        seeds = _seeds(request.seeds, len(prompts))
-        self._check_fit(prompts, sampling)
-        async with contextlib.aclosing(_as_finished(self._engine, prompts, sampling, seeds)) as finished:
-            async for samples in finished:
-                yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+        self._check_sampling(sampling)
+        packed = PackedSequences.of(request.prompts)
+        tokens = packed.tokens + packed.rows * sampling.max_new_tokens
+        with self._admission.admitted(share, packed.rows, tokens, "prompts"):
+            prompts = packed.unpack("prompts", vocab_size=self._engine.vocab_size)
+            seeds = _seeds(request.seeds, len(prompts))
+            self._check_fit(prompts, sampling)
+            running = _enter(self._slots, share, self._engine, prompts, sampling, seeds)
+            async with contextlib.aclosing(_as_finished(running)) as finished:
+                async for samples in finished:
+                    yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+
+    def _check_lease(self, request: pb.GenerateRequest) -> None:
+        """A run that another has taken over from trains on nothing more. Calls that ask for no version need none."""
+        if request.HasField("lease") or request.min_version or request.HasField("max_version"):
+            self._member.check(request.lease)
 
     def _check_version(self, request: pb.GenerateRequest) -> None:
+        """Versions of two timelines are not compared."""
         version = self._engine.version
+        if request.HasField("lease"):
+            self._member.at.check(request.lease.number, self._replica, "version")
         served = f"{self._replica} serves {version}"
         if version < request.min_version:
             raise FailedPrecondition(f"min_version: {request.min_version} asked, but {served}")
         if request.HasField("max_version") and version > request.max_version:
             raise FailedPrecondition(f"max_version: {request.max_version} asked, but {served}")
 
-    def _check_fit(self, prompts: list[Ints], sampling: Sampling) -> None:
-        if not prompts:
-            raise InvalidArgument("prompts: empty; send at least one")
-        longest = self._engine.max_length - sampling.max_new_tokens
-        for index, prompt in enumerate(prompts):
-            if len(prompt) > longest:
-                raise InvalidArgument(
-                    f"prompts[{index}]: {len(prompt)} tokens + sampling.max_new_tokens "
-                    f"{sampling.max_new_tokens} exceed the model's max_length of {self._engine.max_length}"
-                )
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling.max_new_tokens > self._engine.max_length:
+            raise InvalidArgument(
+                f"sampling.max_new_tokens: {sampling.max_new_tokens}; must be at most the model's max_length, "
+                f"{self._engine.max_length}"
+            )
         for token in sampling.stop_token_ids:
             if not 0 <= token < self._engine.vocab_size:
                 raise InvalidArgument(f"sampling.stop_token_ids: {token} is outside the vocabulary")
 
+    def _check_fit(self, prompts: Ragged, sampling: Sampling) -> None:
+        if not len(prompts):
+            raise InvalidArgument("prompts: empty; send at least one")
+        long = prompts.lengths > self._engine.max_length - sampling.max_new_tokens
+        if long.any():
+            index = int(long.argmax())
+            raise InvalidArgument(
+                f"prompts[{index}]: {len(prompts[index])} tokens + sampling.max_new_tokens "
+                f"{sampling.max_new_tokens} exceed the model's max_length of {self._engine.max_length}"
+            )
+
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.RolloutInfo:
-        """See rollout.proto."""
+        """Describes the model, its version and this replica's load."""
         return pb.RolloutInfo(
             model=self._model,
             policy_version=self._engine.version,
@@ -123,19 +155,27 @@ class Rollout(HealthMixin):
             weight_backend=self._engine.backend,
             workers=self._engine.workers,
             checksums=self._engine.checksums,
+            timeline=self._member.at.timeline,
         )
 
     @translated
     async def UpdateWeights(self, request: pb.WeightPhase) -> pb.WeightReports:
-        """See rollout.proto: has every replica of the deployment carry out the phase, this one included."""
+        """Makes every replica of the deployment, including this one, carry out one phase of a push."""
         if request.WhichOneof("phase") is None:
-            raise InvalidArgument("phase: set one of discover, prepare, transfer, commit and abort")
-        if not request.timeout_s > 0:
-            raise InvalidArgument("timeout_s: required, more than 0")
+            raise InvalidArgument("phase: set one of discover, prepare, transfer, commit, abort and claim")
+        if not 0 < request.timeout_s <= self._max_phase_s:
+            raise InvalidArgument(
+                f"timeout_s: {request.timeout_s:g}; required, more than 0 and at most the replicas' max_phase_s, "
+                f"{self._max_phase_s:g}"
+            )
+        if request.prepare.stall_s > request.timeout_s:
+            raise InvalidArgument(
+                f"prepare.stall_s: {request.prepare.stall_s:g}; must be at most timeout_s, {request.timeout_s:g}"
+            )
         return pb.WeightReports(reports=await broadcast(self._everyone, "carry_out", request))
 
     async def carry_out(self, phase: bytes) -> bytes:
-        """This replica's part of a push phase; called through the deployment's own handle only."""
+        """Carries out this replica's part of a phase; called only through the deployment's own handle."""
         report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
         return bytes(report.SerializeToString())
 
@@ -147,47 +187,49 @@ def _seeds(data: bytes, prompts: int) -> list[int | None]:
     if len(seeds) != prompts:
         raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; send one each, or none")
     if negative := [index for index, seed in enumerate(seeds) if seed < 0]:
-        # The engine would take -1 for no seed at all.
+        # The engine would treat -1 as "no seed".
         raise InvalidArgument(f"seeds[{negative[0]}]: {seeds[negative[0]]}; must be 0 or more")
     return list(seeds)
 
 
-async def _as_finished(
+def _enter(
+    slots: Slots,
+    share: Share,
     engine: Engine,
-    prompts: list[Ints],
+    prompts: Ragged,
     sampling: Sampling,
     seeds: list[int | None],
-    heartbeat_s: float = HEARTBEAT_S,
-) -> AsyncGenerator[list[Sample], None]:
-    """Every sample once, each list holding those that finished since the last: at most one list in LINGER_S, and an
-    empty one after `heartbeat_s` in which none did.
+) -> Running[Sample]:
+    """Queues a call's prompts for the engine."""
+    costs = prompts.lengths + np.int32(sampling.max_new_tokens)
+    return slots.enter(share, costs, lambda row: engine.generate(row, prompts[row], sampling, seeds[row]))
 
-    However this ends (exhausted, cancelled, failed), no request of it is left in the engine.
+
+async def _as_finished(
+    running: Running[Sample], heartbeat_s: float = HEARTBEAT_S
+) -> AsyncGenerator[list[Sample], None]:
+    """Yields every sample once, in lists of those that finished since the last list: at most one list per LINGER_S,
+    and an empty one after `heartbeat_s` without a sample.
+
+    When the generator ends (exhausted, cancelled or failed), none of its requests is left in the engine.
     """
-    pending = {
-        asyncio.ensure_future(engine.generate(index, prompt, sampling, seed))
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-    }
     try:
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+        while running.left:
+            done = await running.finished(heartbeat_s)
             if not done:
                 yield []
                 continue
-            if pending:
-                more, pending = await asyncio.wait(pending, timeout=LINGER_S)
-                done |= more
+            if running.left:
+                done += await running.finished(LINGER_S, all_of_them=True)
             failed = [error for task in done if (error := task.exception())]
             if samples := [task.result() for task in done if not task.exception()]:
-                yield samples  # also beside a failure: what is finished need not be sampled again
+                yield samples  # even if another row failed: finished samples need not be sampled again
             if failed:
                 raise failed[0]
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await running.close()
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, from the `args:` of the YAML file."""
+    """Builds the application from the `args:` of the YAML file."""
     return Rollout.bind(RolloutConfig.parse(args, "rollout.args"))  # type: ignore[attr-defined, no-any-return]

@@ -1,20 +1,23 @@
-"""What a rollout is asked for and what comes back, free of torch, vLLM and Ray."""
+"""Sampling parameters and samples of the rollout service, without torch, vLLM or Ray."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from protos import rollout_pb2 as pb
-from services.common.arrays import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
-from services.common.errors import InvalidArgument
+from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
+from services.common.wire.errors import InvalidArgument
+
+MOST_STOPS = 256
+"""Most stop tokens of one request; the engine keeps them with every prompt."""
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """Reason for which a response ended."""
 
     STOP = "stop"
-    """By an end-of-sequence or stop token, which is the last response token."""
+    """An end-of-sequence or stop token, which is the last response token."""
     LENGTH = "length"
-    """Cut off."""
+    """The limit on its length."""
 
 
 _TO_WIRE = {
@@ -26,7 +29,7 @@ _FROM_WIRE = {wire: reason for reason, wire in _TO_WIRE.items()}
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample; the fields are those of rollout.proto's SamplingParams."""
+    """Sampling parameters; the fields are those of rollout.proto's SamplingParams."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -37,7 +40,7 @@ class Sampling:
     ignore_eos: bool = False
 
     def to_wire(self) -> pb.SamplingParams:
-        """As protobuf."""
+        """Converts to protobuf."""
         return pb.SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -50,7 +53,11 @@ class Sampling:
 
     @classmethod
     def from_wire(cls, message: pb.SamplingParams) -> "Sampling":
-        """From protobuf. InvalidArgument names the first field that cannot be."""
+        """Reads protobuf. InvalidArgument names the first field that is wrong."""
+        if len(message.stop_token_ids) > MOST_STOPS:
+            raise InvalidArgument(
+                f"sampling.stop_token_ids: {len(message.stop_token_ids)} of them; may be {MOST_STOPS} at most"
+            )
         sampling = cls(
             max_new_tokens=message.max_new_tokens,
             temperature=message.temperature if message.HasField("temperature") else 1.0,
@@ -81,14 +88,15 @@ class Sample:
     """One finished response."""
 
     index: int
-    """Which prompt of the request."""
+    """Index of its prompt in the request."""
     response_ids: Ints
-    """[T] token ids, the end-of-sequence token included."""
+    """Token ids, the end-of-sequence token included, [T]."""
     logprobs: Floats
-    """[T] log pi(y_t | prefix) of the sampling policy, at the sampling temperature."""
+    """log pi(y_t | prefix) of the sampling policy at the sampling temperature, [T]."""
     finish_reason: FinishReason
     spans: tuple[tuple[int, int, int], ...]
-    """(policy_version, start, end): which weights sampled which tokens."""
+    """(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that
+    version 7 sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
 
     @property
     def policy_version(self) -> int:
@@ -97,11 +105,11 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest weights that took part."""
+        """Oldest version that sampled any of its tokens."""
         return min(version for version, _, _ in self.spans)
 
     def to_wire(self) -> pb.Sample:
-        """As protobuf."""
+        """Converts to protobuf."""
         return pb.Sample(
             index=self.index,
             response_ids=pack_ints(self.response_ids),

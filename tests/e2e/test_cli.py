@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.cluster import REPO, Quartet, command
+from tests.cluster import Quartet, command
+from tests.configuration import REPO
 
 
 def test_check_passes_the_file_that_is_deployed(quartet: Quartet, tmp_path: Path) -> None:

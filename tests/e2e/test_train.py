@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.metrics import read_metrics
+from orchestrator.monitoring.metrics import read_metrics
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import EVALUATED, Quartet, command
+from tests.cluster import Quartet, command
+from tests.configuration import EVALUATED
 
 STEPS = 3
 EVERY_STEP = {
@@ -85,7 +86,7 @@ async def test_all_replicas_end_with_the_last_version_and_the_same_bytes(quartet
     assert all(info.weights_checksum and info.running == 0 for info in infos)
     reports = await quartet.services.rollout.update_weights(10, discover=pb.Discover())
     assert [report.policy_version for report in reports] == [last, last]
-    assert (await quartet.services.critic.info(10)).last_step >= STEPS
+    assert (await quartet.critic.info(10)).last_step >= STEPS
 
 
 async def test_the_saved_policy_is_the_one_that_is_served(quartet: Quartet, run: Path) -> None:

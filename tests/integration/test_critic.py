@@ -9,46 +9,47 @@ import numpy as np
 import pytest
 
 from protos import critic_pb2
-from services.common.arrays import Floats, Ints, pack_floats
-from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.wire.codec import Floats, Ints, pack_floats
+from services.common.wire.errors import FailedPrecondition, InvalidArgument
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, pairs
 from tests.models import MAX_LENGTH, WORDS
+from tests.pushing import hold_critic
 
 PAIRS = plain.random_pairs(12, seed=3)
 
 
 async def values(quartet: Quartet, of: tuple[list[Ints], list[Ints]] = PAIRS) -> list[Floats]:
-    return await quartet.services.critic.values(*of, timeout_s=60)
+    return (await quartet.critic.values(*of, timeout_s=60)).rows
 
 
-async def train(quartet: Quartet, step: int) -> dict[str, float]:
-    """One epoch towards returns of 1 everywhere."""
-    old = await values(quartet)
+async def train(quartet: Quartet, step: int, old: list[Floats] | None = None) -> dict[str, float]:
+    """One epoch towards returns of 1 everywhere, from values that are the critic's now or were before."""
+    await hold_critic(quartet.critic)
+    old = old or await values(quartet)
     returns = [np.ones_like(row) for row in old]
-    return await quartet.services.critic.train(
-        step, *PAIRS, old, returns, epochs=1, minibatch_size=6, seed=0, timeout_s=60
-    )
+    return await quartet.critic.train(step, *PAIRS, old, returns, epochs=1, minibatch_size=6, seed=0, timeout_s=60)
 
 
 async def last_step(quartet: Quartet) -> int:
-    return (await quartet.services.critic.info(30)).last_step
+    return (await quartet.critic.info(30)).last_step
 
 
 async def test_info_describes_the_model(quartet: Quartet) -> None:
-    info = await quartet.services.critic.info(30)
+    info = await quartet.critic.info(30)
     assert info.initialised_from == str(quartet.reward)
     assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
 
 
-async def test_values_are_those_of_the_saved_model(quartet: Quartet, tmp_path: Path) -> None:
+async def test_values_are_those_of_the_saved_model(quartet: Quartet) -> None:
     found = await values(quartet)
-    saved = await quartet.services.critic.save(str(tmp_path / "critic"), 60)
-    assert saved == str(tmp_path / "critic")
-    assert plain.furthest(found, plain.values(saved, *PAIRS)) < 1e-4
+    await hold_critic(quartet.critic)
+    await quartet.critic.save("saved/critic", 60)
+    saved = quartet.folder / "runs" / "saved" / "critic"
+    assert plain.furthest(found, plain.values(str(saved), *PAIRS)) < 1e-4
     # Again, over the first.
-    assert await quartet.services.critic.save(saved, 60) == saved
+    await quartet.critic.save("saved/critic", 60)
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
@@ -68,16 +69,26 @@ async def test_training_moves_values_towards_the_returns(quartet: Quartet) -> No
 
 async def test_a_step_asked_for_twice_is_trained_once(quartet: Quartet) -> None:
     step = await last_step(quartet) + 1
-    first = await train(quartet, step)
+    old = await values(quartet)
+    first = await train(quartet, step, old)
     after = await values(quartet)
-    assert await train(quartet, step) == first
+    assert await train(quartet, step, old) == first
     assert plain.furthest(await values(quartet), after) == 0.0
     assert await last_step(quartet) == step
+    # Another batch under the same step is not answered with the first one's result.
+    with pytest.raises(FailedPrecondition, match=f"step: {step} was trained on another batch"):
+        await train(quartet, step)
+    assert plain.furthest(await values(quartet), after) == 0.0
 
 
 async def test_a_step_asked_for_twice_at_the_same_time_is_trained_once(quartet: Quartet) -> None:
     step = await last_step(quartet) + 1
-    first, second = await asyncio.gather(train(quartet, step), train(quartet, step))
+    await hold_critic(quartet.critic)
+    old = await values(quartet)
+    call: dict[str, Any] = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
+    returns = [np.ones_like(row) for row in old]
+    twice = [quartet.critic.train(step, *PAIRS, old, returns, **call) for _ in range(2)]
+    first, second = await asyncio.gather(*twice)
     assert first == second
 
 
@@ -114,7 +125,7 @@ _TWO = pack_floats(np.zeros(2, np.float32))
     [
         ({"values": b""}, "values: 0 values for 2 response tokens; there must be one per token"),
         ({"returns": _TWO + _TWO}, "returns: 4 values for 2 response tokens"),
-        ({"returns": _TWO[:-1]}, "returns: 7 bytes are no whole number of 4-byte float32 values"),
+        ({"returns": _TWO[:-1]}, "returns: 7 bytes are not a whole number of 4-byte float32 values"),
         ({"values": pack_floats(np.asarray([0, np.nan], np.float32))}, "values: value 1 is not finite"),
         ({"returns": pack_floats(np.asarray([np.inf, 0], np.float32))}, "returns: value 0 is not finite"),
         ({"step": 0}, "step: 0; must be at least 1"),
@@ -134,13 +145,19 @@ async def test_a_malformed_batch_is_refused_by_name_and_trains_nothing(
     assert await last_step(quartet) == step
 
 
-async def test_saving_overwrites_nothing_but_a_model(quartet: Quartet, tmp_path: Path) -> None:
+async def test_saving_overwrites_nothing_that_quartet_did_not_write_and_leaves_its_root_never(
+    quartet: Quartet, tmp_path: Path
+) -> None:
     """A caller's slip must not cost the folder it names."""
-    (tmp_path / "diary.txt").write_text("dear diary")
-    with pytest.raises(InvalidArgument, match=f"path: {tmp_path} exists and is no model"):
-        await quartet.services.critic.save(str(tmp_path), 60)
-    with pytest.raises(InvalidArgument, match="path: required"):
-        await quartet.services.critic.save("", 60)
-    with pytest.raises(InvalidArgument, match=r"path: .*/diary.txt/model cannot be written: Not a directory"):
-        await quartet.services.critic.save(str(tmp_path / "diary.txt" / "model"), 60)
-    assert (tmp_path / "diary.txt").read_text() == "dear diary"
+    client, folder = quartet.critic, quartet.folder / "runs" / "mine"
+    await hold_critic(client)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("my own model, and a note in it")
+    with pytest.raises(InvalidArgument, match="name: mine exists and Quartet did not write it"):
+        await client.save("mine", 60)
+    for name in ("", str(tmp_path / "model"), "../model"):
+        with pytest.raises(InvalidArgument, match="must be names of letters, digits") as caught:
+            await client.save(name, 60)
+        assert str(quartet.folder) not in str(caught.value)
+    assert (folder / "config.json").read_text() == "my own model, and a note in it"
+    assert not list(tmp_path.iterdir())

@@ -16,13 +16,13 @@ import psutil
 import pytest
 import yaml
 
-from orchestrator import cluster as ray_cluster
-from orchestrator.admission import admissions, registered
+from orchestrator.deployment import serving
+from orchestrator.push.newcomers import admitting_newcomers, registered
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
-from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed
+from tests.pushing import ModelSource, hold, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
@@ -78,11 +78,12 @@ class Loop:
 async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     """Running, with two replicas; at the end it must not have failed, and all replicas serve what was last pushed."""
     await whole(quartet, 2)
-    reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
+    reports = await hold(quartet.services.rollout)
     loop = Loop(quartet, max(report.policy_version for report in reports))
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(registered("rollout"))
-        await stack.enter_async_context(admissions(loop.pusher, registry))
+        admitting = admitting_newcomers(loop.pusher, registry, quartet.services.rollout.lease, 0)
+        await stack.enter_async_context(admitting)
         running = asyncio.create_task(loop.run())
         await loop.further()
         loop.longest = 0.0
@@ -117,7 +118,7 @@ def scale(quartet: Quartet, count: int) -> None:
     quartet.raw["applications"][0]["deployments"][0]["num_replicas"] = count
     path = quartet.folder / "scaled.yaml"
     path.write_text(yaml.safe_dump(quartet.raw))
-    ray_cluster.deploy(quartet.cluster, path)
+    serving.deploy(quartet.cluster, path)
 
 
 async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:

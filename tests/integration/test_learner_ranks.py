@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import ray
 
-from orchestrator.config import OrchestratorConfig
-from orchestrator.policy import PolicyBatch
-from orchestrator.policy_actor import Policy, PolicyError
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.policy.ranks import Policy, PolicyError
+from orchestrator.policy.trainer import PolicyBatch
 from protos import rollout_pb2 as pb
-from services.common.errors import ServiceError
+from services.common.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from tests import plain
 from tests.cluster import Quartet, eventually
-from tests.pushing import TIMEOUT_S, push
+from tests.pushing import TIMEOUT_S, hold_critic, push
 
 PROMPTS, RESPONSES = plain.random_pairs(31, seed=22, longest=20)
 
@@ -26,7 +26,12 @@ PROMPTS, RESPONSES = plain.random_pairs(31, seed=22, longest=20)
 async def learner(quartet: Quartet, on_ray: None) -> AsyncIterator[Policy]:
     """Two ranks; every parameter but the norms in pieces."""
     raw = quartet.raw["orchestrator"]
-    layout = {"ranks": 2, "zero_stage": 3, "zero_persist_below": 100, "optimizer": {"learning_rate": 0.001}}
+    layout = {
+        "ranks": 2,
+        "zero_stage": 3,
+        "zero_persist_below": 100,
+        "optimizer": {"learning_rate": 0.001},
+    }
     raw = raw | {
         "policy": raw["policy"] | layout,
         "weights": raw.get("weights", {}) | {"senders": 2, "bucket_mib": 1},
@@ -42,7 +47,7 @@ def make_batch(logprobs: list[np.ndarray]) -> PolicyBatch:
 
 
 async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner: Policy) -> None:
-    expected = await quartet.services.reference.logprobs(PROMPTS, RESPONSES, temperature=1.0, timeout_s=60)
+    expected = await quartet.reference.logprobs(PROMPTS, RESPONSES, temperature=1.0, timeout_s=60)
     before = await learner.logprobs(PROMPTS, RESPONSES)
     assert plain.furthest(before, expected) < 1e-4
     metrics = await learner.train(make_batch(before), seed=0)
@@ -57,8 +62,9 @@ async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner
 
 async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learner: Policy) -> None:
     batch = make_batch([np.zeros(len(row), np.float32) for row in RESPONSES])
+    logprobs = [*batch.logprobs] * 200
     many = PolicyBatch(
-        *(list(rows) * 200 for rows in (PROMPTS, RESPONSES, *[batch.logprobs] * 3, batch.advantages)), 0.0
+        PROMPTS * 200, RESPONSES * 200, logprobs, logprobs, logprobs, [*batch.advantages] * 200, kl_coef=0.0
     )
     training = asyncio.ensure_future(learner.train(many, seed=0))
     await asyncio.sleep(2)
@@ -67,7 +73,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     ray.kill(learner._ranks._ranks[1]._actor)  # type: ignore[attr-defined]
     with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died"):
         await training
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     with pytest.raises(PolicyError, match="rank 1 of 2 died"):
         await learner.logprobs(PROMPTS, RESPONSES)
 
@@ -77,24 +83,31 @@ async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) 
     layout = {"ranks": 2, "zero_stage": 2, "num_cpus": 0.2, "env_vars": {"OMP_NUM_THREADS": "1"}}
     # The first critic has been trained by other tests; a second one of a single rank begins where this one does.
     apps = [
-        one | {"name": "single", "route_prefix": "/single"},
-        one | {"name": "double", "route_prefix": "/double", "args": one["args"] | layout},
+        one
+        | {
+            "name": name,
+            "route_prefix": f"/{name}",
+            "args": one["args"] | {"root": str(quartet.folder / name)} | more,
+        }
+        for name, more in (("single", {}), ("double", layout))
     ]
     quartet.deploy(apps, "critics")
     try:
         single, double = (CriticClient(quartet.channel, app["name"]) for app in apps)
         for critic in (single, double):
             await eventually(partial(answers, critic), 180)
-        before = await single.values(PROMPTS, RESPONSES, timeout_s=60)
-        assert plain.furthest(await double.values(PROMPTS, RESPONSES, timeout_s=60), before) < 1e-5
+        before = (await single.values(PROMPTS, RESPONSES, timeout_s=60)).rows
+        assert plain.furthest((await double.values(PROMPTS, RESPONSES, timeout_s=60)).rows, before) < 1e-5
         returns = [np.ones_like(row) for row in before]
+        for critic in (single, double):
+            await hold_critic(critic)
         options = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
         wanted, found = [
             await critic.train(1, PROMPTS, RESPONSES, before, returns, **options) for critic in (single, double)
         ]
         assert found == pytest.approx(wanted, abs=1e-4)
-        after = await single.values(PROMPTS, RESPONSES, timeout_s=60)
-        assert plain.furthest(await double.values(PROMPTS, RESPONSES, timeout_s=60), after) < 1e-3
+        after = (await single.values(PROMPTS, RESPONSES, timeout_s=60)).rows
+        assert plain.furthest((await double.values(PROMPTS, RESPONSES, timeout_s=60)).rows, after) < 1e-3
     finally:
         quartet.deploy([], "critics")
 

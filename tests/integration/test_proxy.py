@@ -1,15 +1,20 @@
 """What Serve's gRPC proxy offers to any client: health, reflection, clean errors, a port of this machine only."""
 
+import asyncio
 import os
+from pathlib import Path
 
 import grpc
+import numpy as np
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from tests.cluster import Quartet, refused
+from services.common.security.local import FOLDER
+from tests.cluster import Quartet, eventually, named, refused
+from tests.leaving import leave_streams
 
 NAMES = [f"quartet.v1.{name}" for name in ("Rollout", "Reward", "Reference", "Critic")]
 
@@ -52,13 +57,54 @@ async def test_bytes_that_are_no_message_are_refused(quartet: Quartet, method: s
     application = method.partition("/")[0].lower()
     for garbage in (b"\xff\xff\xff", os.urandom(1000)):
         code, details = await refused(quartet.call(f"/quartet.v1.{method}", garbage, request_type, application))
-        assert code is grpc.StatusCode.UNKNOWN
-        assert "Error parsing message" in details
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "bytes that are not a message of the method's type" in details
     assert await quartet.health(application) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_call_without_an_application_is_told_so(quartet: Quartet) -> None:
-    ask = quartet.channel.unary_unary("/quartet.v1.Reward/Info", lambda _: b"", reward_pb2.RewardInfo.FromString)
-    code, details = await refused(ask(None, timeout=30))
-    assert code is grpc.StatusCode.NOT_FOUND
-    assert "application" in details
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [
+        ((), grpc.StatusCode.INVALID_ARGUMENT),
+        ((("application", "nonet"),), grpc.StatusCode.NOT_FOUND),
+        ((("application", "rollout"),), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+@pytest.mark.parametrize("method", ["Info", "Score"])
+async def test_a_call_to_the_wrong_application_is_told_so_and_nothing_else(
+    quartet: Quartet, metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode, method: str
+) -> None:
+    """A replica without the method once answered with its trace, process id, address and paths."""
+    ask = quartet.channel.unary_unary(f"/quartet.v1.Reward/{method}", lambda _: b"", reward_pb2.RewardInfo.FromString)
+    found, details = await refused(ask(None, metadata=metadata, timeout=30))
+    assert found is code
+    assert details.startswith("metadata application: ")
+    assert details.endswith("applications that serve quartet.v1.Reward: reward")
+
+
+@pytest.mark.usefixtures("base")
+async def test_a_thousand_callers_that_leave_their_streams_leave_nothing_behind(quartet: Quartet) -> None:
+    """Every one of them once ended the proxy, and with it all four services."""
+    proxy = named(quartet, "ray::ProxyActor").pid
+    prompts, token = [np.arange(5, 10, dtype=np.int32)] * 2, (quartet.folder / FOLDER / "token").read_text()
+    seen = await leave_streams(quartet.target, 1000, prompts, 100, (("authorization", f"Bearer {token}"),))
+    assert set(seen) <= {"CANCELLED", "DEADLINE_EXCEEDED", "OK"}, seen
+    assert named(quartet, "ray::ProxyActor").pid == proxy
+
+    async def idle() -> bool:
+        return all(info.running == 0 for info in (await quartet.replicas()).values())
+
+    await eventually(idle, 120)
+
+
+async def test_a_thousand_mistakes_leave_few_lines_in_the_logs(quartet: Quartet) -> None:
+    """Serve alone writes 2.6 kB of traces for each, into files that are not rotated."""
+    logs = [*Path(quartet.cluster.folder).glob("ray/session_2*/logs/worker-*.err")]
+    before = sum(log.stat().st_size for log in logs)
+    score = "/quartet.v1.Reward/Score", reward_pb2.ScoreRequest(), reward_pb2.ScoreResponse, "reward"
+    for _ in range(50):
+        calls = [refused(quartet.call(*score)) for _ in range(20)]
+        assert {code for code, _ in await asyncio.gather(*calls)} == {grpc.StatusCode.INVALID_ARGUMENT}
+    grown = sum(log.stat().st_size for log in logs) - before
+    print(f"{grown / 1000:.0f} bytes of log for each of 1000 calls that failed")
+    assert grown < 1000 * 500

@@ -1,6 +1,7 @@
 """The reference service over gRPC."""
 
 import asyncio
+import re
 
 import grpc
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from protos import common_pb2, reference_pb2
-from services.common.arrays import pack_pairs, unpack_floats
-from services.common.identity import model_hash
+from services.common.wire.codec import pack_pairs, unpack_floats
+from services.common.wire.identity import model_hash
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE
@@ -24,7 +25,7 @@ async def ask(quartet: Quartet, **fields: object) -> reference_pb2.LogprobsRespo
 
 
 async def test_info_describes_the_model(quartet: Quartet) -> None:
-    model = (await quartet.services.reference.info(30)).model
+    model = (await quartet.reference.info(30)).model
     assert (model.path, model.dtype) == (str(quartet.policy), "float32")
     assert (model.vocab_size, model.max_length) == (len(WORDS), MAX_LENGTH)
     assert model.model_hash == model_hash(quartet.policy)
@@ -33,7 +34,7 @@ async def test_info_describes_the_model(quartet: Quartet) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_transformers(quartet: Quartet, temperature: float) -> None:
     prompts, responses = plain.random_pairs(40)
-    found = await quartet.services.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
+    found = await quartet.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, temperature)
     assert plain.furthest(found, expected) < 1e-4
 
@@ -52,7 +53,7 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
     temperatures = [0.5 + 0.25 * (call % 3) for call in range(8)]
     answers = await asyncio.gather(
         *(
-            quartet.services.reference.logprobs(*pair, temperature=temperature, timeout_s=60)
+            quartet.reference.logprobs(*pair, temperature=temperature, timeout_s=60)
             for pair, temperature in zip(pairs, temperatures, strict=True)
         )
     )
@@ -63,26 +64,27 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     """Batched by length inside, answered in the order asked."""
     prompts, responses = plain.random_pairs(20)
-    found = await quartet.services.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
+    found = await quartet.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses)
     assert plain.furthest(found, expected * 100) < 1e-4
 
 
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
-    """max_waiting is 4096: one call computes, one waits, the third is refused, and health says SERVING throughout."""
+    """One caller may have 8192 pairs waiting: the third call of 4096 is refused, which is no illness."""
     prompts, responses = plain.random_pairs(16, longest=60)
-    ask_much = [
-        asyncio.create_task(
-            quartet.services.reference.logprobs(prompts * 256, responses * 256, temperature=1.0, timeout_s=120)
-        )
-        for _ in range(3)
-    ]
+    pairs = pack_pairs(prompts * 256, responses * 256)
+    ask_much = [asyncio.create_task(ask(quartet, pairs=pairs)) for _ in range(3)]
     seen = set()
     while not all(task.done() for task in ask_much):
         seen.add(await quartet.health("reference"))
     answers = await asyncio.gather(*ask_much, return_exceptions=True)
     assert seen == {health_pb2.HealthCheckResponse.SERVING}
-    assert sorted(type(answer).__name__ for answer in answers) == ["ResourceExhausted", "list", "list"]
+    [failed] = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+    assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert re.search(
+        r"4096 rows, while 8192 of this caller wait already and 8192 may wait \(retry after \d+ ms\)",
+        str(failed.details()),
+    )
 
 
 @pytest.mark.parametrize("kind", MALFORMED)

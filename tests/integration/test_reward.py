@@ -8,10 +8,11 @@ import grpc
 import numpy as np
 import pytest
 
-from orchestrator import cluster as ray_cluster
+from orchestrator.deployment import cluster as ray_cluster
+from orchestrator.deployment import serving
 from protos import common_pb2, reward_pb2
-from services.common.errors import Internal
-from services.common.identity import model_hash
+from services.common.wire.errors import Internal
+from services.common.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
 from tests.cluster import SERVICES, Quartet, refused
@@ -83,11 +84,10 @@ async def test_malformed_requests_are_refused_by_name(quartet: Quartet, fields: 
     assert message in details
 
 
-async def test_more_pairs_than_may_wait_are_refused(quartet: Quartet) -> None:
-    """max_waiting is 4096."""
+async def test_more_pairs_than_a_call_may_hold_are_refused(quartet: Quartet) -> None:
     code, details = await refused(ask(quartet, tokens=pairs([[5]] * 4097, [[6]] * 4097)))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "4097 items: 0 wait already and only 4096 may; send fewer" in details
+    assert "tokens: 4097 rows, but a call may hold 4096; send it in several" in details
 
 
 def application(name: str, **args: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
         ],
         "scorers",
     )
-    ray_cluster.await_running(quartet.cluster, ("words", "blend"), print, 120)
+    serving.await_running(quartet.cluster, ("words", "blend"), print, 120)
     after = ray_cluster.applications(quartet.cluster)
     for name in SERVICES:  # what was there has not even been restarted
         assert _processes(after[name]) == _processes(before[name])
@@ -135,7 +135,7 @@ def _processes(application: dict[str, Any]) -> set[int]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("typo", "reward.args.max_lenght: unknown field; known: max_length, max_waiting, scorer"),
+        ("typo", "reward.args.max_lenght: unknown field; known: limits, max_length, scorer"),
         ("nowhere", "reward.args.scorer.model: no such folder on this machine (looked for /no/such/model)"),
     ],
 )
@@ -150,18 +150,18 @@ async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
     """0.1 per word, 100 for a label, 1000 for an end: of two words, labelled, ended; and of one, cut off."""
     words = RewardClient(quartet.channel, "words")
     prompts, responses = [np.asarray([1, 5])] * 2, [np.asarray([7, 8, EOS]), np.asarray([9])]
-    found = await words.score(prompts, responses, labels=["yes", ""], timeout_s=30)
+    found = await words.score(prompts, responses, labels=["yes", ""], timeout_s=120)
     assert found.values == pytest.approx([1100.2, 0.1])
     assert found.scorer == "function:tests.scorers:words"
-    assert (await words.score_texts(["w5"], ["w7 w8 w9"], timeout_s=30)).values == pytest.approx([1000.3])
+    assert (await words.score_texts(["w5"], ["w7 w8 w9"], timeout_s=120)).values == pytest.approx([1000.3])
 
 
 @pytest.mark.usefixtures("scorers")
 async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secrets(quartet: Quartet) -> None:
     words = RewardClient(quartet.channel, "words")
-    good = [asyncio.create_task(words.score_texts(["w5"], ["w7"], timeout_s=30)) for _ in range(8)]
+    good = [asyncio.create_task(words.score_texts(["w5"], ["w7"], timeout_s=120)) for _ in range(8)]
     with pytest.raises(Internal) as caught:
-        await words.score_texts(["secret"], ["w7"], timeout_s=30)
+        await words.score_texts(["secret"], ["w7"], timeout_s=120)
     assert "1234" not in str(caught.value)
     assert [scores.values.tolist() for scores in await asyncio.gather(*good)] == [[pytest.approx(1000.1)]] * 8
 
@@ -170,7 +170,7 @@ async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secret
 async def test_a_blend_is_the_weighted_sum_of_its_parts(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(10)
     scores = {
-        name: await RewardClient(quartet.channel, name).score(prompts, responses, timeout_s=30)
+        name: await RewardClient(quartet.channel, name).score(prompts, responses, timeout_s=120)
         for name in ("reward", "words", "blend")
     }
     expected = 2.0 * scores["reward"].values - 0.5 * scores["words"].values

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2
-from services.common.arrays import Ints, pack_ints, pack_longs, pack_sequences
-from services.common.errors import DeadlineExceeded, FailedPrecondition
+from services.common.wire.codec import Ints, pack_ints, pack_longs, pack_sequences
+from services.common.wire.errors import DeadlineExceeded, FailedPrecondition, OffTimeline
 from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually, refused
 from tests.integration.malformed import ONE, Sequences
 from tests.models import EOS, MAX_LENGTH, WORDS
+from tests.pushing import hold, push_model
 
 PROMPTS, _ = plain.random_pairs(40, seed=7, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
@@ -36,7 +37,7 @@ async def test_info_describes_model_and_load(quartet: Quartet) -> None:
     assert len(replicas) == 2
     for info in replicas:
         assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
-        assert (info.running, info.weight_backend, info.workers) == (0, "gloo", 1)
+        assert (info.running, info.weight_backend, info.workers) == (0, "auto", 1)
         assert info.policy_version >= 1
     assert len({info.weights_checksum for info in replicas}) == 1
 
@@ -50,7 +51,7 @@ async def test_greedy_tokens_are_those_of_transformers(quartet: Quartet, base: A
 async def test_logprobs_are_the_references(quartet: Quartet, base: Any, temperature: float) -> None:
     samples = in_order(await generate(quartet, PROMPTS, Sampling(max_new_tokens=30, temperature=temperature)))
     responses, found = [s.response_ids for s in samples], [s.logprobs for s in samples]
-    reference = await quartet.services.reference.logprobs(PROMPTS, responses, temperature=temperature, timeout_s=60)
+    reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=temperature, timeout_s=60)
     assert plain.furthest(found, reference) < 1e-4
     assert plain.furthest(found, plain.logprobs(base, PROMPTS, responses, temperature)) < 1e-4
 
@@ -111,7 +112,7 @@ async def test_a_deadline_ends_the_engines_requests(quartet: Quartet) -> None:
     """4000 responses of 100 tokens take the engine far longer than the call's deadline and the wait after it."""
     with pytest.raises(DeadlineExceeded, match="samples missing after 1 s"):
         await generate(quartet, PROMPTS * 100, LONG, timeout_s=1)
-    await eventually(lambda: idle(quartet), 3)
+    await eventually(lambda: idle(quartet), 10)
 
 
 async def test_a_caller_that_goes_away_ends_the_engines_requests(quartet: Quartet) -> None:
@@ -126,22 +127,34 @@ async def test_a_caller_that_goes_away_ends_the_engines_requests(quartet: Quarte
         await begun.wait()
     call.cancel()
     await asyncio.wait([call])
-    await eventually(lambda: idle(quartet), 3)
+    await eventually(lambda: idle(quartet), 10)
 
 
-async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet) -> None:
-    version = (await quartet.services.rollout.info(30)).policy_version
+async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet, base: Any) -> None:
+    version = (await push_model(quartet.services.rollout, base)).policy_version
     assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version)) == len(PROMPTS)
     with pytest.raises(FailedPrecondition, match=f"min_version: {version + 1} asked, but .* serves {version}"):
         await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=1)
 
 
-async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet) -> None:
-    """A run that went back to a checkpoint has no use for what it came to before."""
-    version = (await quartet.services.rollout.info(30)).policy_version
+async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet, base: Any) -> None:
+    version = (await push_model(quartet.services.rollout, base)).policy_version
     assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version)) == len(PROMPTS)
     with pytest.raises(FailedPrecondition, match=f"max_version: {version - 1} asked, but .* serves {version}"):
         await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version - 1, timeout_s=1)
+
+
+async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_are(quartet: Quartet) -> None:
+    """As after a return to a checkpoint, of which these replicas have not had the first push yet."""
+    rollout = quartet.services.rollout
+    await hold(rollout)
+    info, timeline = await rollout.info(30), rollout.lease.number
+    assert 0 < info.timeline < timeline
+    said = (
+        rf"holds version {info.policy_version} of an abandoned timeline \({info.timeline}\); the run is at timeline"
+    )
+    with pytest.raises(OffTimeline, match=f"{said} {timeline}"):
+        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=1, timeout_s=1)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +163,12 @@ async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet) -
         ({"prompts": Sequences()}, "prompts: empty; send at least one"),
         ({"prompts": pack_sequences([[5], []])}, "prompts.lengths[1]: 0; every sequence needs at least 1 token"),
         ({"prompts": Sequences(token_ids=pack_ints([5]))}, "prompts.lengths: add up to 0, but"),
-        ({"prompts": Sequences(token_ids=b"12345")}, "prompts.token_ids: 5 bytes are no whole number"),
+        ({"prompts": Sequences(token_ids=b"12345")}, "prompts.token_ids: 5 bytes are not a whole number"),
         ({"prompts": pack_sequences([[5], [64]])}, "prompts.token_ids[1]: 64 is outside the vocabulary (0 to 63)"),
         ({"prompts": pack_sequences([[5], [5] * 125])}, "prompts[1]: 125 tokens + sampling.max_new_tokens 4 exceed"),
         ({"sampling": {}}, "sampling.max_new_tokens: 0; must be at least 1"),
         ({"sampling": {"max_new_tokens": -1}}, "sampling.max_new_tokens: -1; must be at least 1"),
-        ({"sampling": {"max_new_tokens": 2**31 - 1}}, "exceed the model's max_length of 128"),
+        ({"sampling": {"max_new_tokens": 2**31 - 1}}, "must be at most the model's max_length, 128"),
         ({"sampling": {"temperature": -0.5}}, "sampling.temperature: -0.5; must be 0 (greedy) or more"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature: nan; must be"),
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p: 0; must be above 0 and at most 1"),
@@ -163,7 +176,7 @@ async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet) -
         ({"sampling": {"min_new_tokens": 5}}, "sampling.min_new_tokens: 5; must be between 0 and max_new_tokens"),
         ({"sampling": {"stop_token_ids": [64]}}, "sampling.stop_token_ids: 64 is outside the vocabulary"),
         ({"seeds": pack_longs([1, 2])}, "seeds: 2 for 1 prompts; send one each, or none"),
-        ({"seeds": b"123"}, "seeds: 3 bytes are no whole number of 8-byte int64 values"),
+        ({"seeds": b"123"}, "seeds: 3 bytes are not a whole number of 8-byte int64 values"),
         ({"seeds": pack_longs([-1])}, "seeds[0]: -1; must be 0 or more"),
     ],
 )
@@ -185,8 +198,8 @@ async def ask(quartet: Quartet, request: rollout_pb2.GenerateRequest) -> list[ro
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (rollout_pb2.WeightPhase(timeout_s=5), "phase: set one of discover, prepare, transfer, commit and abort"),
-        (rollout_pb2.WeightPhase(discover=rollout_pb2.Discover()), "timeout_s: required, more than 0"),
+        (rollout_pb2.WeightPhase(timeout_s=5), "phase: set one of discover, prepare, transfer, commit, abort and"),
+        (rollout_pb2.WeightPhase(discover=rollout_pb2.Discover()), "timeout_s: 0; required, more than 0"),
     ],
 )
 async def test_malformed_phases_are_refused_by_name(quartet: Quartet, request_: Any, message: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from services.common.rank_group import RankGroup
+    from services.common.ranks.group import RankGroup
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,21 @@
 """Replicas that play their real part in a push, on engines that only take notes, and a learner's end of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.config import WeightsConfig
-from orchestrator.weights import WeightPusher
+import numpy as np
+
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.prover import Prover
+from orchestrator.push.pusher import WeightPusher
+from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.errors import Unavailable
 from services.common.weight_transfer.manifest import Manifest
-from services.rollout.weights import WeightMember
+from services.common.weight_transfer.place import Place
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import InvalidArgument, Unavailable
+from services.rollout.member import WeightMember
 
 MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
 
@@ -18,11 +24,23 @@ class NoteTaker:
     """An engine that receives what the source sends."""
 
     def __init__(self, source: "FakeSource", workers: int) -> None:
-        self.version, self.checksum, self.backend, self.workers = 0, "", "gloo", workers
+        self.version, self.checksum, self.backend, self.workers = 0, "", "auto", workers
+        self.place = Place("m")
         self.source = source
         self.calls: list[str] = []
         self.joined: list[dict[str, Any]] = []
         self.garbles = False
+        self.vocab_size = 64
+        self.off_by = 0.0
+        """What the engine's log-probs are beside the learner's."""
+        self.longest_manifest = 1000
+        self.misfit = ""
+        """Why a push does not fit."""
+
+    def check(self, manifest: Manifest) -> None:
+        assert manifest == MANIFEST
+        if self.misfit:
+            raise InvalidArgument(self.misfit)
 
     async def join(self, init_info: dict[str, Any]) -> None:
         self.calls.append("join")
@@ -35,6 +53,13 @@ class NoteTaker:
         self.calls.append("receive")
         assert manifest == MANIFEST
         return "garbled" if self.garbles else self.source.checksum
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        self.calls.append("score")
+        return [row + np.float32(self.off_by) for row in await self.source.score(sequences)]
+
+    async def stale(self) -> list[str]:
+        return ["lm_head"] if self.off_by else []
 
     async def commit(self, version: int) -> None:
         self.calls.append("commit")
@@ -51,21 +76,30 @@ class FakeSource:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.checksum = "sum"
+        self.at = [Place("m")]
         self.failures: list[Exception] = []
+
+    async def places(self) -> list[Place]:
+        return self.at
 
     async def rendezvous(self, backend: str) -> list[int]:
         self.calls.append(("rendezvous", backend))
         return [4000]
 
-    async def join(self, epoch: int, world_size: int) -> bytes:
-        self.calls.append(("join", epoch, world_size))
+    async def manifest(self) -> bytes:
         return MANIFEST.pack()
+
+    async def join(self, membership: int, world_size: int) -> None:
+        self.calls.append(("join", membership, world_size))
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        return [-row[1:].astype(np.float32) for row in sequences]
 
     async def gather(self, push: int) -> None:
         self.calls.append("gather")
 
-    async def admit(self, epoch: int, world_size: int) -> None:
-        self.calls.append(("admit", epoch, world_size))
+    async def admit(self, membership: int, world_size: int) -> None:
+        self.calls.append(("admit", membership, world_size))
         if self.failures:
             raise self.failures.pop(0)
 
@@ -81,6 +115,7 @@ class Fleet:
 
     def __init__(self, source: FakeSource, **workers: int) -> None:
         self.source = source
+        self.lease = common_pb2.Lease(run_id="ours", number=1)
         self.engines: dict[str, NoteTaker] = {}
         self.members: dict[str, WeightMember] = {}
         self.phases: list[str] = []
@@ -96,7 +131,9 @@ class Fleet:
     def add(self, **workers: int) -> None:
         for name, count in workers.items():
             self.engines[name] = NoteTaker(self.source, count)
-            self.members[name] = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
+            member = WeightMember(self.engines[name], name, "10.0.0.2")  # type: ignore[arg-type]
+            member._fence.claim(self.lease, common_pb2.Claim(ttl_s=60))
+            self.members[name] = member
 
     def remove(self, name: str) -> None:
         del self.engines[name], self.members[name]
@@ -108,7 +145,7 @@ class Fleet:
         if name in self.down:
             self.down.remove(name)
             raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
-        message = pb.WeightPhase(timeout_s=timeout_s, **phase)
+        message = pb.WeightPhase(timeout_s=timeout_s, lease=self.lease, **phase)
         answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
         reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))
         self.afterwards.pop(name, lambda: None)()
@@ -119,6 +156,14 @@ class Fleet:
         return {name: engine.version for name, engine in self.engines.items()}
 
 
-def make_pusher(fleet: Fleet, **config: Any) -> WeightPusher:
-    settings = {"host": "10.0.0.1", "timeout_s": 9, "stall_s": 4, "control_s": 2, "patience_s": 0.1, "attempts": 3}
-    return WeightPusher(fleet, fleet.source, "gloo", WeightsConfig(**settings | config))  # type: ignore[arg-type]
+def make_pusher(fleet: Fleet, backend: str = "gloo", *, prover: Prover | None = None, **config: Any) -> WeightPusher:
+    settings: dict[str, Any] = {
+        "host": "10.0.0.1",
+        "timeout_s": 9,
+        "stall_s": 4,
+        "control_s": 2,
+        "patience_s": 0.1,
+        "attempts": 3,
+    }
+    weights = WeightsConfig(**settings | config)
+    return WeightPusher(fleet, fleet.source, backend, weights, prover)  # type: ignore[arg-type]

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data import PromptStream
-from orchestrator.experience import Collected
-from orchestrator.policy import PolicyBatch
-from orchestrator.state import TrainState
-from orchestrator.trainer import Trainer
-from orchestrator.weights import PushReport
+from orchestrator.data.prompts import PromptStream
+from orchestrator.experience.collector import Collected, Collector
+from orchestrator.experience.source import ExperienceSource
+from orchestrator.learners.critic import CriticLearner
+from orchestrator.learners.policy import PolicyLearner
+from orchestrator.loop.state import TrainState
+from orchestrator.loop.trainer import Trainer
+from orchestrator.monitoring.record import Record
+from orchestrator.policy.trainer import PolicyBatch
+from orchestrator.push.pusher import PushReport
 from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
 # Two prompts a step, one response each, tokens 10 and 11: one token and two.
@@ -26,6 +30,8 @@ class FakePolicy:
         self.batches: list[tuple[PolicyBatch, int]] = []
         self.failure: Exception | None = None
         self.meeting: asyncio.Barrier | None = None
+        self.skipped_in_a_row: list[int] = []
+        """Said of one batch after the other."""
 
     async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
         self.journal.note("old logprobs")
@@ -38,7 +44,8 @@ class FakePolicy:
         if self.failure:
             raise self.failure
         self.batches.append((batch, seed))
-        return {"loss": 0.5, "entropy": 1.5}
+        skipped = {"skipped_in_a_row": float(self.skipped_in_a_row.pop(0))} if self.skipped_in_a_row else {}
+        return {"loss": 0.5, "entropy": 1.5} | skipped
 
     async def save(self, folder: str) -> str:
         self.journal.note("save", folder)
@@ -84,11 +91,14 @@ class FakeCheckpoints:
         self.journal.note("checkpoint", state.step)
         self.states.append(state)
 
-    async def after(self, state: TrainState) -> None:
+    async def take_if_due(self, state: TrainState) -> None:
         self.journal.note("checkpoint", state.step)
         self.states.append(state)
         if self.failure:
             raise self.failure
+
+    def last_step(self) -> int | None:
+        return 0
 
     def waited_s(self) -> float:
         return 0.5
@@ -100,7 +110,7 @@ class FakeExperienceJournal:
     def __init__(self) -> None:
         self.kept: dict[int, Collected] = {}
 
-    def read(self, step: int, prompts: Any) -> Collected | None:
+    def read(self, step: int, prompt: Any) -> Collected | None:
         return self.kept.get(step)
 
     def write(self, step: int, collected: Collected) -> None:
@@ -130,26 +140,44 @@ class Stage:
     """A run with fakes all around."""
 
     def __init__(self, folder: Path, lag: int = 0, evaluates: bool = True, **section: Any) -> None:
-        self.fakes = Fakes(lag)
+        # The fake learner and the fake engine differ by a quarter.
+        loop = {"mismatch_limit": 1.0} | section.get("loop", {})
+        self.config = make_config(folder, **SECTION | section | {"loop": loop})
+        used = self.config.services.used
+        self.fakes = Fakes(lag, with_reference="reference" in used, with_critic="critic" in used)
         self.journal = self.fakes.journal
         self.policy, self.pusher = FakePolicy(self.journal), FakePusher(self.journal)
         self.log, self.progress = FakeLog(self.journal), FakeProgress()
         self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
-        config = make_config(folder, **SECTION | section)
-        self.trainer = Trainer(
+        self.evaluator = FakeEvaluator(self.journal) if evaluates else None
+
+    def trainer(self, first_critic_step: int | None) -> Trainer:
+        """The loop, with a critic whose last step was this; None for a run without one."""
+        config, services = self.config, self.fakes.services
+        learners: list[Any] = [PolicyLearner(self.policy)]  # type: ignore[arg-type]
+        if services.critic is not None and first_critic_step is not None:
+            learners.append(CriticLearner(services.critic, config, first_critic_step))
+        return Trainer(
             config,
-            self.fakes.services,
+            ExperienceSource(
+                config,
+                PromptStream(make_prompts(2), config.seed, config.ppo.samples_per_prompt),
+                Collector(services, config),
+                self.experience,  # type: ignore[arg-type]
+            ),
             self.policy,
+            learners,
             self.pusher,
-            PromptStream(make_prompts(2), config.batch_size, config.seed),
-            self.experience,  # type: ignore[arg-type]
             self.checkpoints,  # type: ignore[arg-type]
-            FakeEvaluator(self.journal) if evaluates else None,  # type: ignore[arg-type]
-            self.log,  # type: ignore[arg-type]
-            self.progress,
+            self.evaluator,  # type: ignore[arg-type]
+            Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
         )
 
     async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:
-        await self.trainer.run(
-            TrainState(step=0, policy_version=policy_version + 1, critic_step=critic_step, kl_coef=0.2), SAVE_TO
+        first = critic_step if self.fakes.with_critic else None
+        await self.go_on(
+            TrainState(step=0, first_version=policy_version + 1, first_critic_step=first, kl_coef=0.2), resumed=False
         )
+
+    async def go_on(self, state: TrainState, resumed: bool = True) -> None:
+        await self.trainer(state.first_critic_step).run(state, SAVE_TO, resumed=resumed)

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.config import OrchestratorConfig
-from orchestrator.data import Prompt
-from orchestrator.services import Services
+from orchestrator.clients import Services
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import Prompt
+from orchestrator.experience.requests import SampleRequest
+from services.critic.client import Values
 from services.reward.client import Scores
 from services.rollout.sample import FinishReason, Sample, Sampling
 
@@ -25,6 +27,11 @@ def make_config(folder: Path, **section: Any) -> OrchestratorConfig:
 def make_prompts(count: int) -> list[Prompt]:
     """Prompt i is the token 10 + i, and its label is its row."""
     return [Prompt(index, np.asarray([10 + index], np.int32), f"w{10 + index}", str(index)) for index in range(count)]
+
+
+def make_requests(count: int) -> list[SampleRequest]:
+    """Sample i responds to prompt i, with the seed 100 + i."""
+    return [SampleRequest(index, prompt, 100 + index) for index, prompt in enumerate(make_prompts(count))]
 
 
 def respond(index: int, prompt: Any, version: int = 1) -> Sample:
@@ -55,6 +62,7 @@ class FakeRollout:
         self.journal, self.lag = journal, lag
         self.calls: list[dict[str, Any]] = []
         self.gate: Callable[[int], Any] = lambda sent: asyncio.sleep(0)
+        self.respond: Callable[[int, Any, int], Sample] = respond
         self.repeats: list[int] = []
         """Told to the caller, one a call."""
         self.cancelled = 0
@@ -80,7 +88,7 @@ class FakeRollout:
         try:
             for sent, index in enumerate(reversed(range(len(prompts)))):
                 await self.gate(sent)
-                yield [respond(index, prompts[index], min_version - self.lag)]
+                yield [self.respond(index, prompts[index], min_version - self.lag)]
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -122,14 +130,16 @@ class FakeAsk:
 class FakeReward(FakeAsk):
     """The score of a response is its first token."""
 
-    async def score(self, prompts: Any, responses: Any, *, labels: Any, timeout_s: float) -> Scores:
-        scores = await self.ask(prompts, responses, labels=labels, timeout_s=timeout_s)
-        return Scores(np.asarray(scores, np.float32), "fake", "hash")
+    scorer = "model:fake"
+
+    async def score(self, prompts: Any, responses: Any, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
+        scores = await self.ask(prompts, responses, labels=labels, ended=ended, timeout_s=timeout_s)
+        return Scores(np.asarray(scores, np.float32), self.scorer, "hash")
 
 
 class FakeReference(FakeAsk):
-    async def logprobs(self, prompts: Any, responses: Any, *, temperature: float, timeout_s: float) -> list[Any]:
-        return await self.ask(prompts, responses, temperature=temperature, timeout_s=timeout_s)
+    async def logprobs(self, prompts: Any, responses: Any, **asked: Any) -> list[Any]:
+        return await self.ask(prompts, responses, **asked)
 
 
 @dataclass
@@ -138,8 +148,9 @@ class FakeCritic(FakeAsk):
     meeting: asyncio.Barrier | None = None
     """Where training waits for another."""
 
-    async def values(self, prompts: Any, responses: Any, *, last_step: int | None, timeout_s: float) -> list[Any]:
-        return await self.ask(prompts, responses, last_step=last_step, timeout_s=timeout_s)
+    async def values(self, prompts: Any, responses: Any, *, min_step: int, timeout_s: float) -> Values:
+        rows = await self.ask(prompts, responses, min_step=min_step, timeout_s=timeout_s)
+        return Values(rows, [min_step] * len(rows))
 
     async def train(
         self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any
@@ -157,6 +168,8 @@ class Fakes:
 
     lag: int = 0
     journal: Journal = field(default_factory=Journal)
+    with_reference: bool = True
+    with_critic: bool = True
 
     def __post_init__(self) -> None:
         self.rollout = FakeRollout(self.journal, self.lag)
@@ -166,4 +179,6 @@ class Fakes:
 
     @property
     def services(self) -> Services:
-        return Services(self.rollout, self.reward, self.reference, self.critic)  # type: ignore[arg-type]
+        reference = self.reference if self.with_reference else None
+        critic = self.critic if self.with_critic else None
+        return Services(self.rollout, self.reward, reference, critic)  # type: ignore[arg-type]

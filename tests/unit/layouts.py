@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.config import KLConfig, PPOConfig
-from orchestrator.policy import PolicyBatch, PolicyTrainer
-from services.common.arrays import Floats, Ints
-from services.common.learner_config import OptimizerConfig, PolicyConfig
-from services.common.ranks import Ranks
+from orchestrator.config.algorithm import KLConfig, PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.learner.ema import held
+from services.common.models.distribution import Distribution
+from services.common.ranks.ranks import Ranks
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import NotFinite
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 
@@ -48,7 +51,7 @@ class Bench:
         ppo = PPOConfig(
             epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
         )
-        trainer = PolicyTrainer(config, ppo, 0.7, self._ranks)
+        trainer = PolicyTrainer(config, ppo, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
         old = trainer.logprobs(prompts, responses)
         batch = PolicyBatch(
@@ -88,7 +91,7 @@ class Bench:
         """Trains five steps with a running mean and saves it to `folder`; the weights before and after each step,
         after saving, and after a sixth step."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), 0.7, self._ranks)
+        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
         prompts, responses = pairs(5)
         rows = noise(responses, 1)
         batch = PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0)
@@ -96,7 +99,7 @@ class Bench:
         for step in range(5):
             trainer.train(batch, seed=step)
             seen.append(joined(trainer))
-        trainer.save(str(folder))
+        trainer.snapshots.save(str(folder))
         saved = joined(trainer)
         trainer.train(batch, seed=5)
         return seen, saved, joined(trainer)
@@ -107,26 +110,26 @@ class Bench:
         snapshot = str(folder / which)
         trainer = self._trainer(layout, which)
         self._steps(trainer, 0, 3)
-        trainer.take_snapshot(snapshot, 3, copies)
+        trainer.snapshots.take_snapshot(snapshot, 3, copies)
         self._steps(trainer, 3, 5)
-        trainer.write_snapshot()
+        trainer.snapshots.write_snapshot()
         straight = self._steps(trainer, 5, 6)
         trainer = self._trainer(layout, which)
-        assert trainer.restore(snapshot) == 3
+        assert trainer.snapshots.restore(snapshot) == 3
         self._steps(trainer, 3, 5)
         return straight, self._steps(trainer, 5, 6)
 
-    def _trainer(self, layout: dict[str, Any], which: str) -> PolicyTrainer | CriticTrainer:
+    def _trainer(self, layout: dict[str, Any], which: str, dropout: float = 0.2) -> PolicyTrainer | CriticTrainer:
         if which == "critic":
             critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
             made: PolicyTrainer | CriticTrainer = CriticTrainer(critic, self._ranks)
         else:
             policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-            made = PolicyTrainer(policy, PPOConfig(epochs=1, minibatch_size=5), 0.7, self._ranks)
+            made = PolicyTrainer(policy, PPOConfig(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
         for module in made._learner.module.modules():
             # Random numbers in training, so that a wrong random state shows.
             if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.2
+                module.attention_dropout = dropout
         return made
 
     def _steps(self, trainer: PolicyTrainer | CriticTrainer, first: int, end: int) -> Result:
@@ -142,15 +145,55 @@ class Bench:
         means = [mean.clone().numpy() for mean in average.means] if average else []
         return {"steps": steps, "weights": joined(trainer), "averages": means}
 
+    def skipping(self, layout: dict[str, Any], which: str) -> tuple[Result, Result, list[dict[str, float]]]:
+        """Two steps; and the same two with two between them whose gradient is not finite on the rank that has the
+        wrong row: what came of both, and what the trainer said of those two and the last."""
+        straight = self._trainer(layout, which, dropout=0.0)
+        self._steps(straight, 0, 1)
+        wanted = self._steps(straight, 1, 2)
+        trainer = self._trainer(layout, which, dropout=0.0)
+        self._steps(trainer, 0, 1)
+        said = [self._poisoned(trainer, value) for value in (float("nan"), float("inf"))]
+        found = self._steps(trainer, 1, 2)
+        said.append({"skipped_in_a_row": float(trainer._learner.skipped_in_a_row)})
+        return found, wanted, said
+
+    def _poisoned(self, trainer: PolicyTrainer | CriticTrainer, value: float) -> dict[str, float]:
+        """A batch of which the first number of one row makes the gradient NaN."""
+        prompts, responses = pairs(5, seed=9)
+        rows, wrong = noise(responses, 1), noise(responses, 3)
+        wrong[2][0] = value
+        if isinstance(trainer, CriticTrainer):
+            return trainer.train(CriticBatch(prompts, responses, rows, wrong), epochs=1, minibatch_size=5, seed=9)
+        return trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, wrong, 0.0), seed=9)
+
+    def refusing(self, layout: dict[str, Any], folder: Path) -> list[str]:
+        """What saving, checkpointing and pushing say of weights of which one number on one rank is NaN."""
+        trainer = self._trainer(layout, "policy")
+        assert isinstance(trainer, PolicyTrainer)
+        if self._ranks.rank == self._ranks.world_size - 1:
+            held(next(trainer._learner.module.parameters())).view(-1)[0] = float("nan")
+        said = []
+        for refuse in (
+            lambda: trainer.snapshots.save(str(folder / "model")),
+            lambda: trainer.snapshots.take_snapshot(str(folder / "snapshot"), 1),
+            lambda: trainer.sending.gather(1),
+        ):
+            try:
+                refuse()
+            except NotFinite as error:
+                said.append(str(error))
+        return said
+
     def pushed(self, layout: dict[str, Any]) -> dict[int, bytes]:
         """What rank 0 sends of the policy, untrained: the digests of its buckets."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        trainer = PolicyTrainer(config, PPOConfig(), 0.7, self._ranks)
+        trainer = PolicyTrainer(config, PPOConfig(), Distribution(0.7), self._ranks)
         if first := self._ranks.rank == 0:
-            trainer.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 14, stall_s=5)
-            trainer.join(1, 1)
-        trainer.gather(1)
-        return trainer.send(1) if first else {}
+            trainer.sending.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 14, stall_s=5)
+            trainer.sending.join(1, 1)
+        trainer.sending.gather(1)
+        return trainer.sending.send(1) if first else {}
 
     def held(self, layout: dict[str, Any], which: str) -> int:
         """How many of the model's numbers this rank has."""
@@ -159,9 +202,9 @@ class Bench:
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        PolicyTrainer(policy, PPOConfig(), 0.7, self._ranks).save(str(folder / "policy"))
+        PolicyTrainer(policy, PPOConfig(), Distribution(0.7), self._ranks).snapshots.save(str(folder / "policy"))
         critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
-        CriticTrainer(critic, self._ranks).save(str(folder / "critic"))
+        CriticTrainer(critic, self._ranks).snapshots.save(str(folder / "critic"))
 
 
 def furthest(found: Any, wanted: Any) -> float:
@@ -181,7 +224,7 @@ def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
         steps.append(step(*arguments))
         return steps[-1]
 
-    trainer._learner.step = watch  # type: ignore[method-assign]
+    trainer._learner.step = watch  # type: ignore[method-assign, assignment]
     return steps
 
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from services.common.rank_group import RankDied, RankGroup
-from services.common.ranks import Rank
+from services.common.ranks.group import RankDied, RankGroup
+from services.common.ranks.ranks import Rank
 
 HOST = "127.0.0.1"
 

@@ -111,8 +111,23 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float, bootstrap: list[f
     return advantages
 
 
-def whiten(rows: Rows, shift_mean: bool) -> Rows:
-    shift = mean(rows) if shift_mean else 0.0
+def rloo(rewards: Rows, group: int) -> Rows:
+    """Each response's total less the mean of the others to its prompt, found one by one."""
+    totals, advantages = [math.fsum(row) for row in rewards], []
+    for i, row in enumerate(rewards):
+        begin = i - i % group
+        others = [totals[j] for j in range(begin, begin + group) if j != i]
+        advantages.append([totals[i] - math.fsum(others) / len(others)] * len(row))
+    return advantages
+
+
+def rewards_to_go(rewards: Rows, gamma: float) -> Rows:
+    """The sum over k >= t of gamma^(k - t) r_k, written out."""
+    return [[sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
+
+
+def whiten(rows: Rows) -> Rows:
+    shift = mean(rows)
     return [[(x - shift) / math.sqrt(variance(rows) + 1e-8) for x in row] for row in rows]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.pairs import Pair
+from services.common.wire.pairs import Pair
 
 
 def length(pairs: Sequence[Pair]) -> list[float]:

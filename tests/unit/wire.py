@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.common.client import open_channel
+from services.common.wire.client import open_channel
 
 
 @dataclass
@@ -36,9 +36,11 @@ class Script:
 
 
 @asynccontextmanager
-async def served(add: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server that runs this servicer."""
-    server = grpc.aio.server()
+async def served(
+    add: Callable[[Any, grpc.aio.Server], None], servicer: Any, *, most_bytes: int = -1
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server that runs this servicer and reads messages of at most so many bytes."""
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", most_bytes)])
     add(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,1 +1,4 @@
-"""How a set of weights travels from the learner to the rollout engines."""
+"""The transfer of a set of weights from the learner to the rollout engines.
+
+May import ranks, config and wire. The policy, push and the rollout service import it.
+"""

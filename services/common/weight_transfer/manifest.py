@@ -1,4 +1,4 @@
-"""What a push carries: names, dtypes and shapes, and the packing into buckets that both sides derive from them."""
+"""The contents of a push: names, dtypes and shapes, and the packing into buckets that both sides derive from them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The tensors of a push, in sending order. Frozen and free of weights, so it travels as msgpack."""
+    """Descriptions of a push's tensors, in sending order, without their data; sent as msgpack."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -32,17 +32,17 @@ class Manifest:
         )
 
     def pack(self) -> bytes:
-        """As msgpack."""
+        """Packs the manifest as msgpack."""
         return bytes(msgpack.packb(asdict(self)))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Manifest":
-        """From msgpack. ValueError unless it is a manifest."""
+        """Reads a manifest from msgpack. ValueError if the bytes are not a manifest."""
         return cls.from_fields(msgpack.unpackb(data))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Manifest":
-        """From plain lists and numbers. ValueError unless they are a manifest's."""
+        """Makes a manifest from plain lists and numbers. ValueError if they do not form one."""
         try:
             manifest = cls(
                 names=tuple(fields["names"]),
@@ -51,18 +51,18 @@ class Manifest:
                 bucket_bytes=int(fields["bucket_bytes"]),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no weight manifest: {error!r}") from None
+            raise ValueError(f"not a weight manifest: {error!r}") from None
         manifest._check()
         return manifest
 
     def _check(self) -> None:
-        """ValueError naming the first field that cannot be."""
+        """Raises ValueError, which names the first field that is wrong."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError("manifest: names, dtypes and shapes must be of one length")
         if not all(isinstance(name, str) for name in self.names) or len(set(self.names)) < len(self.names):
             raise ValueError("manifest.names: must be text, each once")
         if unknown := [name for name in self.dtypes if not _is_dtype(name)]:
-            raise ValueError(f"manifest.dtypes: {unknown} are no torch dtypes")
+            raise ValueError(f"manifest.dtypes: {unknown} are not torch dtypes")
         if not all(isinstance(side, int) and side >= 0 for shape in self.shapes for side in shape):
             raise ValueError("manifest.shapes: sides must be whole numbers, 0 or more")
         if self.bucket_bytes < 1:
@@ -83,7 +83,10 @@ class Manifest:
         return sum(self.size(index) for index in range(len(self.names)))
 
     def buckets(self) -> Iterator[range]:
-        """Index ranges of the tensors that travel together: at most bucket_bytes, or one larger tensor alone."""
+        """Index ranges of the tensors of each bucket: at most bucket_bytes in total, or one larger tensor alone.
+
+        For example tensors of 60, 30, 40 and 200 bytes with bucket_bytes=100 give the buckets 0..1, 2 and 3.
+        """
         start, filled = 0, 0
         for index in range(len(self.names)):
             if index > start and filled + self.size(index) > self.bucket_bytes:
@@ -99,7 +102,7 @@ class Manifest:
         for index in bucket:
             size = self.size(index)
             piece = data[offset : offset + size]
-            # A view needs an aligned start; after an odd-sized tensor of a smaller dtype it is not.
+            # A view needs an aligned start, which may be missing after an odd-sized tensor of a smaller dtype.
             if offset % self.dtype(index).itemsize:
                 piece = piece.clone()
             yield self.names[index], piece.view(self.dtype(index)).view(self.shapes[index])

@@ -1,0 +1,132 @@
+"""vLLM as the rollout replicas start it: with and without graphs, by tokens a step, and its log-probs against the
+learner's. Six minutes.
+
+    python -m benchmarks.gpu.engine [--sizes 0.5B,1.5B] [--prompts 256] [--prompt 128] [--new 256] [--device cuda]
+
+Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `mismatch` is the
+mean of |log-prob of the engine - log-prob of transformers' model|, both in bfloat16. A push follows: the engine's own
+weights through shared memory, from when it is asked for to when it generates again. (`benchmarks.rollout` compares
+the service with LLM.generate.)
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.gpu.models import make, shape
+from benchmarks.gpu.results import Results
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "graphs, 2048 tokens a step": {"max_num_batched_tokens": 2048},
+}
+
+
+def main(
+    sizes: str = "0.5B,1.5B",
+    prompts: int = 256,
+    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
+    new: Annotated[int, typer.Option(help="tokens of a response")] = 256,
+    device: str = "cuda",
+    out: Path = Path("runs/gpu"),
+) -> None:
+    """Runs the benchmark and prints its results."""
+    results = Results("engine", out)
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    for size in sizes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder), size, dtype)
+            for name, settings in SETTINGS.items():
+                given = {"model": folder, "dtype": dtype, "max_length": prompt + new, "kv_cache_mib": 4096} | settings
+                if device == "cpu":
+                    given |= {"kv_cache_mib": 64, "enforce_eager": True}
+                task = [json.dumps(given), size, str(prompts), str(prompt), str(new), device]
+                results.attempt(f"{size} {name}", partial(_alone, task))
+    results.show()
+
+
+def _alone(task: list[str]) -> Any:
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", "--one", *task]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+async def one(given: str, size: str, prompts: str, prompt: str, new: str, device: str) -> None:
+    """In a process of its own: one engine's figures."""
+    from services.rollout.config import RolloutConfig
+    from services.rollout.sample import Sampling
+    from services.rollout.vllm.engine import VLLMEngine
+
+    config = RolloutConfig.parse(json.loads(given), "engine")
+    began = time.perf_counter()
+    engine = await VLLMEngine.start(config)
+    figures: dict[str, Any] = {"start_s": time.perf_counter() - began}
+    draw = np.random.default_rng(0)
+    asked = [draw.integers(2, shape(size).vocab_size, int(prompt)).astype(np.int32) for _ in range(int(prompts))]
+    sampling = Sampling(max_new_tokens=int(new), ignore_eos=True)
+    for _ in range(2):
+        began = time.perf_counter()
+        samples = await asyncio.gather(*(engine.generate(i, ids, sampling, i) for i, ids in enumerate(asked)))
+        took = time.perf_counter() - began
+    figures["tokens_s"] = round(len(samples) * int(new) / took)
+    figures["mismatch"] = mismatch(config.model, config.dtype, asked[:8], samples[:8], torch.device(device))
+    figures["push_s"], figures["commit_s"] = await pushed(engine, config.model, config.dtype, torch.device(device))
+    engine.shutdown()
+    print(json.dumps(figures), flush=True)
+
+
+def mismatch(folder: str, dtype: str, prompts: list[Any], samples: list[Any], where: torch.device) -> float:
+    """Mean over response tokens of the difference between the engine's and transformers' log-probs."""
+    from services.common.models.loading import load_causal, response_logits
+    from services.common.models.numerics import logprobs_of
+    from services.common.models.sequences import pad_pairs
+
+    model = load_causal(folder, dtype).to(where).eval()
+    pairs = pad_pairs(prompts, [sample.response_ids for sample in samples], where)
+    with torch.no_grad():
+        rows = pairs.unpad(logprobs_of(response_logits(model, pairs), pairs.response_ids))
+    return float(np.abs(np.concatenate(rows) - np.concatenate([sample.logprobs for sample in samples])).mean())
+
+
+async def pushed(engine: Any, folder: str, dtype: str, where: torch.device) -> tuple[float, float]:
+    """Seconds of a second push, the learner's gathering included, and of its commit."""
+    from services.common.models.loading import load_causal
+    from services.common.weight_transfer.ipc import SharedSender
+    from services.common.weight_transfer.manifest import Manifest
+
+    model = load_causal(folder, dtype).to(where)
+    manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
+    sender = SharedSender(manifest, device=where if where.type == "cuda" else None)
+    place = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 60.0, "streaming": False}
+    await engine.join({"backend": "ipc", "senders": [["", sender.rendezvous()]], **place})
+    for version in (1, 2):
+        began = time.perf_counter()
+        sender.load(model.named_parameters(), version)
+        await engine.pause("keep")
+        await engine.receive(manifest)
+        committing = time.perf_counter()
+        await engine.commit(version)
+        took = time.perf_counter() - began, time.perf_counter() - committing
+    sender.close()
+    return took
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        asyncio.run(one(*sys.argv[2:]))
+    else:
+        typer.run(main)

@@ -1,0 +1,106 @@
+"""Log-probs, entropy and attention at the sizes of PPO. Two minutes.
+
+python -m benchmarks.gpu.kernels [--device cuda] [--positions 8192] [--vocabulary 151936] [--tokens 16384]
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from benchmarks.gpu.results import Cell, Results, seconds, wait
+from services.common.models import numerics
+from services.common.models.packed_attention import packed_attention
+
+HEADS, GROUPS, WIDTH = 12, 2, 128
+"""Attention sizes of a model of 1.5B parameters."""
+
+
+class Attention(nn.Module):
+    """The attributes that transformers' attention function reads from its layer."""
+
+    num_key_value_groups = HEADS // GROUPS
+    is_causal = True
+
+
+def main(
+    device: str = "cuda",
+    positions: int = 8192,
+    vocabulary: int = 151_936,
+    tokens: Annotated[int, typer.Option(help="of a packed row")] = 16_384,
+    out: Path = Path("runs/gpu"),
+) -> None:
+    """Runs the benchmark and prints its results."""
+    where, results = torch.device(device), Results("kernels", out)
+    _logprobs(results, where, positions, vocabulary)
+    for count in (8, 64):
+        _attention(results, where, tokens, count)
+    results.show()
+
+
+def _logprobs(results: Results, where: torch.device, positions: int, vocabulary: int) -> None:
+    logits = torch.randn(1, positions, vocabulary, device=where, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.randint(0, vocabulary, (1, positions), device=where)
+
+    def forward() -> torch.Tensor:
+        return numerics.logprobs_of(logits, ids)
+
+    def both() -> None:
+        forward().sum().backward()
+
+    def entropy() -> torch.Tensor:
+        with torch.no_grad():
+            return numerics.entropy_of(logits)
+
+    kept = dict(numerics.CHUNK_ELEMENTS)
+    for chunk in (2**24, 2**27, 2**30):
+        numerics.CHUNK_ELEMENTS[where.type] = chunk
+        for name, action in (("log-probs", forward), ("and backward", both), ("entropy", entropy)):
+            results.attempt(f"{name}, chunks of {chunk >> 20} Mi", partial(_timed, action, where))
+    numerics.CHUNK_ELEMENTS.update(kept)
+
+
+def _attention(results: Results, where: torch.device, tokens: int, count: int) -> None:
+    """Forward and backward through one layer's attention, so many sequences of like length in a row."""
+    length = tokens // count
+    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    query, key, value = (
+        torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for shape in shapes
+    )
+    positions = torch.arange(length, device=where).repeat(count)[None]
+    ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=where)
+    told: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": length}
+
+    def packed(**known: Any) -> None:
+        output, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions, **known)
+        output.sum().backward()
+
+    def padded() -> None:
+        rows = (state.view(-1, count, length, WIDTH).transpose(0, 1) for state in (query, key, value))
+        nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).sum().backward()
+
+    sides: dict[str, Callable[[], None]] = {
+        "packed, found": packed,
+        "packed, told": partial(packed, **told),
+        "padded": padded,
+    }
+    for name, side in sides.items():
+        results.attempt(f"attention, {count} x {length}: {name}", partial(_timed, side, where))
+
+
+def _timed(action: Callable[[], object], where: torch.device) -> dict[str, Cell]:
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+        before = torch.cuda.memory_allocated(where)
+    took = seconds(action, where, rounds=5)
+    wait(where)
+    peak = (torch.cuda.max_memory_allocated(where) - before) / 2**30 if where.type == "cuda" else 0.0
+    return {"ms": took * 1e3, "peak_gib": peak}
+
+
+if __name__ == "__main__":
+    typer.run(main)

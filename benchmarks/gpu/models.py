@@ -1,0 +1,79 @@
+"""Models of known shapes with random weights: speed does not depend on what they say.
+
+    python -m benchmarks.gpu.models FOLDER [--size 0.5B] [--dtype bfloat16]
+
+writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`, with a tokenizer of as many words as the
+model has rows, since a policy may sample any of them.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+SIZES = {
+    "tiny": (512, 64, 128, 2, 2, 1, True),
+    "0.5B": (151_936, 896, 4864, 24, 14, 2, True),
+    "1.5B": (151_936, 1536, 8960, 28, 12, 2, True),
+    "3B": (151_936, 2048, 11_008, 36, 16, 2, True),
+    "7B": (152_064, 3584, 18_944, 28, 28, 4, False),
+}
+"""Qwen2.5's, and one to try the scripts with: words, width, width of the MLP, layers, heads, groups, tied."""
+PAD, EOS = 0, 1
+
+
+def shape(size: str) -> Qwen2Config:
+    """The configuration of a size."""
+    words, hidden, intermediate, layers, heads, groups, tied = SIZES[size]
+    return Qwen2Config(
+        vocab_size=words,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32_768,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+
+
+def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = False, seed: int = 0) -> Path:
+    """Writes one with its tokenizer to `folder`; returns `folder`."""
+    torch.manual_seed(seed)
+    config = shape(size)
+    config.num_labels = 1
+    kind = Qwen2ForSequenceClassification if reward else Qwen2ForCausalLM
+    # Initialised on the GPU where there is one: normal numbers for 1.5B parameters take a minute on a CPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = kind(config).to(getattr(torch, dtype))
+    model.cpu().save_pretrained(folder)
+    tokenizer(config.vocab_size).save_pretrained(folder)
+    return folder
+
+
+def tokenizer(words: int) -> PreTrainedTokenizerFast:
+    """One token per word between blanks; `w17` is id 17."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, **{f"w{index}": index for index in range(2, words)}}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="w2")
+
+
+def main(
+    folder: Path,
+    size: Annotated[str, typer.Option(help=", ".join(SIZES))] = "0.5B",
+    dtype: str = "bfloat16",
+) -> None:
+    """Runs the benchmark and prints its results."""
+    make(folder / "policy", size, dtype)
+    make(folder / "reward", size, dtype, reward=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

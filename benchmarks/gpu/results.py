@@ -1,0 +1,85 @@
+"""Figures that are kept as they come."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+console = Console(width=160)
+Cell = str | float | int
+
+
+class Results:
+    """One table, each row of which is written to `<folder>/<name>.jsonl` before the next is measured."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """Writes what the machine is at the head of the file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._name, self._path = name, folder / f"{name}.jsonl"
+        self._rows: list[dict[str, Cell]] = []
+        self._began = time.time()
+        self._path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **machine()}) + "\n")
+
+    def add(self, what: str, **figures: Cell) -> None:
+        """Keeps a row."""
+        row: dict[str, Cell] = {"what": what, **figures}
+        self._rows.append(row)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        cells = ", ".join(f"{name} {_shown(value)}" for name, value in figures.items())
+        console.print(f"[{time.time() - self._began:5.0f} s] {what}: {cells}", highlight=False, markup=False)
+
+    def attempt(self, what: str, measure: Callable[[], dict[str, Cell]]) -> None:
+        """Keeps what `measure` gives, or why it could not: the other figures are worth having all the same."""
+        try:
+            self.add(what, **measure())
+        except Exception as error:
+            self.add(what, error=f"{type(error).__name__}: {str(error)[:200]}")
+
+    def show(self) -> None:
+        """Prints the table."""
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        drawn = Table(*names, title=f"{self._name}: {machine()['device']}", title_justify="left")
+        for row in self._rows:
+            drawn.add_row(*(escape(_shown(row.get(name, ""))) for name in names))
+        console.print(drawn)
+
+
+def machine() -> dict[str, Cell]:
+    """Description of the machine."""
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else "CPU",
+        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1) if gpu else 0,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+
+
+def seconds(action: Callable[[], object], device: torch.device, rounds: int = 5, warm_up: int = 2) -> float:
+    """Median over the rounds, with the device idle before and after each."""
+    times = []
+    for round_ in range(-warm_up, rounds):
+        wait(device)
+        began = time.perf_counter()
+        action()
+        wait(device)
+        if round_ >= 0:
+            times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _shown(value: Cell) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,238 @@
+"""Push time against a bare gloo broadcast of the same bytes, and against a push layer by layer, in one run.
+
+    python -m benchmarks.push [--mib 256] [--replicas 1,2,4] [--rounds 7] [--backend gloo|ipc]
+                                 [--device cpu|cuda]
+
+Replicas are processes with the real part of a replica in a push (services/rollout/member.py) and a dictionary of
+tensors in place of a vLLM model; the control calls go over pipes. All sides take turns, so that a machine that
+changes speed changes all of them. `bare` and `layers` are gloo's and in host memory whatever is measured beside
+them.
+
+- `bare`: one broadcast of all bytes at once, to as many processes, from memory that is there already.
+- `transfer`: the part of a push in which bytes move: every bucket broadcast, hashed and compared.
+- `push`: all of it: who is there, prepare, gathering and packing the weights, transfer, and loading them.
+- `join`: a newcomer brought to the weights in between, from its application to its being ready to serve them.
+- `proof`: what scoring a few fixed sequences on both sides, by a model of as many bytes, adds to a push in the
+  mean at `weights.prove_every`.
+- `layers`: one call and one broadcast for each of 300 tensors, as peers do it, without packing or loading.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bare_broadcast import STALL_S, Bare
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.prover import Prover
+from orchestrator.push.pusher import WeightPusher
+from protos import rollout_pb2 as pb
+from services.common.ranks.rendezvous import serve_store
+from services.common.weight_transfer.groups.gloo import gloo_wire
+from services.common.weight_transfer.groups.group import Group
+from services.common.weight_transfer.manifest import MIB, Manifest
+from services.common.weight_transfer.place import Place, machine
+from services.common.weight_transfer.probe import probe_sequences
+from services.common.weight_transfer.registry import Applicant, Ticket
+from services.common.wire.codec import Floats, Ints
+from tests.members import LEASE, Fleet
+from tests.sized import MAX_LENGTH, VOCABULARY, score
+from tests.sources import HOST, LocalSource
+
+TENSORS = 300
+console = Console()
+
+
+def main(
+    mib: Annotated[int, typer.Option(min=1)] = 256,
+    replicas: Annotated[str, typer.Option(help="numbers of replicas, such as 1,2,4")] = "1,2,4",
+    rounds: Annotated[int, typer.Option(min=1)] = 7,
+    bucket_mib: Annotated[int, typer.Option(min=1)] = 64,
+    backend: Annotated[str, typer.Option(help="gloo, or ipc: memory that is shared")] = "gloo",
+    device: Annotated[str, typer.Option(help="where the weights are, and go to")] = "cpu",
+) -> None:
+    """Runs the benchmark and prints its results."""
+    torch.set_num_threads(1)
+    title = f"{mib} MiB in {TENSORS} tensors, buckets of {bucket_mib} MiB, {backend}, {device}"
+    drawn = Table(title=title, title_justify="left")
+    for column in (
+        "replicas",
+        "bare s",
+        "transfer s",
+        "push s",
+        "layers s",
+        "join s",
+        "transfer/bare",
+        "push/bare",
+        "layers/push",
+        "join/push",
+        "proof/push",
+    ):
+        drawn.add_column(column, justify="right")
+    for count in [int(number) for number in replicas.split(",")]:
+        drawn.add_row(str(count), *asyncio.run(_measure(mib, count, rounds, bucket_mib, backend, device)))
+    console.print(drawn)
+
+
+async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int, backend: str, device: str) -> list[str]:
+    """The cells of one row, from the medians of the rounds."""
+    weights = {name: tensor.to(device) for name, tensor in _weights(mib).items()}
+    fleet, others, newcomers = Fleet(backend, device), Fleet(), Fleet(backend, device)
+    for each in (fleet, others):
+        await each.add(*(f"replica{number}" for number in range(replicas)))
+    await newcomers.add("newcomer")
+    source = LocalSource(weights, bucket_bytes=bucket_mib * MIB, stall_s=STALL_S, backend=backend)
+    config = WeightsConfig(timeout_s=600, stall_s=STALL_S, control_s=30, bucket_mib=bucket_mib)
+    pusher = WeightPusher(fleet, source, backend, config)  # type: ignore[arg-type]
+    bare = Bare(mib, replicas)
+    layers = Layers(others, list(others.members), _weights(mib), 1_000_000)
+    prover = Prover(_Learner(mib), probe_sequences(VOCABULARY, MAX_LENGTH), 1e-3, every=1)
+    sides: dict[str, Callable[[], Awaitable[float]]] = {
+        "bare": bare.broadcast,
+        "push": lambda: _pushed(pusher),
+        "layers": layers.push,
+        "join": lambda: _joined(pusher, newcomers),
+        "proved": lambda: _proved(pusher, prover),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*sides, "transfer")}
+    try:
+        for round_ in range(-2, rounds):
+            for name, side in sides.items():
+                took = await side()
+                if round_ >= 0:
+                    seconds[name].append(took)
+            if round_ >= 0:
+                seconds["transfer"].append(source.transfer_s)
+    finally:
+        bare.end()
+        await fleet.end()
+        await others.end()
+        await newcomers.end()
+    medians = {name: median(values) for name, values in seconds.items()}
+    times = [f"{medians[name]:.3f}" for name in ("bare", "transfer", "push", "layers", "join")]
+    ratios = [("transfer", "bare"), ("push", "bare"), ("layers", "push"), ("join", "push")]
+    proof = (medians["proved"] - medians["push"]) / WeightsConfig().prove_every
+    return [
+        *times,
+        *(f"{medians[over] / medians[under]:.2f}" for over, under in ratios),
+        f"{proof / medians['push']:.3f}",
+    ]
+
+
+def _weights(mib: int) -> dict[str, torch.Tensor]:
+    numbers = mib * MIB // 4 // TENSORS
+    return {f"layers.{index}.weight": torch.randn(numbers) for index in range(TENSORS)}
+
+
+async def _pushed(pusher: WeightPusher) -> float:
+    report = await pusher.push(1)
+    assert report.attempts == 1
+    return report.seconds
+
+
+async def _proved(pusher: WeightPusher, prover: Prover) -> float:
+    """Seconds of a push with this prover; the group stays that of the pushes without one."""
+    pusher._prover = prover
+    try:
+        began = time.perf_counter()
+        await pusher.push(1)
+        return time.perf_counter() - began
+    finally:
+        pusher._prover = None
+
+
+class _Learner:
+    """Scores by a model of the size of what is pushed."""
+
+    def __init__(self, mib: int) -> None:
+        self._mib = mib
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        return await asyncio.to_thread(score, self._mib, sequences)
+
+
+async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
+    """Seconds to admit a newcomer, carried out as a replica does it (services/rollout/newcomer.py)."""
+    [member] = newcomers.members.values()
+    receiving: list[asyncio.Task[None]] = []
+
+    async def receive(ticket: Ticket) -> None:
+        for name, phase in (
+            ("prepare", pb.Prepare.FromString(ticket.prepare)),
+            ("transfer", pb.Transfer.FromString(ticket.transfer)),
+            ("commit", pb.Commit.FromString(ticket.commit)),
+        ):
+            asked = pb.WeightPhase(timeout_s=60, lease=LEASE, **{name: phase})  # type: ignore[arg-type]
+            assert pb.WeightReport.FromString(await member.carry_out(asked)).ok
+
+    async def deliver(tickets: dict[str, Ticket | None]) -> None:
+        ticket = tickets[member.name]
+        assert ticket is not None
+        receiving.append(asyncio.create_task(receive(ticket)))
+
+    began = time.perf_counter()
+    await pusher.admit({member.name: Applicant(1, Place(machine()))}, deliver)
+    await receiving[0]
+    return time.perf_counter() - began
+
+
+class Layers:
+    """One Transfer call and one broadcast for each tensor."""
+
+    def __init__(self, rollout: Any, members: list[str], weights: dict[str, torch.Tensor], membership: int) -> None:
+        self._rollout = rollout
+        self._members = members
+        self._store = serve_store(HOST, STALL_S)
+        self._tensors = weights
+        self._membership = membership
+
+    async def push(self) -> float:
+        """Seconds for the transfers alone, after a group was formed."""
+        members = self._members
+        self._membership += 1
+        rendezvous = [pb.Rendezvous(address=HOST, port=self._store.port)]
+        ranks = {name: 1 + number for number, name in enumerate(members)}
+        world = 1 + len(members)
+        prepare = pb.Prepare(
+            membership=self._membership,
+            senders=rendezvous,
+            world_size=world,
+            ranks=ranks,
+            in_flight="keep",
+            stall_s=STALL_S,
+            manifest=Manifest.of(self._tensors, 1).pack(),
+        )
+        prepare.backend = "gloo"
+        joining = asyncio.create_task(self._rollout.update_weights(60, members=members, prepare=prepare))
+        await asyncio.sleep(0)
+        group = await asyncio.to_thread(
+            Group,
+            self._store,
+            gloo_wire(HOST),
+            rank=0,
+            world_size=world,
+            membership=self._membership,
+            timeout_s=STALL_S,
+        )
+        assert all(report.ok for report in await joining)
+        began = time.perf_counter()
+        for name, tensor in self._tensors.items():
+            manifest = Manifest.of({name: tensor}, 1)
+            transfer = pb.Transfer(membership=self._membership, manifest=manifest.pack())
+            receiving = asyncio.create_task(self._rollout.update_weights(60, members=members, transfer=transfer))
+            await asyncio.to_thread(group.broadcast, tensor.view(torch.uint8))
+            assert all(report.ok for report in await receiving)
+        took = time.perf_counter() - began
+        await self._rollout.update_weights(60, members=members, abort=pb.Abort(membership=self._membership))
+        group.close()
+        return took
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""PPO by Quartet against PPO by TRL, in turns."""

@@ -1,0 +1,138 @@
+"""The two sides of a race: each is asked for some updates and gives the seconds of every one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.vs_trl.cases import RATE, Case
+from orchestrator.commands.init.machine import Machine
+from orchestrator.commands.init.write import Wanted, compose
+from orchestrator.monitoring.metrics import read_metrics
+
+PEER = Path(__file__).with_name("peer.py")
+VERSIONS = ("trl==1.12.0", "transformers>=5.19,<6", "torch==2.13.0")
+"""TRL's last release with PPO, and what Quartet runs with."""
+STAGES = ("generate", "score", "logprobs", "train", "push")
+"""Stages of a step of Quartet, as its metrics name them; scoring overlaps with generation."""
+
+
+def make_environment(folder: Path) -> Path:
+    """A virtual environment with TRL in it, made once; its Python."""
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
+    if not done.exists():
+        uv = str(Path(sys.executable).with_name("uv"))
+        wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
+        # As in the Makefile: a CPU build of torch is in a folder of wheels, or else on PyTorch's own index.
+        torch, environment = ([], {"UV_FIND_LINKS": wheels}) if wheels else (["--torch-backend", "cpu"], {})
+        subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
+        subprocess.run(
+            [uv, "pip", "install", "--quiet", "--python", str(python), *torch, *VERSIONS],
+            check=True,
+            env=os.environ | environment,
+        )
+        done.touch()
+    return python
+
+
+@dataclass(frozen=True, slots=True)
+class Trl:
+    """TRL's PPOTrainer, a process for each turn."""
+
+    python: Path
+    folder: Path
+    case: Case
+    threads: int
+
+    def updates(self, count: int) -> list[float]:
+        """Seconds of each of `count` updates."""
+        settings = asdict(self.case) | {
+            "folder": str(self.folder),
+            "updates": count,
+            "threads": self.threads,
+            "rate": RATE,
+        }
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["OMP_NUM_THREADS"] = str(self.threads)
+        done = run([str(self.python), str(PEER), json.dumps(settings)], environment)
+        lines = [json.loads(line) for line in done.splitlines() if line.startswith('{"seconds"')]
+        return [line["seconds"] for line in lines]
+
+
+class Quartet:
+    """Quartet's services, up between its turns, from the file that `quartet init` writes for these models."""
+
+    def __init__(self, folder: Path, case: Case) -> None:
+        self._config = folder / "race.yaml"
+        self._folder = folder
+        self._raw = self._configured(case)
+
+    def up(self) -> None:
+        """Starts the services."""
+        self._write(1)
+        self._quartet("up", str(self._config))
+
+    def down(self) -> None:
+        """Ends them."""
+        self._quartet("down")
+
+    def updates(self, count: int) -> list[dict[str, float]]:
+        """Seconds of the stages of each of `count` updates, of all of it, and the mean length of its responses."""
+        self._write(count)
+        self._quartet("train", "--overwrite", str(self._config))
+        lines = [line for line in read_metrics(self._folder / "runs" / "race" / "metrics.jsonl") if line["step"]]
+        return [
+            {stage: line[f"seconds/{stage}"] for stage in (*STAGES, "step")}
+            | {"length": line["response/length_mean"]}
+            for line in lines
+        ]
+
+    def _configured(self, case: Case) -> dict[str, Any]:
+        folder = self._folder
+        wanted = Wanted(
+            str(folder / "policy"),
+            str(folder / "reward"),
+            str(folder / "prompts.jsonl"),
+            max_new_tokens=case.response,
+        )
+        raw: dict[str, Any] = yaml.safe_load(compose(self._config, wanted, Machine.here()))
+        run = raw["orchestrator"]
+        run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
+        run["data"]["prompt_split"] = "train"
+        run["sampling"]["min_new_tokens"] = case.response if case.equal else 0
+        run["ppo"] |= {"epochs": case.epochs, "minibatch_size": case.batch // case.minibatches}
+        run["evaluation"]["every"] = 0
+        run["policy"]["optimizer"]["learning_rate"] = RATE
+        rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
+        critic["optimizer"]["learning_rate"] = RATE
+        rollout |= {"max_num_seqs": case.batch}
+        half = case.dtype == "bfloat16"
+        for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
+            part["dtype"] = case.dtype
+        for learner in (critic, run["policy"]):
+            learner["zero_stage"] = int(half)
+        return raw
+
+    def _write(self, steps: int) -> None:
+        self._raw["orchestrator"]["steps"] = steps
+        self._config.write_text(yaml.safe_dump(self._raw))
+
+    def _quartet(self, *arguments: str) -> None:
+        root = str(Path(__file__).parents[2])
+        environment = os.environ | {"PYTHONPATH": root}
+        run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
+
+
+def run(command: Sequence[str], environment: dict[str, str], folder: Path | None = None) -> str:
+    """Runs a command and returns its output. RuntimeError with its last lines if it fails."""
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout

@@ -1,0 +1,83 @@
+"""Advantages, with a critic's values and without, and their whitening. Pure functions, no I/O.
+
+Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
+response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
+token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function raises
+ValueError if a mask is not boolean or a shape differs from the mask's.
+"""
+
+import torch
+from torch import Tensor
+
+from services.common.models.numerics import VARIANCE_EPS, check_masked, masked_mean, masked_var
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages, and returns = advantages + values. All [B, T], zero off the mask.
+
+    Schulman et al. 2015 (arXiv:1506.02438), eq. 16, as a recursion from the last token backwards: delta_t =
+    r_t + gamma V_t+1 - V_t, A_t = delta_t + gamma gae_lambda A_t+1. A gap in a row's mask is stepped over.
+
+    After the last token V is zero, as the episode ends there. For a response cut at the length limit this
+    takes its score for all there was to earn; to add what it would have gone on to earn give `bootstrap` [B],
+    the value after the last token, zero for finished responses. ValueError if a factor is outside 0..1.
+    """
+    check_masked(mask, rewards=rewards, values=values)
+    for name, factor in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name} must lie in 0..1, got {factor}")
+    advantages = torch.zeros_like(values)
+    carry = values.new_zeros(len(values))
+    following = carry if bootstrap is None else bootstrap
+    check_masked(mask.any(dim=1), bootstrap=following)
+    for t in reversed(range(mask.shape[1])):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        carry = torch.where(here, delta + gamma * gae_lambda * carry, carry)
+        following = torch.where(here, values[:, t], following)
+        advantages[:, t] = torch.where(here, carry, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def rloo(rewards: Tensor, mask: Tensor, *, group: int) -> Tensor:
+    """Each response's reward less the mean of the prompt's others, at all its tokens. [B, T], zero off the mask.
+
+    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): a response is one action
+    with the reward R_i, the sum over its tokens, and A_i = R_i - the mean of the other R_j. The `group` rows of
+    one prompt follow each other. With group 3 and R = 1, 2, 6 the means are 4, 3.5, 1.5 and A = -3, -1.5, 4.5.
+    ValueError if group < 2 or B is not a multiple of it.
+    """
+    check_masked(mask, rewards=rewards)
+    if group < 2 or len(mask) % group:
+        raise ValueError(f"group must be 2 or more and divide the {len(mask)} responses, got {group}")
+    totals = torch.where(mask, rewards, 0.0).sum(dim=1).view(-1, group)
+    others = (totals.sum(dim=1, keepdim=True) - totals) / (group - 1)
+    return torch.where(mask, (totals - others).view(-1, 1), 0.0)
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """The discounted sum of the rewards from each token to the end. [B, T], zero off the mask.
+
+    Whitened over the batch, these are the advantages of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): the batch's
+    mean is the baseline. Rewards 1, 0, 4 with gamma 1/2 give 2, 2, 4. ValueError if gamma is outside 0..1.
+    """
+    summed, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)
+    return summed
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Unit variance and zero mean over the masked batch. All [B, T], zero off the mask.
+
+    (A - mean) / sqrt(unbiased variance + 1e-8), the mean not added back. ValueError with fewer than two tokens.
+    """
+    shift = masked_mean(advantages, mask)
+    scale = torch.rsqrt(masked_var(advantages, mask) + VARIANCE_EPS)
+    return torch.where(mask, (advantages - shift) * scale, 0.0)

@@ -1,0 +1,98 @@
+"""KL estimates and the controllers of their coefficient. Pure functions, no I/O.
+
+Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
+response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
+token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function raises
+ValueError if a mask is not boolean or a shape differs from the mask's.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from services.common.models.numerics import check_masked
+
+KLKind = Literal["k1", "k2", "k3"]
+
+
+KL_ERROR_CLIP = 0.2  # Ziegler et al. 2019, section 2.2
+
+
+LOG_RATIO_LIMIT = 20.0  # e^20 = 5e8: far past any clip, far from overflow
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, mask: Tensor | None = None) -> Tensor:
+    """One-sample estimates of KL(pi || ref) at tokens drawn from pi. [B, T], [B, T] -> [B, T], in nats.
+
+    Schulman, "Approximating KL divergence" (2020), with log r = ref_logprobs - logprobs:
+    k1 = -log r (unbiased), k2 = (log r)^2 / 2 (biased, >= 0), k3 = (r - 1) - log r (unbiased, >= 0).
+
+    In the reward k1 or k3 are right. In the loss they are differentiated, and then (Tang and Munos 2025,
+    arXiv:2506.09477), in expectation over the next token given its prefix:
+    - k1 gives E[grad log pi] = 0: noise and no pull to the reference. Do not put it in a loss.
+    - k2 gives E[(log pi - log ref) grad log pi], the gradient of KL(pi || ref). Use this one.
+    - k3 gives E[(1 - r) grad log pi], the gradient of the other direction, KL(ref || pi).
+
+    k3 holds r at e^20 above that, without overflow or gradient through r. With a `mask` the result is zero
+    off it, and NaN there stays out of the backward pass. ValueError on an unknown kind.
+    """
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    check_masked(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_r = torch.where(mask, ref_logprobs - logprobs, 0.0)
+    match kind:
+        case "k1":
+            return -log_r
+        case "k2":
+            return 0.5 * log_r.square()
+        case "k3":
+            return torch.expm1(log_r.clamp(max=LOG_RATIO_LIMIT)) - log_r
+    raise ValueError(f"kind must be 'k1', 'k2' or 'k3', got {kind!r}")
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A KL coefficient that stays. ValueError unless coef >= 0."""
+
+    coef: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(f"coef must be >= 0 and finite, got {self.coef}")
+
+    def update(self, kl: float, samples: int) -> Self:
+        """The same controller, whatever `kl` was measured."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A KL coefficient steered so that the measured KL comes to `target` (Ziegler et al. 2019, section 2.2).
+
+    `target` in nats per response; over `horizon` responses, a KL that is 20% or more off target changes the
+    coefficient by about 20%. ValueError unless all three are > 0.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "target", "horizon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+
+    def update(self, kl: float, samples: int) -> Self:
+        """coef * (1 + e * samples / horizon), e = clip(kl / target - 1, -0.2, 0.2).
+
+        `kl`: mean over `samples` responses of the KL summed over their tokens. ValueError if it is not
+        finite, or if horizon <= 0.2 * samples, where the factor could reach zero.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"kl must be finite, got {kl}")
+        if self.horizon <= KL_ERROR_CLIP * samples:
+            raise ValueError(f"horizon must be > {KL_ERROR_CLIP} * {samples} samples, got {self.horizon}")
+        error = min(max(kl / self.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
+        return replace(self, coef=self.coef * (1 + error * samples / self.horizon))

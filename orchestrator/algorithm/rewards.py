@@ -1,0 +1,68 @@
+"""Rewards per token, and the running normaliser of scores. Pure functions, no I/O.
+
+Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
+response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
+token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function raises
+ValueError if a mask is not boolean or a shape differs from the mask's.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from services.common.models.numerics import VARIANCE_EPS, check_masked
+
+
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, clip: float | None) -> Tensor:
+    """-kl_coef * kl at every token, plus the response's score at its last one. -> [B, T], zero off the mask.
+
+    scores [B], clipped to +-clip unless clip is None; kl, mask [B, T]. A response's rewards then sum to score
+    - kl_coef * KL (Ziegler et al. 2019, eq. 2). ValueError if a response has no token, or if clip <= 0.
+    """
+    check_masked(mask, kl=kl)
+    check_masked(mask.any(dim=1), scores=scores)
+    _check_scores(scores)
+    limit = math.inf if clip is None else clip
+    if not limit > 0:
+        raise ValueError(f"clip must be > 0, or None for no clip, got {clip}")
+    if not bool(mask.any(dim=1).all()):
+        raise ValueError("mask has a row without a response token: its score has nowhere to go")
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
+    bonus = scores.clamp(-limit, limit).unsqueeze(1)
+    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(steps == last, bonus, 0.0)
+
+
+def _check_scores(scores: Tensor) -> None:
+    if scores.dim() != 1 or not bool(scores.isfinite().all()):
+        raise ValueError(f"scores must be finite numbers [N], got {scores.tolist()}")
+
+
+@dataclass(frozen=True)
+class RunningNormaliser:
+    """Mean and sum of squares about it (`m2`) of all scores seen (Chan, Golub and LeVeque 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def update(self, scores: Tensor) -> Self:
+        """The normaliser after also seeing scores [N], N may be 0. ValueError if one is not finite."""
+        _check_scores(scores)
+        if len(scores) == 0:
+            return self
+        batch, count = scores.double(), self.count + len(scores)
+        delta = float(batch.mean()) - self.mean
+        between = delta**2 * self.count * len(scores) / count
+        within = float((batch - batch.mean()).square().sum())
+        mean = self.mean + delta * len(scores) / count
+        return replace(self, count=count, mean=mean, m2=self.m2 + within + between)
+
+    def normalise(self, scores: Tensor) -> Tensor:
+        """(scores - mean) / sqrt(unbiased variance + 1e-8); unchanged before two were seen. [N] -> [N]."""
+        if self.count < 2:
+            return scores
+        return (scores - self.mean) / math.sqrt(self.m2 / (self.count - 1) + VARIANCE_EPS)

@@ -1,0 +1,192 @@
+"""Clients of the services, and the check that all of them use the same tokens."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from orchestrator.config.run import OrchestratorConfig
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import ConfigError
+from services.common.security import credentials
+from services.common.wire.callers import Purpose, declared
+from services.common.wire.client import ServiceClient
+from services.common.wire.errors import Unavailable
+from services.common.wire.identity import tokenizer_hash, vocabulary_size
+from services.critic.client import CriticClient
+from services.reference.client import ReferenceClient
+from services.reward.client import RewardClient
+from services.rollout.client import RolloutClient
+
+Client = TypeVar("Client", bound=ServiceClient[Any])
+
+REACH_S = 3.0
+"""Longest wait for a connection, in seconds. Even a busy server accepts connections at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Infos:
+    """The models and scorers behind the services."""
+
+    rollout: rollout_pb2.RolloutInfo
+    reward: reward_pb2.RewardInfo
+    reference: reference_pb2.ReferenceInfo | None
+    """The reference's Info; None if the run has no reference."""
+    critic: critic_pb2.CriticInfo | None
+    """The critic's Info; None if the run has no critic."""
+
+    @property
+    def models(self) -> dict[str, common_pb2.ModelInfo]:
+        """The services' models, by the name of the service."""
+        models = {"rollout": self.rollout.model, "reward": self.reward.model}
+        if self.reference is not None:
+            models["reference"] = self.reference.model
+        if self.critic is not None:
+            models["critic"] = self.critic.model
+        return models
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One client per service, with one channel per target. Tests build it from fakes."""
+
+    rollout: RolloutClient
+    reward: RewardClient
+    reference: ReferenceClient | None
+    """The reference's client; None if the run has no reference, because its KL coefficient is 0."""
+    critic: CriticClient | None
+    """The critic's client; None if the run has no critic, because its advantages need no values."""
+
+    @classmethod
+    def connect(cls, config: OrchestratorConfig, purpose: Purpose = Purpose.TRAINING) -> Self:
+        """Clients for the configuration's targets, with the credentials that the environment names for each target;
+        they connect at the first call.
+
+        Args:
+            config: configuration of the run; its name is sent with every call.
+            purpose: purpose of the calls, by which busy services order them.
+        """
+        targets = {name: config.services[name].target or config.target for name in config.services.used}
+        channels = {target: credentials.connect(target) for target in sorted(set(targets.values()))}
+
+        def make(kind: type[Client]) -> Client:
+            name = kind.SERVICE
+            return kind(
+                channels[targets[name]],
+                config.services[name].application,
+                attempt_s=config.timeouts.attempt_s,
+                metadata=declared(config.name, purpose),
+            )
+
+        reference = make(ReferenceClient) if config.services.reference is not None else None
+        critic = make(CriticClient) if config.services.critic is not None else None
+        return cls(make(RolloutClient), make(RewardClient), reference, critic)
+
+    def declaring(self, run: str, purpose: Purpose) -> Self:
+        """Copies of the clients, on the same channels, for another run name and purpose."""
+        metadata = declared(run, purpose)
+        return replace(self, **{name: client.declaring(metadata) for name, client in self._clients.items()})
+
+    async def reach(self, config: OrchestratorConfig, file: Path) -> None:
+        """Returns when a server accepts connections at every target of the configuration, which is from `file`.
+
+        Raises:
+            Unavailable: a target does not within `timeouts.info_s`, at most REACH_S.
+        """
+        patience_s = min(config.timeouts.info_s, REACH_S)
+        for name, client in self._clients.items():
+            if await client.reachable(patience_s):
+                continue
+            own = config.services[name].target
+            where = (
+                f"{own} (orchestrator.services.{name}.target)" if own else f"{config.target} (orchestrator.target)"
+            )
+            raise Unavailable(
+                f"no answer at {where} within {patience_s:g} s; are the services up?"
+                + ("" if own else f" quartet up {file}")
+                + credentials.hint(own or config.target)
+            )
+
+    async def infos(self, timeout_s: float) -> Infos:
+        """Asks all services at once for their descriptions.
+
+        Raises:
+            ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
+        """
+        async with asyncio.TaskGroup() as group:
+            rollout = group.create_task(self.rollout.info(timeout_s))
+            reward = group.create_task(self.reward.info(timeout_s))
+            reference = group.create_task(self.reference.info(timeout_s)) if self.reference else None
+            critic = group.create_task(self.critic.info(timeout_s)) if self.critic else None
+        return Infos(
+            rollout.result(),
+            reward.result(),
+            reference.result() if reference else None,
+            critic.result() if critic else None,
+        )
+
+    @property
+    def leased(self) -> tuple[CriticClient | RolloutClient, ...]:
+        """The services that one run at a time may change. A critic comes first: it has one replica, so that of two
+        runs that claim at the same time one is refused."""
+        return (self.rollout,) if self.critic is None else (self.critic, self.rollout)
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        for client in self._clients.values():
+            await client.close()
+
+    @property
+    def _clients(self) -> dict[str, Any]:
+        """By name, those there are."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: client for name, client in every.items() if client is not None}
+
+
+def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -> None:
+    """Raises ConfigError unless every service uses the policy's tokens and accepts the run's lengths and dtypes."""
+    check_models(infos.models, tokenizer, config)
+    if infos.rollout.model.dtype != config.policy.dtype:
+        raise ConfigError(
+            f"orchestrator.policy.dtype: {config.policy.dtype}, but the rollout service has "
+            f"{infos.rollout.model.dtype}; weights are pushed as they are, so both must be the same"
+        )
+    reference = infos.reference
+    if reference and reference.model.dtype != config.policy.dtype and config.ppo.kl.coef > 0:
+        raise ConfigError(
+            f"orchestrator.policy.dtype: {config.policy.dtype}, but the reference service has "
+            f"{reference.model.dtype}; the KL penalty would measure their rounding, so both must be the same"
+        )
+    asked, taken = config.weights.backend, infos.rollout.weight_backend
+    if taken not in ("auto", agreed_backend(asked, taken)):
+        raise ConfigError(
+            f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with {taken}"
+        )
+
+
+def agreed_backend(ours: str, theirs: str) -> str:
+    """The backend of pushes, from weights.backend and rollout.args.weight_backend, either of which may be auto."""
+    return theirs if ours == "auto" else ours
+
+
+def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, config: OrchestratorConfig) -> None:
+    """Raises ConfigError unless each service's model uses the policy's tokens and takes the longest pair."""
+    expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
+    longest = config.data.max_prompt_length + config.sampling.max_new_tokens
+    for name, model in models.items():
+        if model.tokenizer_hash != expected:
+            raise ConfigError(
+                f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
+                f"({config.policy.model}), so its token ids mean something else"
+            )
+        if model.vocab_size < vocabulary:
+            raise ConfigError(
+                f"{name}: {model.path} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
+                f"gives ids up to {vocabulary - 1}"
+            )
+        if model.max_length < longest:
+            raise ConfigError(
+                f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
+                f"orchestrator.sampling.max_new_tokens is {longest}"
+            )

@@ -1,0 +1,129 @@
+"""The checkpoint that a run resumes from, and the state that it starts with."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.clients import Infos
+from orchestrator.commands.run_folder import checkpoint_folder, differences
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.record import record
+from orchestrator.learners.learner import Learner
+from orchestrator.learners.policy import PolicyLearner
+from orchestrator.loop.checkpoint_folder import Checkpoint, latest
+from orchestrator.loop.identities import PartIdentity, changes, identities
+from orchestrator.loop.state import TrainState
+from orchestrator.monitoring.metrics import FILE, read_metrics
+from services.common.config.base import ConfigError, read_yaml
+from services.common.config.learner import PolicyConfig
+from services.common.learner.layout import LAYOUT, Layout
+from services.common.wire.errors import InvalidArgument, leaves
+
+CRITIC = "critic.model"
+"""Place of the critic's model among the services' identities."""
+
+
+def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]) -> Checkpoint | None:
+    """The last checkpoint, if there is one; tells the user where the run resumes.
+
+    Raises:
+        ConfigError: the run cannot resume from it, or was trained and has none.
+    """
+    config, folder = deployment.orchestrator, checkpoint_folder(deployment.orchestrator)
+    checkpoint, metrics = latest(folder), run_dir / FILE
+    if checkpoint is None and metrics.exists() and any(line["step"] > 0 for line in read_metrics(metrics)):
+        raise ConfigError(
+            f"{run_dir} was trained, but {folder} holds no checkpoint: was checkpoint.every 0, or checkpoint.folder "
+            "another? --overwrite starts again"
+        )
+    if checkpoint is None:
+        note(f"{run_dir} has no checkpoint yet: beginning at step 1")
+        return None
+    step, steps = checkpoint.state.step, config.steps
+    if step > steps:
+        raise ConfigError(f"orchestrator.steps: {steps}, but the last checkpoint is of step {step}")
+    check_layout(checkpoint.folder / PolicyLearner.name, config.policy)
+    note(f"resuming {run_dir} after step {step} of {steps}")
+    kept = run_dir / "config.yaml"
+    for line in differences(record(read_yaml(kept)), deployment.record) if kept.exists() else []:
+        note(line)
+    return checkpoint
+
+
+def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], None]) -> TrainState:
+    """The state of a new run, with the services in their present state."""
+    critic_step = infos.critic.last_step if infos.critic else None
+    if critic_step:
+        note(
+            f"the critic has been trained for {critic_step} steps already; "
+            "for a fresh one, `quartet down` and `quartet up`"
+        )
+    return TrainState(
+        step=0,
+        first_version=infos.rollout.policy_version + 1,
+        first_critic_step=critic_step,
+        kl_coef=config.ppo.kl.coef,
+        services=identities(infos),
+    )
+
+
+def resumed_state(
+    state: TrainState, services: Mapping[str, PartIdentity], *, accept: bool, note: Callable[[str], None]
+) -> TrainState:
+    """A checkpoint's state with the present identities of the services.
+
+    Raises:
+        ConfigError: the services have changed since the checkpoint, and `accept` is False; or the run has a critic
+            and the checkpoint holds none.
+    """
+    # Checkpoints of older versions do not hold the services' identities.
+    changed = changes(state.services, services) if state.services else []
+    if changed and not accept:
+        raise ConfigError(
+            "\n".join(changed) + "\nthe run would continue with other services: deploy the old ones again, or give "
+            "--accept-changed-services; then the steps since the checkpoint are sampled and scored again"
+        )
+    for line in changed:
+        note(f"accepted: {line}")
+    if CRITIC not in services:
+        return state.model_copy(update={"services": dict(services), "first_critic_step": None})
+    if state.first_critic_step is None:
+        raise ConfigError(
+            "orchestrator.ppo.advantages: gae takes a critic's values, but the checkpoint is of a run without one; "
+            "set it to what it was, or begin again with --overwrite"
+        )
+    return state.model_copy(update={"services": dict(services)})
+
+
+def check_layout(folder: Path, config: PolicyConfig) -> None:
+    """Raises ConfigError unless a policy of this configuration can resume from the snapshot in `folder`.
+
+    Comes before the critic restores, since a failure after that would have cost the critic its training.
+    """
+    try:
+        saved = Layout.read(folder / LAYOUT)
+        saved.check(Layout.of(config, saved.parameters, saved.step))
+    except InvalidArgument as error:
+        raise ConfigError(
+            f"{folder.parent} cannot be restored: orchestrator.policy: {error}. "
+            "If it is broken, remove it to resume from the one before"
+        ) from None
+
+
+async def restore(learners: Sequence[Learner], checkpoint: Checkpoint) -> None:
+    """Brings all learners back to the checkpoint.
+
+    Raises:
+        ConfigError: it does not hold the state of one of them.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            for learner in learners:
+                group.create_task(learner.restore(checkpoint.folder))
+    except* InvalidArgument as group_:
+        reason = "; ".join(str(leaf) for leaf in leaves(group_))
+        raise ConfigError(
+            f"{checkpoint.folder} cannot be restored: {reason}. "
+            "If it is broken, remove it to resume from the one before"
+        ) from None

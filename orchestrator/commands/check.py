@@ -1,0 +1,153 @@
+"""Checks of a run before anything is started or called; `quartet check` and `train` share them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from orchestrator.commands.fitting import idle_critics, misfits_of_rollout, other_root, schedules
+from orchestrator.commands.models import (
+    POLICY_FIELD,
+    limit,
+    load_model_config,
+    missing_functions,
+    models,
+    other_tokenizers,
+    too_long_for_model,
+    untested,
+)
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
+from orchestrator.deployment import memory
+from orchestrator.deployment.file import Deployment
+from orchestrator.evaluation.evaluator import Judge
+from orchestrator.policy.sampled import sampled_from
+from services.common.config.base import ConfigError
+from services.common.config.functions import load_function
+from services.common.models.distribution import Distribution
+from services.common.models.loading import load_tokenizer
+from services.common.wire.identity import vocabulary_size
+from services.critic.config import CriticConfig
+from services.reference.config import ReferenceConfig
+from services.reward.config import (
+    RewardConfig,
+)
+from services.rollout.config import RolloutConfig
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that a run reads before it starts anything."""
+
+    tokenizer: Any
+    train: PromptSet
+    held_out: PromptSet | None
+    """Held-out prompts; None if evaluation is off."""
+    judges: dict[str, Judge]
+    distribution: Distribution
+    """Distribution that responses are sampled from."""
+    remarks: tuple[str, ...] = ()
+    """Remarks on the configuration."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the user that are not errors."""
+        sets = [self.train, *([self.held_out] if self.held_out else [])]
+        return [*self.remarks] + [
+            f"{part.too_long} of {part.too_long + len(part.prompts)} prompts of {part.name} are longer than "
+            "data.max_prompt_length and left out"
+            for part in sets
+            if part.too_long
+        ]
+
+
+def preflight(deployment: Deployment) -> Inputs:
+    """Reads the run's inputs, and compares the sections with each other and with the models on this machine.
+
+    Services whose models are on another machine are checked later, by their Info.
+
+    Raises:
+        ConfigError: one line for each error.
+    """
+    config, problems = deployment.orchestrator, _Problems()
+    problems.lines += _disagreements(deployment)
+    problems.lines += memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
+    judges = problems.among(load_judges, config)
+    problems.lines += missing_functions(deployment)
+    tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
+    train = held_out = None
+    if tokenizer is not None:
+        problems.lines += other_tokenizers(deployment, tokenizer)
+        train = problems.among(_prompts, config, tokenizer, config.data.prompt_split)
+        if config.evaluation.every:
+            held_out = problems.among(_prompts, config, tokenizer, config.data.eval_split)
+    if train and held_out:
+        problems.among(check_disjoint, train, held_out)
+    if problems.lines or train is None or judges is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
+    remarks = (*idle_critics(deployment), *schedules(deployment), *untested(deployment))
+    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
+
+
+def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
+    """The evaluation's judges by name. ConfigError if one cannot be imported."""
+    where = "orchestrator.evaluation.judges"
+    return {name: load_function(path, f"{where}.{name}") for name, path in config.evaluation.judges.items()}
+
+
+def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:
+    """The held-out prompts that the evaluation uses."""
+    return list(held_out.prompts[: config.evaluation.max_prompts])
+
+
+class _Problems:
+    """Collects errors, so that all of them are reported at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def among(self, function: Callable[..., Result], *arguments: Any, before: str = "") -> Result | None:
+        """The function's result; None if it raises ConfigError, which is recorded."""
+        try:
+            return function(*arguments)
+        except ConfigError as error:
+            self.lines.append(f"{before}{error}")
+            return None
+
+
+def _prompts(config: OrchestratorConfig, tokenizer: Any, split: str) -> PromptSet:
+    return load_prompts(config.data, tokenizer, split, vocab_size=vocabulary_size(tokenizer))
+
+
+def _disagreements(deployment: Deployment) -> Iterator[str]:
+    """Contradictions between sections of the file, and lengths that do not fit."""
+    config, services = deployment.orchestrator, deployment.services
+    needed = config.data.max_prompt_length + config.sampling.max_new_tokens
+    sum_of = f"orchestrator.data.max_prompt_length + orchestrator.sampling.max_new_tokens is {needed}"
+    for name, section in services.items():
+        if isinstance(section, RolloutConfig | RewardConfig) and section.max_length < needed:
+            yield f"applications.{name}.args.max_length: {section.max_length}, but {sum_of}"
+        if isinstance(section, RolloutConfig) and section.dtype != config.policy.dtype:
+            yield (
+                f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
+                f"{config.policy.dtype}; weights are pushed as they are, so both must be the same"
+            )
+        if isinstance(section, ReferenceConfig) and section.dtype != config.policy.dtype and config.ppo.kl.coef > 0:
+            yield (
+                f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
+                f"{config.policy.dtype}; the KL penalty would measure their rounding, so both must be the same"
+            )
+        if isinstance(section, RolloutConfig):
+            yield from misfits_of_rollout(config, section, name)
+            yield from too_long_for_model(section, name)
+        if isinstance(section, CriticConfig) and config.ppo.needs_critic:
+            yield from other_root(config.checkpoint.root, section.root, name)
+    for field, path in models(deployment):
+        model = load_model_config(path)
+        if model is None:
+            yield f"{field}: {path} holds no config.json of a model that transformers knows"
+        elif field.startswith("applications.critic.") and config.ppo.bootstrap_truncated and limit(model) <= needed:
+            yield f"{field}: {path} takes {limit(model)} tokens; orchestrator.ppo.bootstrap_truncated needs one more"
+        elif limit(model) < needed:
+            yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"

@@ -1,0 +1,190 @@
+"""`quartet evaluate`: evaluates a model on a split, scored by the deployed reward service."""
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from orchestrator.clients import Services, check_models
+from orchestrator.commands.check import evaluation_prompts, load_judges
+from orchestrator.commands.train import RUNS
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import load_prompts
+from orchestrator.deployment.applications import env_vars, mapping
+from orchestrator.deployment.file import Deployment
+from orchestrator.evaluation.evaluator import evaluate_samples
+from orchestrator.evaluation.intervals import Interval, over_prompts
+from orchestrator.evaluation.results import EvaluatedSample, write_rows
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.requests import evaluation_requests
+from orchestrator.policy.sampled import sampled_from
+from services.common.config.base import ConfigError
+from services.common.models.loading import load_tokenizer
+from services.common.wire.callers import Purpose
+from services.common.wire.codec import Ints
+from services.common.wire.errors import DeadlineExceeded, Internal
+from services.common.wire.identity import tokenizer_hash
+from services.rollout.config import RolloutConfig
+from services.rollout.offline import pack_request, unpack_samples
+from services.rollout.sample import Sample, Sampling
+
+CURRENT = "current"
+_ROLLOUT = "services.rollout.replica:build"
+
+
+async def evaluate_model(
+    deployment: Deployment,
+    model: str,
+    split: str,
+    output: Path | None,
+    connect: Callable[[OrchestratorConfig, Purpose], Services] = Services.connect,
+) -> Table:
+    """Generates, scores, writes the samples as JSONL and returns the table.
+
+    Args:
+        deployment: its services have to be up; its sampling settings and judges are used.
+        model: a model folder, or "current" for the rollout service's present weights.
+        split: split of the configured data set, such as "eval" or "train[:100]".
+        output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
+        connect: makes the clients.
+
+    Raises:
+        ConfigError: the model or split does not exist, or a model or service has another tokenizer.
+        Unavailable: the services are not up.
+        ServiceError: a service fails or takes too long.
+    """
+    config = deployment.orchestrator
+    tokenizer = load_tokenizer(config.policy.model)
+    prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
+    judges = load_judges(config)
+    offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
+    services = connected = connect(config, Purpose.EVALUATION)
+    try:
+        await services.reach(config, deployment.path)
+        infos = await ask(services, config.timeouts.info_s, with_rollout=offline is None)
+        check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
+        if offline is not None:
+            services = replace(services, rollout=offline)  # type: ignore[arg-type]
+        requests = evaluation_requests(config, prompts)
+        # One call for all prompts, so that an offline engine starts only once.
+        everything = config.model_copy(update={"prompts_per_call": len(requests)})
+        collector = Collector(
+            services, config if offline is None else everything, sampled_from(config, tokenizer).end_ids
+        )
+        collected = await collector.collect(requests, version=None, critic_step=None)
+    finally:
+        await connected.close()
+    rows = evaluate_samples(collected.experiences, tokenizer, judges)
+    path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
+    write_rows(path, rows)
+    return table(rows, f"{model} on {split}", infos["reward"].scorer.name, str(path))
+
+
+async def ask(services: Services, timeout_s: float, *, with_rollout: bool) -> dict[str, Any]:
+    """The Info of each service that takes part, by name; the critic does not.
+
+    Raises:
+        ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
+    """
+    clients: dict[str, Any] = {"reward": services.reward}
+    if services.reference is not None:
+        clients["reference"] = services.reference
+    if with_rollout:
+        clients["rollout"] = services.rollout
+    async with asyncio.TaskGroup() as group:
+        asked = {name: group.create_task(client.info(timeout_s)) for name, client in clients.items()}
+    return {name: task.result() for name, task in asked.items()}
+
+
+def _plain(split: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in split)
+
+
+class OfflineRollout:
+    """Replaces the rollout client: generates with a model folder, in a process that ends afterwards."""
+
+    def __init__(self, model: str, deployment: Deployment, tokenizer: Any) -> None:
+        self._config = rollout_config(deployment, model)
+        if tokenizer_hash(load_tokenizer(model)) != tokenizer_hash(tokenizer):
+            raise ConfigError(
+                f"--model {model}: its tokenizer is not that of orchestrator.policy.model "
+                f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
+            )
+        self._env = env_vars(_rollout(deployment), "applications.rollout")
+
+    async def generate(
+        self,
+        prompts: Sequence[Ints],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        min_version: int = 0,
+        timeout_s: float,
+        **_of_replicas: Any,
+    ) -> AsyncIterator[list[Sample]]:
+        """Samples like RolloutClient.generate, but yields all samples at once."""
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder, "request"), Path(folder, "samples")
+            source.write_bytes(pack_request(self._config, prompts, sampling, seeds or range(len(prompts))))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "services.rollout.offline", str(source), str(target)),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                # Otherwise vLLM's process group would listen at the address that the host's name resolves to.
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **self._env},
+            )
+            try:
+                async with asyncio.timeout(timeout_s):
+                    _, log = await process.communicate()
+            except TimeoutError:
+                what = f"generating {len(prompts)} samples with {self._config.model}"
+                raise DeadlineExceeded(f"{what}: not done within {timeout_s:g} s (timeouts.generate_s)") from None
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            if process.returncode:
+                raise Internal(f"generating with {self._config.model} failed:\n{log.decode()[-2000:]}")
+            yield unpack_samples(target.read_bytes())
+
+
+def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:
+    """The deployed rollout service's configuration with another model. ConfigError if the model does not exist."""
+    args = mapping(_rollout(deployment).get("args"), "applications.rollout.args")
+    return RolloutConfig.parse({**args, "model": model}, "--model: rollout")
+
+
+def _rollout(deployment: Deployment) -> dict[str, Any]:
+    for application in deployment.raw.get("applications") or []:
+        if application.get("import_path") == _ROLLOUT:
+            rollout: dict[str, Any] = application
+            return rollout
+    raise ConfigError(f"{deployment.path}: applications: none has the import_path {_ROLLOUT}, which --model needs")
+
+
+def table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -> Table:
+    """A table of means with 95 % confidence intervals."""
+    drawn = Table(title=title, caption=f"{len(rows)} samples, written to {path}", title_justify="left")
+    drawn.add_column("measure")
+    drawn.add_column("mean", justify="right")
+    drawn.add_column("95 % interval", justify="right")
+    columns = {f"score ({scorer})": [row.score for row in rows]}
+    for name in rows[0].judges:
+        columns[name] = [row.judges[name] for row in rows]
+    if not any(math.isnan(row.kl) for row in rows):
+        columns["KL to reference, nats"] = [row.kl for row in rows]
+    columns |= {
+        "response length, tokens": [float(row.length) for row in rows],
+        "cut off by the limit": [float(not row.ended) for row in rows],
+    }
+    for name, values in columns.items():
+        interval: Interval = over_prompts([(row.row, value) for row, value in zip(rows, values, strict=True)])
+        drawn.add_row(name, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
+    return drawn

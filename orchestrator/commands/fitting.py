@@ -1,0 +1,99 @@
+"""Checks that a run's pushes, checkpoints and schedules fit the file's services; each contradiction is a line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import ConfigError
+from services.common.config.learner import PolicyConfig
+from services.common.models.loading import shape_of_causal
+from services.common.weight_transfer.expected import ExpectedWeights
+from services.common.weight_transfer.manifest import Manifest
+from services.common.wire.errors import InvalidArgument
+from services.critic.config import CriticConfig
+from services.rollout.config import RolloutConfig
+
+
+def misfits_of_rollout(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
+    """Reasons for which a push to these replicas would fail."""
+    yield from _other_weights(config.policy, section, name)
+    yield from _too_long_phases(config.weights, section, name)
+    yield from _other_backend(config.weights.backend, section.weight_backend, name)
+
+
+def _other_weights(policy: PolicyConfig, section: RolloutConfig, name: str) -> Iterator[str]:
+    """Differences between the policy's weights and the replicas', compared without loading either model."""
+    if section.model == policy.model or section.dtype != policy.dtype:
+        return
+    try:
+        pushed = dict(shape_of_causal(policy.model, policy.dtype).named_parameters())
+        expected = ExpectedWeights(shape_of_causal(section.model, section.dtype), section.dtype)
+        expected.check(Manifest.of(pushed, 1))
+    except ConfigError:
+        return  # reported by the check of models
+    except InvalidArgument as error:
+        yield (
+            f"applications.{name}.args.model: {section.model} cannot take the weights of orchestrator.policy.model "
+            f"({policy.model}); {error}"
+        )
+
+
+def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) -> Iterator[str]:
+    """Deadlines that exceed the replicas' limit."""
+    for field, seconds in (
+        ("timeout_s", weights.timeout_s),
+        ("commit_s", weights.commit_s),
+        ("stall_s + control_s", weights.stall_s + weights.control_s),
+    ):
+        if seconds > section.max_phase_s:
+            yield (
+                f"orchestrator.weights.{field}: {seconds:g}, but applications.{name}.args.max_phase_s is "
+                f"{section.max_phase_s:g}"
+            )
+
+
+def other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
+    """A difference between the run's folder for checkpoints and the critic's."""
+    if Path(ours).resolve() != Path(theirs).resolve():
+        yield (
+            f"orchestrator.checkpoint.root: {ours}, but applications.{name}.args.root is {theirs}; the critic writes "
+            "its part of each checkpoint under its root, so both must be the same folder"
+        )
+
+
+def _other_backend(ours: str, theirs: str, name: str) -> Iterator[str]:
+    """A difference between the backends of the run and of the replicas."""
+    if "auto" not in (ours, theirs) and ours != theirs:
+        yield (
+            f"orchestrator.weights.backend: {ours}, but applications.{name}.args.weight_backend is {theirs}; "
+            "set both the same, or one to auto"
+        )
+
+
+def idle_critics(deployment: Deployment) -> Iterator[str]:
+    """Critics in the file of a run that trains none."""
+    ppo = deployment.orchestrator.ppo
+    for name, section in deployment.services.items():
+        if isinstance(section, CriticConfig) and not ppo.needs_critic:
+            yield (
+                f"applications.{name}: a critic that the run does not use, as orchestrator.ppo.advantages is "
+                f"{ppo.advantages}; leave it out to free its memory, or set ppo.advantages to gae"
+            )
+
+
+def schedules(deployment: Deployment) -> Iterator[str]:
+    """Learning-rate schedules that end before or after the run."""
+    config = deployment.orchestrator
+    learners = {"orchestrator.policy": config.policy.optimizer}
+    for name, section in deployment.services.items():
+        if isinstance(section, CriticConfig):
+            learners[f"applications.{name}.args"] = section.optimizer
+    for where, optimizer in learners.items():
+        ends = optimizer.total_steps
+        if optimizer.schedule == "cosine" and ends not in (None, config.optimizer_steps):
+            yield (
+                f"{where}.optimizer.total_steps: {ends}, but the run has {config.optimizer_steps} optimizer steps "
+                "(steps * ppo.epochs * minibatches)"
+            )

@@ -1,0 +1,62 @@
+"""A user's model, known by its configuration; its weights are not read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from orchestrator.deployment.memory import BYTES
+from services.common.config.base import ConfigError
+from services.common.models import packed_attention
+from services.common.models.loading import shape_of_causal
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The properties of a model that a file depends on."""
+
+    folder: str
+    network: Any
+    """The transformers model, without its weights."""
+
+    @classmethod
+    def at(cls, folder: str, flag: str) -> Self:
+        """The model in `folder`. ConfigError, which names `flag`, if the folder holds no model."""
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{flag}: should be a model's folder, but {folder} does not exist")
+        try:
+            return cls(folder, shape_of_causal(folder, "float32"))
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+    @property
+    def config(self) -> Any:
+        """The model's config.json as transformers reads it."""
+        return self.network.config
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the language model."""
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    @property
+    def longest(self) -> int:
+        """Longest sequence that it takes, in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", 1 << 15))
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of its vocabulary, padding included."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def packs(self) -> bool:
+        """True if a learner may pack sequences for it."""
+        return packed_attention.takes(self.network)
+
+    def cached(self, dtype: str) -> int:
+        """Bytes of a token's keys and values."""
+        config = self.config.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        pairs = getattr(config, "num_key_value_heads", None) or heads
+        return int(2 * config.num_hidden_layers * pairs * size * BYTES[dtype])

@@ -1,0 +1,40 @@
+"""`quartet keys`: certificates, bearer tokens and a policy, in a folder."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from services.common.config.base import ConfigError
+from services.common.security.identity import Role
+from services.common.security.keys.folder import Keys
+
+
+def make_keys(
+    folder: Path, clients: Sequence[str], hosts: Sequence[str], *, tokens: bool, days: int
+) -> Iterator[str]:
+    """Makes keys and yields lines that say what to do with them.
+
+    Args:
+        folder: a new folder, or one of an earlier call.
+        clients: NAME=ROLE of each caller that gets a new certificate or token.
+        hosts: names under which callers reach the server; empty keeps the server's certificate.
+        tokens: True for bearer tokens instead of client certificates.
+        days: days for which certificates are valid.
+
+    Raises:
+        ConfigError: a client has no role, or the folder holds something else.
+    """
+    roles = dict(_client(text) for text in clients)
+    keys = Keys(folder, days)
+    keys.make(hosts, roles, tokens=tokens)
+    yield f"{keys.policy}: the policy; name it as security.policy in the YAML file"
+    for name, role in roles.items():
+        yield f"{folder / 'clients' / name}: for {name} ({role}), who sets QUARTET_CREDENTIALS to it"
+    yield f"{folder / 'ca' / 'ca.key'}: signs further certificates; no running process needs it"
+
+
+def _client(text: str) -> tuple[str, Role]:
+    name, _, role = text.partition("=")
+    if role not in get_args(Role):
+        raise ConfigError(f"--client: should be NAME=ROLE with the role {', '.join(get_args(Role))}; got {text}")
+    return name, role  # type: ignore[return-value]  # one of the three

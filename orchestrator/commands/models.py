@@ -1,0 +1,140 @@
+"""Checks of the models, tokenizers and scoring functions that a deployment names."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import AutoConfig
+
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import ConfigError
+from services.common.config.functions import load_function
+from services.common.models.architectures import TESTED_ARCHITECTURES
+from services.common.models.loading import load_tokenizer
+from services.common.wire.identity import tokenizer_hash, vocabulary_size
+from services.critic.config import CriticConfig
+from services.reference.config import ReferenceConfig
+from services.reward.config import (
+    BlendScorerConfig,
+    FunctionScorerConfig,
+    ModelScorerConfig,
+    RewardConfig,
+    ScorerConfig,
+)
+from services.rollout.config import RolloutConfig
+
+POLICY_FIELD = "orchestrator.policy.model"
+_OWN_CODE = {"working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri"}
+"""Keys of a runtime environment that brings its own modules."""
+
+
+def untested(deployment: Deployment) -> Iterator[str]:
+    """Models of architectures that the tests do not cover."""
+    for field, path in models(deployment):
+        kind = getattr(load_model_config(path), "model_type", None)
+        if kind not in TESTED_ARCHITECTURES:
+            yield (
+                f"{field}: {path} is of the architecture {kind}, which Quartet was not tried with; see docs/models.md"
+            )
+
+
+def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
+    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them."""
+    model = load_model_config(section.model)
+    rope = getattr(model, "rope_parameters", None) or {}
+    if model is not None and rope.get("rope_type", "default") == "default" and section.max_length > limit(model):
+        yield (
+            f"applications.{name}.args.max_length: {section.max_length}, but {section.model} takes "
+            f"{limit(model)} tokens (its max_position_embeddings)"
+        )
+
+
+def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
+    """Models whose token ids differ in meaning from the policy's."""
+    expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
+    for field, path in models(deployment):
+        if (model := load_model_config(path)) is not None and (entries := _entries(model)) < vocabulary:
+            yield (
+                f"{field}: {path} has {entries} entries in its vocabulary, but the tokenizer of {POLICY_FIELD} "
+                f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
+            )
+    for field, path in (*models(deployment), *_tokenizers(deployment)):
+        try:
+            digest = tokenizer_hash(load_tokenizer(path))
+        except ConfigError as error:
+            yield f"{field}: {error}"
+            continue
+        if digest != expected:
+            yield (
+                f"{field}: the tokenizer of {path} is not that of {POLICY_FIELD} "
+                f"({deployment.orchestrator.policy.model}), so its token ids mean something else"
+            )
+
+
+def models(deployment: Deployment) -> Iterator[tuple[str, str]]:
+    """(field, folder) of every model in the file that reads or writes tokens."""
+    yield POLICY_FIELD, deployment.orchestrator.policy.model
+    for name, section in deployment.services.items():
+        where = f"applications.{name}.args"
+        if isinstance(section, RolloutConfig | ReferenceConfig | CriticConfig):
+            yield f"{where}.model", section.model
+        elif isinstance(section, RewardConfig):
+            for field, scorer in _scorers(section.scorer, f"{where}.scorer"):
+                if isinstance(scorer, ModelScorerConfig):
+                    yield f"{field}.model", scorer.model
+
+
+def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:
+    """(field, folder) of folders of which only the tokenizer is used."""
+    for name, section in deployment.services.items():
+        if isinstance(section, RewardConfig):
+            yield f"applications.{name}.args.tokenizer", section.tokenizer
+
+
+def load_model_config(path: str) -> Any:
+    """The model's config.json as transformers reads it; None if the folder holds no such model."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _entries(model: Any) -> int:
+    """Entries of the model's vocabulary, padding included."""
+    return int(model.get_text_config().vocab_size)
+
+
+def limit(model: Any) -> int:
+    """Longest sequence that the model takes, in tokens."""
+    return int(getattr(model, "max_position_embeddings", 1 << 30))
+
+
+def missing_functions(deployment: Deployment) -> Iterator[str]:
+    """Scoring functions that cannot be imported here, except those of services with their own environment."""
+    for application in deployment.raw.get("applications") or []:
+        name = str(application.get("name"))
+        section = deployment.services.get(name)
+        if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
+            continue
+        for field, scorer in _scorers(section.scorer, f"applications.{name}.args.scorer"):
+            if isinstance(scorer, FunctionScorerConfig):
+                try:
+                    load_function(scorer.function, f"{field}.function")
+                except ConfigError as error:
+                    yield str(error)
+
+
+def _brings_code(runtime_env: Any) -> bool:
+    """True if the runtime environment may hold modules that do not exist here."""
+    if not isinstance(runtime_env, Mapping):
+        return runtime_env is not None
+    variables = runtime_env.get("env_vars")
+    return bool(_OWN_CODE & runtime_env.keys()) or (isinstance(variables, Mapping) and "PYTHONPATH" in variables)
+
+
+def _scorers(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
+    """(field, scorer) of the scorer or, for a blend, of each of its parts."""
+    if isinstance(scorer, BlendScorerConfig):
+        for index, part in enumerate(scorer.parts):
+            yield from _scorers(part.scorer, f"{where}.parts.{index}.scorer")
+    else:
+        yield where, scorer

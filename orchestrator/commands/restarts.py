@@ -1,0 +1,28 @@
+"""The losses after which a run resumes from its last checkpoint, and the limit on such restarts."""
+
+from orchestrator.learners.learner import LOST
+from services.common.wire.errors import DeadlineExceeded, LeaseLost, Unavailable, leaves
+
+
+class Restarts:
+    """Counts the restarts that a run may still make."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = self._left = allowed
+        self._step = -1
+
+    def spend(self, step: int) -> bool:
+        """True if the run may restart from `step`; uses up one restart. Progress since the last restart renews all of
+        them: with 3 allowed, a run may restart three times at step 10 and then three times at step 20."""
+        if step > self._step:
+            self._step, self._left = step, self._allowed
+        self._left -= 1
+        return self._left >= 0
+
+
+def is_loss(error: BaseException) -> bool:
+    """True if the failure is recoverable by restarting from a checkpoint; false for bad input."""
+    errors = leaves(error)
+    if any(isinstance(leaf, LeaseLost) for leaf in errors):
+        return False
+    return any(isinstance(leaf, (*LOST, Unavailable, DeadlineExceeded)) for leaf in errors)

@@ -1,0 +1,69 @@
+"""The folder of a run, in which one process at a time works."""
+
+import contextlib
+import fcntl
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.monitoring.metrics import CHECKPOINTS
+from services.common.config.base import ConfigError
+from services.common.config.explain import shown
+
+RUN_ID = "run_id"
+"""Name of the file, in a run's folder, with the run's id."""
+
+
+@contextmanager
+def locked(run_dir: Path, checkpoints: Path) -> Iterator[None]:
+    """Holds the run's lock. It ends with the process, however that ends. The lock of the checkpoints lies beside
+    their folder, which is made and removed with them.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    files = {run_dir: run_dir / ".lock", checkpoints: checkpoints.with_name(f".{checkpoints.name}.lock")}
+    with contextlib.ExitStack() as opened:
+        for folder, path in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(path.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{folder} is in use by another training process; stop it or wait for it") from None
+        yield
+
+
+def checkpoint_folder(config: OrchestratorConfig) -> Path:
+    """The absolute folder of checkpoints; absolute because learners have other working directories."""
+    checkpoint = config.checkpoint
+    return Path(checkpoint.folder or Path(checkpoint.root) / config.name / CHECKPOINTS).resolve()
+
+
+def run_id(run_dir: Path, *, resume: bool) -> str:
+    """The id by which services know this run: on resuming the one in its folder, otherwise a new one."""
+    if resume:
+        with contextlib.suppress(FileNotFoundError):
+            if kept := (run_dir / RUN_ID).read_text(encoding="utf-8").strip():
+                return kept
+    return f"{run_dir.name}-{secrets.token_hex(4)}"
+
+
+def keep_run_id(run_dir: Path, run_id: str) -> None:
+    """Writes the run's id to its folder, for resuming."""
+    (run_dir / RUN_ID).write_text(run_id + "\n", encoding="utf-8")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
+    """Changes of a configuration, a line for each key."""
+    changes: list[str] = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new, path = before.get(key), now.get(key), f"{where}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += differences(old, new, f"{path}.")
+        elif old != new:
+            changes.append(f"{path}: {shown(old)} when the run began, {shown(new)} now")
+    return changes

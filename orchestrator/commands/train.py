@@ -1,0 +1,218 @@
+"""Builds a run: makes the loop's collaborators from the configuration, and makes them again after each loss."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from orchestrator.clients import Services, agreed_backend, check_compatible
+from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
+from orchestrator.commands.check import Inputs, evaluation_prompts, preflight
+from orchestrator.commands.lease import Hold, holding
+from orchestrator.commands.restarts import Restarts, is_loss
+from orchestrator.commands.run_folder import checkpoint_folder, keep_run_id, locked, run_id
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import PromptStream
+from orchestrator.deployment.cluster import running
+from orchestrator.deployment.file import Deployment
+from orchestrator.evaluation.evaluator import Evaluator
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.journal import ExperienceJournal
+from orchestrator.experience.requests import evaluation_requests
+from orchestrator.experience.source import ExperienceSource
+from orchestrator.learners.critic import CriticLearner
+from orchestrator.learners.learner import Learner
+from orchestrator.learners.policy import PolicyLearner
+from orchestrator.loop.checkpoint import Checkpoints
+from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
+from orchestrator.loop.identities import digests, identities
+from orchestrator.loop.state import TrainState
+from orchestrator.loop.trainer import Trainer
+from orchestrator.loop.watch import watching_ports, watching_services
+from orchestrator.monitoring.metrics import JOURNAL, MetricsLog
+from orchestrator.monitoring.progress import Progress
+from orchestrator.monitoring.record import Record
+from orchestrator.policy.ranks import Policy
+from orchestrator.push.newcomers import admitting_newcomers, registered
+from orchestrator.push.prover import make_prover
+from orchestrator.push.pusher import WeightPusher
+from services.common.config.base import ConfigError
+from services.common.wire.callers import Purpose
+from services.common.wire.errors import leaves
+
+RUNS = Path("runs")
+
+
+@contextmanager
+def connected_ray() -> Iterator[None]:
+    """Context with a connection to the cluster of RAY_ADDRESS, or else to the one that `quartet up` started in this
+    folder. ConfigError if neither exists."""
+    cluster = running()
+    address = os.environ.get("RAY_ADDRESS") or (cluster.address if cluster else None)
+    if address is None:
+        raise ConfigError("no Ray cluster: run `quartet up` here first, or set RAY_ADDRESS")
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def train(
+    deployment: Deployment,
+    progress: Progress,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
+    accept_changed_services: bool = False,
+) -> Path:
+    """Carries out one PPO run from start to end; returns its folder.
+
+    Errors in the input are found before the policy learner starts.
+
+    Args:
+        deployment: the configuration.
+        progress: shows each step.
+        overwrite: True to replace an earlier run of the same name.
+        resume: True to continue that run from its last checkpoint.
+        accept_changed_services: True to resume although services have other models than at the checkpoint.
+        take_over: True to claim the services even if another run holds them, which ends that run.
+
+    Raises:
+        ConfigError: the configuration, the data or the services do not fit together.
+        LeaseLost: another run trains with the services.
+        ServiceError, PolicyError: a service or the learner failed and the restarts are used up.
+    """
+    config = deployment.orchestrator
+    inputs = preflight(deployment)
+    services = Services.connect(config)
+    run_dir = RUNS / config.name
+    try:
+        await services.reach(config, deployment.path)
+        infos = await services.infos(config.timeouts.info_s)
+        check_compatible(infos, inputs.tokenizer, config)
+        with locked(run_dir, checkpoint_folder(config)), connected_ray():
+            run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
+            await run.finish(overwrite=overwrite, resume=resume, take_over=take_over)
+    finally:
+        await services.close()
+    return run_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run that survive a restart of its learners."""
+
+    deployment: Deployment
+    inputs: Inputs
+    services: Services
+    progress: Progress
+    run_dir: Path
+    accept_changed_services: bool
+
+    async def finish(self, *, overwrite: bool, resume: bool, take_over: bool) -> None:
+        """Trains to the end; goes back to the last checkpoint when a learner or, for long, a service is lost."""
+        run, ttl_s = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s
+        claimed = holding(self.services, run, ttl_s=ttl_s, take_over=take_over, note=self.progress.note)
+        # Claimed before anything is removed or restored, since another run may be using these services.
+        async with watching_ports(), claimed as hold, registered(self.services.rollout.application) as registry:
+            if not resume:
+                clear(self._checkpoints, overwrite=overwrite)
+            keep_run_id(self.run_dir, run)
+            await self._finish(hold, registry, overwrite=overwrite, resume=resume)
+
+    async def _finish(self, hold: Hold, registry: Any, *, overwrite: bool, resume: bool) -> None:
+        restarts = Restarts(self._config.checkpoint.restarts)
+        checkpoint = to_resume(self.run_dir, self.deployment, self.progress.note) if resume else None
+        for note in self.inputs.notes:
+            self.progress.note(note)
+        while True:
+            try:
+                await self._train(checkpoint, hold, registry, overwrite=overwrite, resume=resume)
+                return
+            except Exception as error:
+                checkpoint = latest(self._checkpoints)
+                if not checkpoint or not is_loss(error) or not restarts.spend(checkpoint.state.step):
+                    raise
+                reason = "; ".join(dict.fromkeys(str(leaf) for leaf in leaves(error)))
+                self.progress.note(f"interrupted ({reason}); resuming after step {checkpoint.state.step}")
+                resume = True
+
+    @property
+    def _config(self) -> OrchestratorConfig:
+        return self.deployment.orchestrator
+
+    @property
+    def _checkpoints(self) -> Path:
+        return checkpoint_folder(self._config)
+
+    async def _train(
+        self, checkpoint: Checkpoint | None, hold: Hold, registry: Any, *, overwrite: bool, resume: bool
+    ) -> None:
+        """Trains from a checkpoint, or from the start."""
+        config, services, run_dir = self._config, self.services, self.run_dir
+        # Waits longer than at the start of a run, since a service that is being replaced has to load its model.
+        infos = await services.infos(config.timeouts.start_s)
+        note, now = self.progress.note, identities(infos)
+        if checkpoint:
+            state = resumed_state(checkpoint.state, now, accept=self.accept_changed_services, note=note)
+        else:
+            state = first_state(config, infos, note)
+        after = state.step if checkpoint else -1 if resume else None
+        with MetricsLog.open(
+            run_dir, config.log, self.deployment.record, overwrite=overwrite, resume_after=after
+        ) as log:
+            policy = await Policy.start(config, self.inputs.distribution)
+            try:
+                learners = self._learners(policy, state)
+                if checkpoint:
+                    await hold.begin_timeline(config.timeouts.start_s)
+                    await restore(learners, checkpoint)
+                elif services.critic is not None and state.critic_step is not None:
+                    await services.critic.adopt(state.critic_step, config.timeouts.train_s)
+                prover = make_prover(config, policy, infos.rollout.model, self.inputs.distribution.vocabulary)
+                backend = agreed_backend(config.weights.backend, infos.rollout.weight_backend)
+                pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover)
+                journal = (
+                    ExperienceJournal(run_dir / JOURNAL, config, note, services=digests(now))
+                    if config.checkpoint.journal
+                    else None
+                )
+                taken = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
+                prompts = PromptStream(self.inputs.train.prompts, config.seed, config.ppo.samples_per_prompt)
+                source = ExperienceSource(config, prompts, self._collector(services), journal)
+                record = Record(log, self.progress, config.steps)
+                trainer = Trainer(config, source, policy, learners, pusher, taken, self._evaluator(), record)
+                newcomers = admitting_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
+                async with newcomers, watching_services(services, now), taken, source:
+                    save_to = Path(config.save or run_dir / "policy").resolve()
+                    await trainer.run(state, save_to, resumed=checkpoint is not None)
+            finally:
+                await policy.close()
+
+    def _learners(self, policy: Policy, state: TrainState) -> list[Learner]:
+        """The models that this run trains: the policy, and the critic if its advantages need one."""
+        learners: list[Learner] = [PolicyLearner(policy)]
+        if self.services.critic is not None and state.first_critic_step is not None:
+            learners.append(CriticLearner(self.services.critic, self._config, state.first_critic_step))
+        return learners
+
+    def _collector(self, services: Services) -> Collector:
+        return Collector(services, self._config, self.inputs.distribution.end_ids)
+
+    def _evaluator(self) -> Evaluator | None:
+        config, inputs = self._config, self.inputs
+        if inputs.held_out is None:
+            return None
+        return Evaluator(
+            self._collector(self.services.declaring(config.name, Purpose.EVALUATION)),
+            evaluation_requests(config, evaluation_prompts(inputs.held_out, config)),
+            inputs.tokenizer,
+            inputs.judges,
+            self.run_dir / "evaluations",
+        )

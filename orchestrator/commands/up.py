@@ -1,0 +1,70 @@
+"""`quartet up`: starts the services of a file on a local Ray head and waits until every model answers."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.clients import Services
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment import cluster, serving
+from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.listeners import PortError, check_closed, check_ports
+from services.common.config.base import ConfigError
+from services.common.security import local
+from services.common.security.credentials import VARIABLE as CREDENTIALS
+
+
+def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Starts a head unless one runs, deploys the services and waits until they answer.
+
+    Raises:
+        ConfigError, PortError, ClusterError: the file, a port or a service is wrong; the message says how.
+    """
+    deployment = Deployment.load(config, check_services=True)
+    if deployment.port.policy and not os.environ.get(CREDENTIALS):
+        raise ConfigError(
+            f"{CREDENTIALS}: unset, and {deployment.port.policy} refuses callers without credentials; set it to the "
+            "folder of a caller of `quartet keys`, in any role: `up` asks the services whether they answer"
+        )
+    fresh = cluster.running() is None
+    if fresh:
+        _check_place(config, deployment)
+    port = deployment.port
+    if port.wants_token:
+        port = replace(port, policy=local.policy_in())
+    # The head passes its environment on to Serve's proxies, which open the port.
+    os.environ.update(port.environment)
+    ray = cluster.start(say)
+    cluster.check_environment(ray, port.environment)
+    if port is not deployment.port:
+        local.let_owner_in(deployment.ports["grpc_options.port"])
+    serving.deploy(ray, config)
+    serving.await_running(ray, deployment.applications, say, timeout_s)
+    asyncio.run(_ask_all(deployment.orchestrator, timeout_s))
+    try:
+        check_closed(ray.processes())
+    except PortError:
+        if fresh:
+            cluster.stop(ray)
+        raise
+    say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}")
+
+
+def _check_place(config: Path, deployment: Deployment) -> None:
+    """Raises ConfigError if a head may not be started here."""
+    if os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"RAY_ADDRESS is set: deploy to that cluster with `serve deploy {config}`, or "
+            "unset it to start a local Ray head"
+        )
+    check_ports(deployment.ports)
+
+
+async def _ask_all(config: OrchestratorConfig, timeout_s: float) -> None:
+    services = Services.connect(config)
+    try:
+        await services.infos(timeout_s)
+    finally:
+        await services.close()

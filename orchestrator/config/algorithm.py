@@ -1,0 +1,110 @@
+"""PPO and its KL penalty."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Config, Count, Fraction
+
+
+class KLConfig(Config):
+    """The penalty that keeps the policy near the reference."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.1
+    """Coefficient of the penalty; the initial one if `target` is set. 0 turns the penalty off."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Schulman's estimator of KL(policy || reference) from samples of the policy."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Subtract it from each token's reward, or add it to the policy's loss (where k2 or k3 is the sound choice:
+    the expected gradient of k1 is zero)."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt the coefficient towards this KL per response, in nats (Ziegler et al. 2019). Null keeps it fixed."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000
+    """Samples over which the adaptive coefficient reacts."""
+
+    @model_validator(mode="after")
+    def _k1_has_no_gradient(self) -> Self:
+        if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
+            raise ValueError("estimator k1 in the loss has an expected gradient of zero; choose k2 or k3")
+        return self
+
+    @model_validator(mode="after")
+    def _zero_stays_zero(self) -> Self:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target adapts the coefficient by factors, so coef must be more than 0")
+        return self
+
+
+class PPOConfig(Config):
+    """The algorithm."""
+
+    advantages: Literal["gae", "rloo", "reinforce++"] = "gae"
+    """How advantages are estimated. gae: from the critic's values. The others train no critic, and a run with them
+    needs none in `applications:`. rloo: a response's reward less the mean of the other responses to its prompt;
+    reinforce++: the rewards to go, with the batch's mean as the baseline. Sources are in docs/algorithm.md."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt of a batch; batch_size counts responses and must be a multiple of it."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    gae_lambda: Fraction = 0.95
+    """Bias against variance in generalised advantage estimation; used by gae alone."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value after the last token to a response that was cut off, for the reward still to come.
+    Without it the score counts as the whole reward of such a response."""
+    kl: KLConfig = KLConfig()
+    """The KL penalty."""
+    score_clip: Annotated[float, Field(gt=0)] | None = 10.0
+    """Scores are clipped to plus or minus this, after normalisation. Null turns it off."""
+    normalise_scores: bool = False
+    """Subtract the running mean of the scores and divide by their running standard deviation."""
+    whiten_advantages: bool = True
+    """Zero mean and unit variance over all response tokens of the batch."""
+    clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Distance below 1 beyond which a ratio gets no gradient."""
+    clip_eps_high: Annotated[float, Field(gt=0)] = 0.2
+    """Distance above 1 beyond which a ratio gets no gradient."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus. 0 turns it off; entropy is still measured."""
+    epochs: Count = 2
+    """Passes over each batch, for every learner."""
+    minibatch_size: Count = 32
+    """Samples per optimizer step, for every learner."""
+    correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
+    """How samples are corrected for their distance from the learner's policy: the engine's rounding, and the age of
+    samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
+    weight per response, truncated; icepop: weights per token, 0 outside importance_band; geometric: responses outside
+    importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap; dis: the
+    ratio is to the engine's log-probs, and tokens outside importance_band are left out (no clip_eps, no dual_clip).
+    Sources are in docs/algorithm.md."""
+    importance_band: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = None
+    """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
+    importance_cap: Annotated[float, Field(ge=1)] | None = 2.0
+    """Cap of the truncated importance weights between the rollout engine's log-probs and the learner's.
+    Null turns the correction off; the mismatch is still measured."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """True if advantages are estimated from a critic's values."""
+        return self.advantages == "gae"
+
+    @model_validator(mode="after")
+    def _advantages_have_what_they_need(self) -> Self:
+        name = self.advantages
+        if name == "rloo" and self.samples_per_prompt < 2:
+            raise ValueError(
+                "advantages rloo compares the responses to one prompt, so samples_per_prompt must be 2 or more, "
+                f"got {self.samples_per_prompt}"
+            )
+        if name == "rloo" and self.gamma < 1:
+            raise ValueError(
+                f"advantages rloo takes a response as one action, so gamma must be 1, got {self.gamma:g}"
+            )
+        if name == "reinforce++" and not self.whiten_advantages:
+            raise ValueError(
+                "advantages reinforce++ has the batch's mean as baseline; whiten_advantages must be true"
+            )
+        if self.bootstrap_truncated and not self.needs_critic:
+            raise ValueError(f"bootstrap_truncated adds the critic's values, and advantages {name} has none; use gae")
+        return self

@@ -1,0 +1,55 @@
+"""Prompts and sampling."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Config, Count
+
+
+class DataConfig(Config):
+    """Source of the prompts."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or a
+    Hugging Face data set saved with `save_to_disk`."""
+    input_key: str = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages when `chat_template` is on."""
+    label_key: str | None = None
+    """Column whose value function scorers get as the pair's label."""
+    prompt_split: str = "train"
+    """Split to train on, with an optional range of rows or of per cents: `train`, `train[:1000]`, `train[500:]`,
+    `train[:90%]`."""
+    eval_split: str = "eval"
+    """Split to evaluate on, in the same form. Must share no row with prompt_split."""
+    split_seed: Annotated[int, Field(ge=0)] | None = None
+    """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
+    chat_template: bool = False
+    """Apply the tokenizer's chat template to the prompt."""
+    max_prompt_length: Count = 1024
+    """Longest prompt, in tokens. Longer ones are left out, and their number is reported."""
+
+
+class SamplingConfig(Config):
+    """Sampling of responses."""
+
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divisor of the logits in the rollout engine, the reference and the learner. At least 0.01: for less vLLM uses
+    0.01, and its log-probs would differ from the learner's."""
+    max_new_tokens: Count = 256
+    """Longest response, in tokens."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """Fewest tokens of a response. Before them, tokens that end a response have probability 0 in the rollout engine,
+    the reference and the learner."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end a response, in addition to those of the policy's generation configuration and tokenizer."""
+    seeded: bool = True
+    """Give each request a seed of its own, derived from `seed`, the step and the row."""
+
+    @model_validator(mode="after")
+    def _least_fits(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens})"
+            )
+        return self

@@ -1,0 +1,30 @@
+"""Held-out evaluation."""
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from services.common.config.base import Config, Count
+
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out prompts while training runs."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between evaluations; there is one before the first step and one after the last. 0: never."""
+    max_prompts: Count | None = None
+    """Number of prompts of eval_split to use, from its start. Null: all."""
+    samples_per_prompt: Count = 1
+    """Responses to each prompt, sampled at the training temperature."""
+    judges: dict[str, str] = Field(default_factory=dict)
+    """Name -> import path, such as `recipes.reviews.gold:score`, of functions that also score the evaluation's
+    samples. Training never uses them."""
+
+    @field_validator("judges")
+    @classmethod
+    def _names_are_free(cls, judges: dict[str, str]) -> dict[str, str]:
+        if taken := {"score", "kl", "length", "truncated"} & judges.keys():
+            raise ValueError(
+                f"{', '.join(sorted(taken))}: measured by every evaluation; call the judge something else"
+            )
+        return judges

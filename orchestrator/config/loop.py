@@ -1,0 +1,41 @@
+"""Overlap of sampling and training."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Config, Count
+
+
+class LoopConfig(Config):
+    """Overlap of sampling and training."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Most versions between the weights that sampled a token and the policy that trains on it. 0: lock-step, every
+    sample comes from the policy that it trains. 1 or more: the next batches are sampled and scored while this one
+    trains. The bound holds for every token of every sample, because batches are started late enough; no sample is
+    discarded."""
+    depth: Count | None = None
+    """Number of batches that are sampled ahead of the one that trains, at most max_staleness. Null: max_staleness.
+    Fewer batches need less room in the engines, and their samples are fresher."""
+
+    mismatch_limit: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean difference (`mismatch/mean_abs`), in nats per token, between the rollout engine's and the
+    learner's log-probs of samples from the present version. A step beyond it is reported; several in a row end the
+    run. Null: 0.02 in float32, 0.2 in bfloat16."""
+    mismatch_steps: Count = 3
+    """Steps in a row beyond that limit that end the run."""
+
+    @model_validator(mode="after")
+    def _depth_is_within_the_bound(self) -> Self:
+        if self.depth is not None and self.depth > self.max_staleness:
+            raise ValueError(
+                f"depth ({self.depth}) must not exceed max_staleness ({self.max_staleness}): a batch that is sampled "
+                "so far ahead would be too stale to train on"
+            )
+        return self
+
+    @property
+    def ahead(self) -> int:
+        """Number of batches that are sampled ahead of the one that trains."""
+        return self.max_staleness if self.depth is None else self.depth

@@ -1,0 +1,181 @@
+"""The `orchestrator:` section of the YAML file as a whole, with its deadlines and its log."""
+
+import math
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.config.checkpoint import CheckpointConfig
+from orchestrator.config.data import DataConfig, SamplingConfig
+from orchestrator.config.evaluation import EvaluationConfig
+from orchestrator.config.loop import LoopConfig
+from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
+from orchestrator.config.weights import WeightsConfig
+from services.common.config.base import Config, Count, Seconds, matching
+from services.common.config.learner import PolicyConfig
+
+
+class TimeoutsConfig(Config):
+    """Deadlines of calls, in seconds. A call that exceeds its deadline fails with an error that names it."""
+
+    generate_s: Seconds = 300
+    """One Generate call with all its prompts."""
+    stall_s: Annotated[float, Field(ge=5)] = 20
+    """Silence after which a rollout replica counts as stuck and its unfinished samples are requested from another.
+    A working replica sends a message every 2 s."""
+    score_s: Seconds = 60
+    """One Score, Logprobs or Values call, its parts and repetitions included."""
+    attempt_s: Seconds = 5
+    """Silence after which a Score, Logprobs or Info call is also sent to another replica; the first answer counts. It
+    grows if answers usually take more than a third of it, up to a third of the deadline."""
+    train_s: Seconds = 600
+    """One optimizer phase of policy or critic."""
+    info_s: Seconds = 30
+    """One Info call; the wait for the first connection is limited to a few seconds."""
+    start_s: Seconds = 300
+    """The start of the policy learner; and the wait for the services when a run restarts from a checkpoint."""
+    lease_s: Annotated[float, Field(ge=3, le=600)] = 30
+    """Time for which the services count the run as alive after a renewal; the run renews three times within it. After
+    that another run may claim the services; before, only by taking over."""
+
+
+class LogConfig(Config):
+    """Destinations of metrics besides runs/<name>/metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to runs/<name>/tensorboard."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project (install the extra `wandb`). Null: off."""
+
+
+class OrchestratorConfig(Config):
+    """The `orchestrator:` section: one PPO run."""
+
+    name: Annotated[str, matching(r"[A-Za-z0-9][\w.-]*", "letters, digits, `_`, `-`, `.`, a letter or digit first")]
+    """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
+    target: Target = "127.0.0.1:19000"
+    """host:port of Serve's gRPC proxy, for all services without another target in `services`."""
+    services: ServicesConfig = ServicesConfig()
+    """Targets and application names of services that differ from the default."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the prompt order, the sampling and the minibatch order."""
+    steps: Count = 100
+    """PPO steps: one batch generated, one update of policy and critic, one weight push."""
+    batch_size: Count = 128
+    """Responses per step, ppo.samples_per_prompt to each prompt."""
+    prompts_per_call: Count = 64
+    """Responses asked for in one Generate call; smaller spreads a batch over more replicas."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Generation."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+    policy: PolicyConfig
+    """The policy learner."""
+    gpu_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of each GPU in GiB. Before the start, the needs of processes that may share a GPU are added up, and the
+    file is refused if they do not fit. Null: no check."""
+    loop: LoopConfig = LoopConfig()
+    """Overlap of sampling and training."""
+    weights: WeightsConfig = WeightsConfig()
+    """The weight push."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Deadlines."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+    log: LogConfig = LogConfig()
+    """Metrics."""
+    save: str | None = None
+    """Folder to which the trained policy is written at the end, in Hugging Face's format.
+    Null: runs/<name>/policy."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of each learner in the whole run."""
+        return self.steps * self.ppo.epochs * math.ceil(self.batch_size / self.ppo.minibatch_size)
+
+    @property
+    def scheduled_policy(self) -> PolicyConfig:
+        """The policy's section; a schedule without an end ends with the run."""
+        optimizer = self.policy.optimizer
+        if optimizer.schedule == "constant" or optimizer.total_steps is not None:
+            return self.policy
+        ending = optimizer.model_copy(update={"total_steps": self.optimizer_steps})
+        return self.policy.model_copy(update={"optimizer": ending})
+
+    @model_validator(mode="after")
+    def _warm_up_is_part_of_the_run(self) -> Self:
+        optimizer = self.policy.optimizer
+        if optimizer.schedule == "cosine" and optimizer.warmup_steps >= self.optimizer_steps:
+            raise ValueError(
+                f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) must be less than the run's "
+                f"{self.optimizer_steps} optimizer steps (steps * ppo.epochs * minibatches)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        if self.ppo.minibatch_size > self.batch_size:
+            raise ValueError(
+                f"ppo.minibatch_size ({self.ppo.minibatch_size}) must not exceed batch_size ({self.batch_size})"
+            )
+        if self.batch_size % self.ppo.samples_per_prompt:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of ppo.samples_per_prompt "
+                f"({self.ppo.samples_per_prompt}), so that a batch holds all responses to its prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _coefficient_stays_positive(self) -> Self:
+        kl = self.ppo.kl
+        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (ppo.AdaptiveKL).
+        if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
+            raise ValueError(
+                f"ppo.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_has_its_reference(self) -> Self:
+        if self.services.reference is None and self.ppo.kl.coef > 0:
+            raise ValueError(
+                f"services.reference: null, but ppo.kl.coef {self.ppo.kl.coef:g} penalises the KL to it; give the "
+                "service, or set ppo.kl.coef to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _values_have_their_critic(self) -> Self:
+        critic, advantages = self.services.critic, self.ppo.advantages
+        if critic is None and self.ppo.needs_critic:
+            raise ValueError(
+                f"services.critic: null, but ppo.advantages {advantages} takes its values; give the service, or set "
+                "ppo.advantages to rloo or reinforce++"
+            )
+        if critic not in (None, ServiceConfig()) and not self.ppo.needs_critic:
+            raise ValueError(f"services.critic: given, but ppo.advantages {advantages} trains none; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_is_corrected(self) -> Self:
+        capped = self.ppo.correction in ("tis", "tis-sequence")
+        if self.loop.max_staleness and capped and self.ppo.importance_cap is None:
+            raise ValueError(
+                "ppo.importance_cap: null turns off the importance weights, but with loop.max_staleness "
+                f"{self.loop.max_staleness} samples come from older policies; give a number such as 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _senders_are_ranks(self) -> Self:
+        senders = self.weights.senders
+        if senders > self.policy.ranks:
+            raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
+        if self.weights.streaming and self.weights.backend == "ipc":
+            raise ValueError("weights.streaming saves a copy that weights.backend ipc does not make; leave it out")
+        return self

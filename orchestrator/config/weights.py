@@ -1,0 +1,47 @@
+"""The weight push."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from services.common.config.base import Config, Count, Seconds
+
+
+class WeightsConfig(Config):
+    """The push of new weights to the rollout replicas."""
+
+    backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    """Transport of weights. ipc: shared host memory, if the learner and all replicas are on one machine; nccl: from
+    GPU to GPU, if each member has its own GPU; gloo: from host to host, anywhere. auto takes the first of these that
+    is possible."""
+    bucket_mib: Annotated[int, Field(ge=1)] = 64
+    """Size, in MiB, of the packed buckets in which weights are sent."""
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """Treatment of requests in the engine during a push. keep: they pause and resume under the new weights with the
+    KV cache recomputed; wait: they finish first; abort: they end."""
+    streaming: bool = False
+    """Load each bucket into the model as it arrives, instead of staging all of them beside the serving weights. Saves
+    one copy of the weights in each replica's host memory, but after an interrupted push replicas cannot serve until a
+    repeated push succeeds or Serve replaces them."""
+    senders: Count = 1
+    """Number of learner ranks that send at the same time, each a share of the buckets; at most policy.ranks."""
+    timeout_s: Seconds = 60
+    """Deadline, in seconds, of a whole transfer."""
+    commit_s: Seconds = 30
+    """Deadline, in seconds, of swapping the weights in, which is a copy within one machine."""
+    stall_s: Seconds = 10
+    """Longest wait, in seconds, for one bucket to move or a group to form; then a member counts as stuck."""
+    control_s: Seconds = 5
+    """Longest wait, in seconds, for answers that need no work; slower replicas are left out of the push."""
+    patience_s: Seconds = 300
+    """Longest wait, in seconds, for a first replica, for instance while Serve replaces the only one."""
+    prove_every: Annotated[int, Field(ge=0)] = 25
+    """Pushes between two proofs, in which each replica scores a few fixed sequences and the push fails unless the
+    learner gives the same log-probs. The first push, a push after a change of members and a new replica are always
+    proved. 0: never."""
+    prove_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean difference of these log-probs, in nats per token. Null: 0.001 in float32, 0.1 in bfloat16."""
+    attempts: Count = 5
+    """Tries of a push; if all fail the run ends with an error."""
+    host: str = "127.0.0.1"
+    """Address at which the rollout replicas reach the learner; the rendezvous store listens there."""

@@ -1,0 +1,236 @@
+"""Prompts: read from disk, checked, tokenised, and numbered in the order in which a run takes them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.config.data import DataConfig
+from orchestrator.data.tables import Table, open_split
+from services.common.config.base import ConfigError
+from services.common.wire.codec import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready for the rollout service."""
+
+    row: int
+    """Row in the split as stored, before any shuffling; the same in every run."""
+    prompt_ids: Ints
+    """Token ids, shape [prompt_length]."""
+    text: str
+    """The text that was tokenised: the input column, or the conversation as the chat template renders it."""
+    label: str
+    """Label for function scorers; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of a split, or of a range of it."""
+
+    name: str
+    """Name as configured, for instance `train[:90%]`."""
+    prompts: tuple[Prompt, ...]
+    """The prompts in the order of the file, or shuffled by `split_seed`."""
+    too_long: int
+    """Number of prompts that were left out because they exceed `max_prompt_length`."""
+
+    @property
+    def split(self) -> str:
+        """The name without the range."""
+        return self.name.partition("[")[0]
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that this module uses."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_size: int | None = None) -> PromptSet:
+    """Reads, tokenises and filters the prompts of `split`: a name, with a range such as `[:90%]` if wanted.
+
+    Args:
+        vocab_size: the policy's vocabulary. If given, ids outside it are an error: the tokenizer is another model's.
+
+    Raises:
+        ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, or no prompt
+            is left. The message names the field, and the existing splits or columns.
+    """
+    name, start, stop = _parse_split(split)
+    table = open_split(config.path, name)
+    where = f"data.path {config.path}, split {name!r}"
+    _check_columns(config, table, where)
+    indices = _selected(len(table.rows), start, stop, split, config.split_seed)
+    rows = [table.rows[index] for index in indices]
+    texts = [
+        _text(row[config.input_key], tokenizer, config, f"{where}, row {index}")
+        for index, row in zip(indices, rows, strict=True)
+    ]
+    # A chat template writes the special tokens itself.
+    token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    prompts = [
+        Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key))
+        for index, row, text, ids in zip(indices, rows, texts, token_ids, strict=True)
+    ]
+    for prompt in prompts:
+        _check_ids(prompt, vocab_size, where)
+    kept = tuple(prompt for prompt in prompts if len(prompt.prompt_ids) <= config.max_prompt_length)
+    if not kept:
+        raise ConfigError(
+            f"{where}: no prompt left of {len(prompts)}: all are longer than "
+            f"data.max_prompt_length ({config.max_prompt_length} tokens)"
+        )
+    return PromptSet(split, kept, len(prompts) - len(kept))
+
+
+def check_disjoint(train: PromptSet, evaluation: PromptSet) -> None:
+    """Raises ConfigError if two ranges of the same data share a row: held-out prompts must not be trained on."""
+    if train.split != evaluation.split:
+        return
+    shared = {prompt.row for prompt in train.prompts} & {prompt.row for prompt in evaluation.prompts}
+    if shared:
+        raise ConfigError(
+            f"data.prompt_split {train.name!r} and data.eval_split {evaluation.name!r} share {len(shared)} "
+            f"row(s) of {train.split!r}, row {min(shared)} for one; choose ranges that do not overlap, "
+            f"for instance {train.split}[:90%] and {train.split}[90%:]"
+        )
+
+
+class PromptStream:
+    """An endless stream of prompts: each pass over the data is a new permutation of all of them.
+
+    A sample's prompt depends only on its number and the seed, so that a resumed run needs only the next number. For
+    example with 3 prompts, numbers 0 to 2 are one permutation of them and numbers 3 to 5 another; with 2 samples of
+    each, numbers 0 to 5 are one permutation, in pairs.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, each: int = 1) -> None:
+        """`each` samples in a row have the same prompt. Raises ValueError if there are no prompts, or each < 1."""
+        if not prompts:
+            raise ValueError("prompts: empty; there must be at least one")
+        if each < 1:
+            raise ValueError(f"each: should be at least 1, got {each}")
+        self._prompts, self._seed, self._each = prompts, seed, each
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def dealt(self, first: int, count: int) -> list[Prompt]:
+        """The prompts of the samples `first` to `first + count - 1`; numbers count from 0."""
+        if first < 0 or count < 1:
+            raise ValueError(f"first, count: should be at least 0 and 1, got {first} and {count}")
+        size = len(self._prompts)
+        taken = [number // self._each for number in range(first, first + count)]
+        passed = taken[0] // size
+        order = np.concatenate([self._epoch(number) for number in range(passed, taken[-1] // size + 1)])
+        return [self._prompts[order[number - passed * size]] for number in taken]
+
+    def _epoch(self, number: int) -> NDArray[np.int64]:
+        if number not in self._orders:
+            if len(self._orders) > 1:  # two, for batches that cross the border between passes
+                self._orders.clear()
+            self._orders[number] = np.random.default_rng([self._seed, number]).permutation(len(self._prompts))
+        return self._orders[number]
+
+
+_RANGE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?")
+_BOUND = re.compile(r"(?P<row>\d+)|(?P<percent>100|\d{1,2}(?:\.\d+)?)%")
+
+
+def _parse_split(split: str) -> tuple[str, str, str]:
+    """`train[:90%]` -> ("train", "", "90%")."""
+    match = _RANGE.fullmatch(split)
+    bounds = (match["start"] or "", match["stop"] or "") if match else ("", "")
+    if not match or any(bound and not _BOUND.fullmatch(bound) for bound in bounds):
+        raise ConfigError(
+            f"data split {split!r}: should be a name, or a name with a range of row numbers from 0 up or of "
+            "percentages up to 100%: train, train[100:200], train[500:], train[:90%]"
+        )
+    return match["name"], *bounds
+
+
+def _selected(total: int, start: str, stop: str, split: str, seed: int | None) -> list[int]:
+    """Row numbers of the range, in the order in which they are to be used."""
+    first = _position(start, total) if start else 0
+    end = _position(stop, total) if stop else total
+    if not first < end <= total:
+        raise ConfigError(
+            f"data split {split!r}: the range is rows {first} to {end} (the end not included), but the split "
+            f"holds {total} rows; it should start before it ends and end at {total} or before"
+        )
+    order = np.arange(total) if seed is None else np.random.default_rng(seed).permutation(total)
+    return [int(index) for index in order[first:end]]
+
+
+def _position(bound: str, total: int) -> int:
+    """A row number, or a per cent of `total` rounded down, so that `[:x%]` and `[x%:]` meet."""
+    match = _BOUND.fullmatch(bound)
+    assert match is not None
+    return int(match["row"]) if match["row"] else int(Fraction(match["percent"]) * total / 100)
+
+
+def _check_columns(config: DataConfig, table: Table, where: str) -> None:
+    if not len(table.rows):
+        raise ConfigError(f"{where}: holds no rows")
+    for field, key in (("input_key", config.input_key), ("label_key", config.label_key)):
+        if key is not None and key not in table.columns:
+            columns = ", ".join(table.columns)
+            raise ConfigError(f"data.{field}: no column {key!r} in {where}; the columns are {columns}")
+
+
+def _text(value: Any, tokenizer: Tokenizer, config: DataConfig, where: str) -> str:
+    """The prompt as text, rendered by the chat template when that is on."""
+    if not config.chat_template:
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{where}: column {config.input_key!r} should hold text, got {type(value).__name__}; "
+                "for chat messages set data.chat_template"
+            )
+        return value
+    if not tokenizer.chat_template:
+        raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
+    try:
+        messages = _messages(value, f"{where}: column {config.input_key!r}")
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{where}: the chat template refuses the messages: {error}") from None
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages, from text or from a list of messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    well_formed = isinstance(value, list) and all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value
+    )
+    if not value or not well_formed:
+        raise ConfigError(f"{where} should hold text or a list of messages, each with a role and content")
+    # Arrow gives every message all keys of all messages, with nulls that templates would take for values.
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _label(row: Mapping[str, Any], key: str | None) -> str:
+    value = None if key is None else row[key]
+    return "" if value is None else str(value)
+
+
+def _check_ids(prompt: Prompt, vocab_size: int | None, where: str) -> None:
+    ids = prompt.prompt_ids
+    if not len(ids):
+        raise ConfigError(f"{where}, row {prompt.row}: the prompt {prompt.text!r} has no tokens")
+    if vocab_size is not None and int(ids.max()) >= vocab_size:
+        raise ConfigError(
+            f"{where}, row {prompt.row}: the tokenizer gives id {int(ids.max())}, outside the policy's "
+            f"vocabulary (0 to {vocab_size - 1}); use the tokenizer that belongs to the policy"
+        )

@@ -1,0 +1,118 @@
+"""Tables of rows on disk: JSON, Parquet, or a data set saved by Hugging Face's `save_to_disk`."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+
+from services.common.config.base import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One split, in the order in which it is stored."""
+
+    columns: list[str]
+    rows: Sequence[Mapping[str, Any]]
+    """The rows; each has a value or None for every column."""
+
+
+def open_split(path: str, name: str) -> Table:
+    """The split `name` of the data at `path`.
+
+    Raises:
+        ConfigError: the path or the split does not exist, or the file cannot be read.
+    """
+    splits = _splits(Path(path))
+    if name not in splits:
+        existing = ", ".join(sorted(splits))
+        raise ConfigError(f"data.path {path}: no split {name!r}; the splits there are {existing}")
+    return splits[name]()
+
+
+def split_names(path: str) -> list[str]:
+    """The splits of the data at `path`, sorted. ConfigError if the path holds no data."""
+    return sorted(_splits(Path(path)))
+
+
+def _splits(path: Path) -> dict[str, Callable[[], Table]]:
+    """Split name -> function that reads it."""
+    if not path.exists():
+        raise ConfigError(f"data.path: no such file or folder: {path} (looked for {path.resolve()})")
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(f"data.path {path}: should end in one of {', '.join(SUFFIXES)}")
+        return {"train": partial(_read_file, path)}
+    if (path / "dataset_dict.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        return {str(name): partial(_from_dataset, part) for name, part in saved.items()}
+    if (path / "state.json").is_file():
+        return {"train": partial(_from_dataset, datasets.load_from_disk(str(path)))}
+    return _files(path)
+
+
+def _files(folder: Path) -> dict[str, Callable[[], Table]]:
+    files: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in SUFFIXES or file.name.startswith("."):
+            continue
+        if file.stem in files:
+            both = f"{files[file.stem].name} and {file.name}"
+            raise ConfigError(f"data.path {folder}: {both} are both split {file.stem!r}; keep one")
+        files[file.stem] = file
+    if not files:
+        raise ConfigError(f"data.path {folder}: holds no {', '.join(SUFFIXES)} file and no saved data set")
+    return {name: partial(_read_file, file) for name, file in files.items()}
+
+
+def _from_dataset(dataset: Any) -> Table:
+    return Table(list(dataset.column_names), dataset.with_format(None))
+
+
+def _read_file(path: Path) -> Table:
+    if path.suffix == ".parquet":
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except pyarrow.ArrowException as error:
+            raise ConfigError(f"data.path {path}: not valid Parquet: {error}") from None
+        return Table(table.column_names, table.to_pylist())
+    rows = _read_json(path)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return Table(columns, [{column: row.get(column) for column in columns} for row in rows])
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    """Reads an object per line or, in a .json file, also one array of objects.
+
+    Does not use `datasets`, whose Arrow types would turn a label such as "2024-05-01" into a time.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path {path}: should be text in UTF-8, but byte {error.start} is not") from None
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        numbered = list(enumerate(_decode(text, f"data.path {path}"), 1))
+        unit = "element"
+    else:
+        unit = "line"
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        numbered = [(number, _decode(line, f"data.path {path}, line {number}")) for number, line in lines]
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise ConfigError(f"data.path {path}, {unit} {number}: should be a JSON object, got {type(row).__name__}")
+    return [row for _, row in numbered]
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None

@@ -1,0 +1,153 @@
+"""The services' sections of the YAML file: `applications:`, each with its `args:` and `deployments:`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.config.base import Config, ConfigError
+from services.common.config.explain import shown
+from services.critic.config import CriticConfig
+from services.reference.config import ReferenceConfig
+from services.reward.config import RewardConfig
+from services.rollout.config import RolloutConfig
+
+Application = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The fixed properties of one of the four services."""
+
+    import_path: str
+    config: type[Config]
+    """Class of its `args:`."""
+    deployment: str
+    """The name of its only deployment."""
+
+
+SERVICES = {
+    "rollout": Service("services.rollout.replica:build", RolloutConfig, "Rollout"),
+    "reward": Service("services.reward.replica:build", RewardConfig, "Reward"),
+    "reference": Service("services.reference.replica:build", ReferenceConfig, "Reference"),
+    "critic": Service("services.critic.replica:build", CriticConfig, "Critic"),
+}
+"""Default application name -> service."""
+_BY_PATH = {service.import_path: service for service in SERVICES.values()}
+
+
+def problems(applications: Sequence[Application], needed: Mapping[str, str]) -> list[str]:
+    """Errors in the services' sections, a line each. Needs their models on this machine.
+
+    Args:
+        applications: the sections.
+        needed: names of the applications that must exist -> a clause on what would be right without them.
+    """
+    errors = _wrong_names(applications, needed)
+    for index, application in enumerate(applications):
+        where = f"applications.{application.get('name', index)}"
+        errors += _wrong_args(application, where) + _wrong_deployments(application, where)
+        try:
+            env_vars(application, where)
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
+
+
+def env_vars(application: Application, where: str) -> dict[str, str]:
+    """The environment variables of the application's processes. ConfigError if they are not a mapping of texts."""
+    where = f"{where}.runtime_env"
+    variables = mapping(mapping(application.get("runtime_env"), where).get("env_vars"), f"{where}.env_vars")
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}.env_vars.{name}: should be text, got {shown(value)}; put it in quotes")
+    return dict(variables)
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """`value`, or an empty mapping for null. ConfigError if it is not a mapping."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: should be a mapping, got {shown(value)}")
+    return value or {}
+
+
+def parse(applications: Sequence[Application]) -> dict[str, Config]:
+    """Application name -> its `args:`, for the sections that are valid on this machine."""
+    parsed: dict[str, Config] = {}
+    for application in applications:
+        service = _BY_PATH.get(str(application.get("import_path")))
+        if service and not _wrong_args(application, "applications"):
+            parsed[str(application.get("name"))] = service.config.parse(application.get("args") or {}, "args")
+    return parsed
+
+
+def _wrong_names(applications: Sequence[Application], needed: Mapping[str, str]) -> list[str]:
+    """Applications without a name, with the same name, or missing: Serve and the orchestrator find them by name."""
+    names = [str(application["name"]) for application in applications if "name" in application]
+    nameless = [index for index, application in enumerate(applications) if "name" not in application]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    errors = [f"applications.{index}.name: required" for index in nameless]
+    errors += [f"applications: none is named {name}{clause}" for name, clause in needed.items() if name not in names]
+    return errors + [f"applications: more than one is named {name}" for name in twice]
+
+
+def _wrong_args(application: Application, where: str) -> list[str]:
+    path = str(application.get("import_path"))
+    service = _BY_PATH.get(path)
+    if service is None:
+        ours = path.startswith("services.")
+        return [f"{where}.import_path: not a service of Quartet; those are {', '.join(_BY_PATH)}"] if ours else []
+    try:
+        service.config.parse(application.get("args") or {}, f"{where}.args")
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _wrong_deployments(application: Application, where: str) -> list[str]:
+    """Deployments with a wrong name, which Serve would ignore, and critics with more than one replica."""
+    service, deployments = _BY_PATH.get(str(application.get("import_path"))), application.get("deployments")
+    if service is None or not isinstance(deployments, list):
+        return []
+    where, name = f"{where}.deployments", service.deployment
+    entries = [entry for entry in deployments if isinstance(entry, Mapping)]
+    errors = [
+        f"{where}.{entry['name']}: no such deployment; the only one here is {name}"
+        for entry in entries
+        if entry.get("name", name) != name
+    ]
+    if len(entries) > 1 and not errors:
+        errors.append(f"{where}: should hold {name} once")
+    if service.config is CriticConfig:
+        errors += [line for entry in entries for line in _more_than_one(entry, f"{where}.{name}")]
+    return errors
+
+
+def _more_than_one(deployment: Mapping[str, Any], where: str) -> list[str]:
+    """Settings that would give the critic several replicas, which would be trained on different batches."""
+    errors = []
+    if (count := deployment.get("num_replicas")) not in (None, 1):
+        errors.append(f"{where}.num_replicas: should be 1, got {shown(count)}; its weights are trained, in one place")
+    if deployment.get("autoscaling_config") is not None:
+        errors.append(f"{where}.autoscaling_config: should be left out; its weights are trained, in one place")
+    return errors
+
+
+def status_of(application: Mapping[str, Any] | None) -> str:
+    """An application's state in words; while it starts, with the number of replicas that run already."""
+    if application is None:
+        return "not deployed yet"
+    state = str(application["status"])
+    deployments = application.get("deployments") or {}
+    replicas = [replica for deployment in deployments.values() for replica in deployment.get("replicas", [])]
+    running_now = sum(replica.get("state") == "RUNNING" for replica in replicas)
+    if state == "RUNNING" or not replicas:
+        return state
+    return f"{state}, {running_now} of {len(replicas)} replicas running"
+
+
+def failure_of(application: Mapping[str, Any]) -> str:
+    """The last lines of Serve's messages about an application, which hold the exception."""
+    messages = [str(application.get("message") or "")]
+    messages += [str(d.get("message") or "") for d in (application.get("deployments") or {}).values()]
+    lines = [line for message in messages for line in message.strip().splitlines() if line.strip()]
+    return "\n".join(lines[-12:]) or str(application["status"])

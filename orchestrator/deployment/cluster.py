@@ -1,0 +1,217 @@
+"""A local Ray head with the four services: started, watched, and stopped by the ids of its processes."""
+
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.deployment import privacy, processes
+from orchestrator.deployment.head import Ports, last_words, launch
+from orchestrator.deployment.listeners import PortError, check_closed
+from orchestrator.deployment.lock import held
+from services.common.security import local
+
+STATE = Path(".quartet/ray.json")
+LOG = "ray.log"
+LOCK = "lock"
+LOCK_S = 60
+"""Seconds that a `quartet up` may take to notice that its head was ended."""
+LOGS = "logs"
+"""Folder, beside the state, with the logs of the head that was stopped last."""
+_LOOK_EVERY_S = 0.5
+
+Say = Callable[[str], None]
+
+
+class ClusterError(RuntimeError):
+    """The cluster or an application did not start. The message says which and why."""
+
+
+class _SlowStart(ClusterError):
+    """Ray gave up on its own processes: it allows them 30 s, which no setting changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray head that `start` started."""
+
+    pid: int
+    created: float
+    """Start time of the process, to tell it from a later process with the same pid."""
+    address: str
+    """host:port of the GCS, for ray.init."""
+    dashboard: str
+    """URL of the dashboard, for `serve deploy -a`."""
+    token: str
+    """File with the secret that all parts of the head require."""
+    folder: str
+    """Folder that its processes write to. Its name is the mark that all of them inherit."""
+
+    @property
+    def alive(self) -> bool:
+        """True if the head still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            # A killed process stays in the table until its parent collects it.
+            return abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that a process has to set before it imports Ray, in order to join."""
+        return privacy.environment(Path(self.token), Path(self.folder))
+
+    def processes(self) -> list[psutil.Process]:
+        """The head and all processes that it started, directly or not."""
+        return processes.family(self.folder)
+
+
+def last(state: Path = STATE) -> Cluster | None:
+    """The cluster that `quartet up` started last in this folder, unless it was stopped."""
+    try:
+        return Cluster(**json.loads(state.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def running(state: Path = STATE) -> Cluster | None:
+    """The cluster that `quartet up` started in this folder, if it still runs."""
+    cluster = last(state)
+    return cluster if cluster and cluster.alive else None
+
+
+def join(state: Path = STATE) -> None:
+    """Sets this process up to join the running cluster, if any. Call it before Ray is imported."""
+    cluster = running(state)
+    if cluster and not os.environ.get("RAY_ADDRESS"):
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ.update(cluster.environment)
+
+
+def start(say: Say, state: Path = STATE, timeout_s: float = 180) -> Cluster:
+    """Returns the running cluster, or starts a Ray head on free ports of 127.0.0.1; one `quartet up` at a time.
+
+    Raises:
+        ClusterError: Ray did not come up in time; the message holds the end of its log.
+        PortError: the head listens beyond this machine.
+    """
+    state.parent.mkdir(parents=True, exist_ok=True)
+    # Logs may hold values of environment variables, so only this user may read them.
+    state.parent.chmod(0o700)
+    busy = "waiting for another `quartet up` or `quartet down` in this folder"
+    try:
+        with held(state.with_name(LOCK), timeout_s, lambda: say(busy)):
+            present = running(state)
+            if present:
+                say(f"using the Ray head that runs at {present.address}")
+            return present or _start(say, state, timeout_s)
+    except TimeoutError as error:
+        raise ClusterError(f"another `quartet up` in this folder does not end: {error}") from None
+
+
+def _start(say: Say, state: Path, timeout_s: float) -> Cluster:
+    left = last(state)
+    if left:
+        _end(left, state)
+    log, end = state.with_name(LOG), time.monotonic() + timeout_s
+    while True:
+        cluster, head = _launch(say, state, log)
+        try:
+            _await_dashboard(cluster, head, log, max(1.0, end - time.monotonic()))
+            check_closed(cluster.processes())
+            return cluster
+        except (ClusterError, PortError) as error:
+            _end(cluster, state)
+            if not isinstance(error, _SlowStart) or time.monotonic() > end:
+                raise
+        say("Ray gave its own processes 30 s to start, and this machine is too busy for that: starting it again")
+
+
+def _launch(say: Say, state: Path, log: Path) -> "tuple[Cluster, subprocess.Popen[bytes]]":
+    try:
+        folder = privacy.make_folder()
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
+    token, ports = state.with_name("token"), Ports.free()
+    privacy.write_token(token)
+    say(f"starting a Ray head at 127.0.0.1:{ports.gcs}")
+    head = launch(ports, privacy.environment(token, folder), folder, log)
+    cluster = Cluster(
+        pid=head.pid,
+        created=psutil.Process(head.pid).create_time(),
+        address=f"127.0.0.1:{ports.gcs}",
+        dashboard=f"http://127.0.0.1:{ports.dashboard}",
+        token=str(token.absolute()),
+        folder=str(folder),
+    )
+    state.write_text(json.dumps(asdict(cluster)))
+    return cluster, head
+
+
+def check_environment(cluster: Cluster, wanted: Mapping[str, str]) -> None:
+    """Raises ClusterError if the head was started with other values, which its processes keep until it ends."""
+    given = psutil.Process(cluster.pid).environ()
+    for name, value in wanted.items():
+        if given.get(name) != value:
+            raise ClusterError(
+                f"the Ray head that runs has {name}={given.get(name, '')}, and the file asks for {value}; "
+                "stop it with `quartet down` first"
+            )
+
+
+def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Path, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if head.poll() is not None:
+            said = last_words(log)
+            kind = _SlowStart if "timed out during startup" in said else ClusterError
+            raise kind(f"Ray ended with status {head.returncode}:\n{said}")
+        try:
+            applications(cluster)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(_LOOK_EVERY_S)
+    raise ClusterError(f"Ray was not ready within {timeout_s:.0f} s:\n{last_words(log)}")
+
+
+def applications(cluster: Cluster) -> dict[str, Any]:
+    """Application name -> Serve's description of it. OSError (URLError, TimeoutError) if Serve does not answer."""
+    secret = Path(cluster.token).read_text(encoding="ascii")
+    address, proof = f"{cluster.dashboard}/api/serve/applications/", {"Authorization": f"Bearer {secret}"}
+    asked = urllib.request.Request(address, headers=proof)
+    with urllib.request.urlopen(asked, timeout=10) as reply:
+        described: dict[str, Any] = json.load(reply)["applications"]
+        return described
+
+
+def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:
+    """Ends the head and all processes that it started, and nothing else. Only their logs are kept.
+
+    Raises:
+        ClusterError: the head has ended, but a `quartet up` in this folder does not.
+    """
+    processes.end(cluster.processes(), patience_s)
+    # Only now, when a `quartet up` that waited for this head has noticed its end.
+    try:
+        with held(state.with_name(LOCK), LOCK_S):
+            _end(cluster, state, patience_s)
+    except TimeoutError as error:
+        raise ClusterError(f"a `quartet up` in this folder does not end: {error}") from None
+
+
+def _end(cluster: Cluster, state: Path, patience_s: float = 5) -> None:
+    processes.end(cluster.processes(), patience_s)
+    privacy.remove_folder(Path(cluster.folder), state.with_name(LOGS))
+    if last(state) == cluster:
+        state.unlink()
+        Path(cluster.token).unlink(missing_ok=True)
+        local.shut(state.with_name(local.FOLDER.name))

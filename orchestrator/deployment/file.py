@@ -1,0 +1,172 @@
+"""The YAML file as a whole: Serve's sections and the orchestrator's own, each validated before anything starts."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.config.services import ServicesConfig
+from orchestrator.deployment import applications
+from orchestrator.deployment.record import gaps, record
+from services.common.config.base import LAST_PORT, Config, ConfigError, read_yaml
+from services.common.config.explain import shown, unknown
+from services.common.security.port import Port, SecurityConfig
+
+_SERVE_KEYS = {
+    "proxy_location",
+    "http_options",
+    "grpc_options",
+    "controller_options",
+    "logging_config",
+    "tracing_config",
+    "applications",
+    "target_capacity",
+}
+_OTHER_KEYS = {"orchestrator", "security", "shared"}
+_PORTS = {"http_options": 8000, "grpc_options": 9000}
+"""Serve's sections with a port -> its default."""
+_OPTIONAL = {
+    "reference": "; a run needs none if orchestrator.ppo.kl.coef is 0",
+    "critic": "; a run needs none if orchestrator.ppo.advantages is rloo or reinforce++",
+}
+"""Service that some runs do without -> which runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A deployment file, such as deploy/ppo.yaml."""
+
+    path: Path
+    orchestrator: OrchestratorConfig
+    applications: tuple[str, ...]
+    services: Mapping[str, Config]
+    """Application name -> its `args:`, without services whose models are on another machine."""
+    raw: dict[str, Any]
+    """Contents of the file, including the values of environment variables."""
+    port: Port
+    """Address and policy of the gRPC port: from `security:`, or without that from the environment."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The contents without secrets, which may be kept and shown."""
+        return record(self.raw)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Key that sets a port -> the port on which Serve will listen, its default if the key is missing."""
+        return _ports(self.raw)
+
+    @classmethod
+    def load(cls, path: str | Path, *, check_services: bool = False) -> Self:
+        """Reads and validates a file.
+
+        Args:
+            path: the YAML file.
+            check_services: True to validate also the services' sections, which needs their models on this machine,
+                and Serve's sections, which needs seconds to import Serve.
+
+        Raises:
+            ConfigError: every wrong field of every section, a line each.
+        """
+        raw = read_yaml(path)
+        known = _SERVE_KEYS | _OTHER_KEYS
+        problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
+        problems += _wrong_ports(raw, path) + [f"{path}: {gap}" for gap in gaps(raw)]
+        listed = raw.get("applications") or []
+        if not (isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)):
+            problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
+            listed = []
+        port = Port.of()
+        try:
+            if "security" in raw:
+                port = SecurityConfig.parse(raw["security"] or {}, "security").port
+            if check_services:
+                port.checked()
+        except ConfigError as error:
+            problems.append(str(error))
+        orchestrator, wrong = _orchestrator(raw)
+        orchestrator = orchestrator and _with_services_used(
+            orchestrator, [str(entry.get("name")) for entry in listed]
+        )
+        if check_services:
+            problems += applications.problems(listed, _needed(orchestrator))
+            problems += _wrong_for_serve(raw | {"applications": listed}, problems)
+        problems += wrong
+        if orchestrator and not problems:
+            problems += _wrong_target(orchestrator.target, raw)
+        if problems or orchestrator is None:
+            raise ConfigError("\n".join(problems))
+        names = tuple(str(application.get("name")) for application in listed)
+        return cls(Path(path), orchestrator, names, applications.parse(listed), raw, port)
+
+
+def _orchestrator(raw: Mapping[str, Any]) -> tuple[OrchestratorConfig | None, list[str]]:
+    """The orchestrator's section, or None and its errors."""
+    try:
+        return OrchestratorConfig.parse(raw.get("orchestrator") or {}, "orchestrator"), []
+    except ConfigError as error:
+        return None, [str(error)]
+
+
+def _needed(orchestrator: OrchestratorConfig | None) -> dict[str, str]:
+    """Names of the applications that the file has to hold, those of all services without another target -> a clause
+    on what would be right without them."""
+    services = orchestrator.services if orchestrator else ServicesConfig()
+    there = [name for name in services.used if services[name].target is None]
+    return {services[name].application or name: _OPTIONAL.get(name, "") for name in there}
+
+
+def _with_services_used(orchestrator: OrchestratorConfig, names: Collection[str]) -> OrchestratorConfig:
+    """The run without the services that it does not use: the critic, if its advantages need none; the reference, if
+    it has no KL penalty and the file neither deploys one nor names another place for it."""
+    unused = set() if orchestrator.ppo.needs_critic else {"critic"}
+    reference = orchestrator.services.reference
+    if reference and not (reference.target or (reference.application or "reference") in names):
+        unused |= set() if orchestrator.ppo.kl.coef else {"reference"}
+    used = orchestrator.services.model_copy(update=dict.fromkeys(unused))
+    return orchestrator.model_copy(update={"services": used})
+
+
+def _ports(raw: Mapping[str, Any]) -> dict[str, int]:
+    sections = {section: raw.get(section) or {} for section in _PORTS}
+    return {f"{section}.port": options.get("port", _PORTS[section]) for section, options in sections.items()}
+
+
+def _wrong_ports(raw: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Errors in Serve's ports; the rest of these sections is checked by Serve's schema."""
+    problems = [
+        f"{path}: {section}: should be a mapping, got {shown(options)}"
+        for section in _PORTS
+        if not isinstance(options := raw.get(section) or {}, dict)
+    ]
+    if problems:
+        return problems
+    ports = _ports(raw)
+    problems = [
+        f"{path}: {field}: should be a port from 1 to {LAST_PORT}, got {shown(port)}"
+        for field, port in ports.items()
+        if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= LAST_PORT
+    ]
+    if not problems and len(set(ports.values())) < len(ports):
+        problems.append(f"{path}: {' and '.join(ports)}: should differ, got {', '.join(map(str, ports.values()))}")
+    return problems
+
+
+def _wrong_for_serve(raw: Mapping[str, Any], problems: list[str]) -> list[str]:
+    """Fields that Serve would refuse or ignore, without those that `problems` names already."""
+    # Imported here because loading Ray Serve takes two seconds, which `train` need not wait.
+    from services.common.config import serve as serve_sections
+
+    told = "\n".join(problems)
+    refused = serve_sections.problems({key: value for key, value in raw.items() if key in _SERVE_KEYS})
+    return [line for line in refused if f"{line.partition(':')[0]}:" not in told]
+
+
+def _wrong_target(target: str, raw: Mapping[str, Any]) -> list[str]:
+    """An error if the target is on this machine but is not the port on which Serve of the same file listens."""
+    host, _, port = target.rpartition(":")
+    served = (raw.get("grpc_options") or {}).get("port")
+    if host in ("127.0.0.1", "localhost") and served is not None and int(port) != served:
+        return [f"orchestrator.target: {target}, but grpc_options.port is {served}; they must be the same port"]
+    return []

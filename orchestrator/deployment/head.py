@@ -1,0 +1,87 @@
+"""The command that starts a Ray head, and the environment of the head and all its processes."""
+
+import getpass
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.deployment import processes
+from orchestrator.deployment.listeners import free_ports
+from orchestrator.deployment.privacy import without_token
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Ports of a head on 127.0.0.1."""
+
+    gcs: int
+    dashboard: int
+    client: int
+    agent: int
+
+    @classmethod
+    def free(cls) -> "Ports":
+        """Picks free ports."""
+        return cls(*free_ports(4))
+
+
+def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) -> "subprocess.Popen[bytes]":
+    """Starts a head.
+
+    Args:
+        ports: ports that it listens on.
+        private: environment variables of all its processes.
+        folder: folder for the files of its processes, vLLM's sockets included.
+        log: file for their output.
+    """
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
+        *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
+        *("--ray-client-server-port", str(ports.client)),
+        # Ray's default is the same for every head of a machine.
+        *("--dashboard-agent-listen-port", str(ports.agent)),
+        # Ray's default range of worker ports contains Serve's port.
+        *("--min-worker-port", "0", "--max-worker-port", "0"),
+        *("--object-store-memory", str(512 << 20), "--disable-usage-stats"),
+    ]
+    # A process that sets its title would overwrite its environment, the mark included.
+    own = {"TMPDIR": str(folder), processes.MARK: str(folder), "SPT_NOENV": "1"}
+    environment = _environment() | dict(private) | own
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def last_words(log: Path) -> str:
+    """The last lines of a head's log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+
+
+def _environment() -> dict[str, str]:
+    """Environment variables that every process of the cluster inherits."""
+    search = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    defaults = {
+        # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.common.serving.proxy:bind_to_host",
+        # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica
+        # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
+        "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Outside of TMPDIR, which changes with each head, so that compiled code can be reused.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")),
+        # Threads that spin at barriers make processes on the same cores several times slower.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # Lets reward functions and judges in the current folder be imported.
+    return defaults | without_token(dict(os.environ)) | {"PYTHONPATH": os.pathsep.join(search)}

@@ -1,0 +1,63 @@
+"""Settings that restrict a local Ray head, and each process that joins it, to this user and this machine."""
+
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+LONGEST_FOLDER = 38
+"""Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
+
+
+def make_folder() -> Path:
+    """Makes a folder that only this user can enter, for the files of a head and its processes.
+
+    The folder lies in RAY_TMPDIR, or in /tmp if that is unset.
+
+    Raises:
+        ValueError: the path is too long for sockets.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="quartet-", dir=os.environ.get("RAY_TMPDIR") or "/tmp"))
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
+        folder.rmdir()
+        raise ValueError(
+            f"RAY_TMPDIR: {folder.parent} is too long for the sockets that Ray makes in it; "
+            f"it should have at most {LONGEST_FOLDER - len(folder.name) - 1} bytes"
+        )
+    return folder
+
+
+def remove_folder(folder: Path, logs: Path) -> None:
+    """Removes a folder from `make_folder` after its processes have ended; Ray's logs in it replace `logs`."""
+    for written in folder.glob("ray/session_2*/logs"):
+        shutil.rmtree(logs, ignore_errors=True)
+        shutil.move(written, logs)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_token(path: Path) -> None:
+    """Replaces the file with a new secret that only this user can read."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+
+
+def environment(token: Path, folder: Path) -> dict[str, str]:
+    """Variables of the head and of each process that joins it; set them before Ray is imported."""
+    return {
+        # Without this Ray would replace 127.0.0.1 by the machine's outside address and open all its ports there.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ports that still listen there, each replica's gRPC port, refuse callers without the token.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
+        # Keeps sockets, logs, and the file by which `ray.init()` finds its head away from other users.
+        "RAY_TMPDIR": str(folder),
+        # Process groups would otherwise listen on the address that the host's name resolves to.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def without_token(variables: dict[str, str]) -> dict[str, str]:
+    """The variables without a token that Ray would prefer to the one in the file."""
+    return {name: value for name, value in variables.items() if name != "RAY_AUTH_TOKEN"}

@@ -1,0 +1,72 @@
+"""Finds the processes of a Ray head by an inherited mark, and ends them and nothing else."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+
+MARK = "QUARTET_HEAD"
+"""The environment variable that every process of a head inherits, even one that has left the head's process tree."""
+_TERMINATED_DAEMONS = ("raylet", "gcs_server")
+"""Daemons of Ray that shut down in order on SIGTERM."""
+_TRACKER = "multiprocessing.resource_tracker"
+_LOOK_EVERY_S = 0.1
+
+
+def family(mark: str) -> list[psutil.Process]:
+    """The processes with this mark, and their descendants, since workers overwrite the mark with their titles."""
+    members: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid not in members and _inherited(process, mark):
+            members |= {member.pid: member for member in (process, *_under(process))}
+    return list(members.values())
+
+
+def end(members: Sequence[psutil.Process], patience_s: float) -> None:
+    """Ends the processes; returns when all have ended or time is up."""
+    # Once the daemons have ended, only workers are left, which hold models.
+    for process in members:
+        if _told(process.name) in _TERMINATED_DAEMONS or "ray.scripts.scripts" in (_told(process.cmdline) or ()):
+            _told(process.terminate)
+    # Resource trackers remove the semaphores and shared memory of their processes once the last of those has ended.
+    trackers = [process for process in members if _TRACKER in " ".join(_told(process.cmdline) or ())]
+    for process in _alive_after(members, patience_s):
+        if process not in trackers:
+            _told(process.kill)
+    for process in _alive_after(members, patience_s):
+        _told(process.kill)
+    _alive_after(members, patience_s)
+
+
+def _inherited(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _under(process: psutil.Process) -> Iterator[psutil.Process]:
+    yield from _told(process.children, recursive=True) or ()
+
+
+def _alive_after(members: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    """Waits up to `patience_s`; returns the processes that still run. A zombie counts as ended."""
+    end = time.monotonic() + patience_s
+    while alive := [process for process in members if _runs(process)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and _told(process.status) not in (psutil.STATUS_ZOMBIE, None)
+
+
+def _told(ask: Callable[..., Any], **options: Any) -> Any:
+    """The answer of a process, or None if it has just ended."""
+    try:
+        return ask(**options)
+    except psutil.NoSuchProcess:
+        return None

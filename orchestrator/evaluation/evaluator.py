@@ -1,0 +1,97 @@
+"""Evaluation on held-out prompts, scored by the deployed reward service and by judges."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.evaluation.intervals import over_prompts
+from orchestrator.evaluation.results import EvaluatedSample, write_rows
+from orchestrator.experience.collector import Collector, Experience
+from orchestrator.experience.requests import SampleRequest
+from services.common.config.base import ConfigError
+from services.common.wire.pairs import Pair
+
+Judge = Callable[[Sequence[Pair]], Sequence[float]]
+
+
+class Evaluator:
+    """Samples from the deployed policy for the same prompts each time, and has every sample scored."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        requests: Sequence[SampleRequest],
+        tokenizer: Any,
+        judges: Mapping[str, Judge],
+        folder: Path,
+    ) -> None:
+        self._collector = collector
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._judges = judges
+        self._folder = folder
+
+    async def evaluate(self, step: int, version: int) -> dict[str, float]:
+        """Evaluates `version`, writes the samples to `<folder>/step-<step>.jsonl` and returns the metrics."""
+        # A later version would be another policy's result.
+        collected = await self._collector.collect(self._requests, version=version, newest=version, critic_step=None)
+        rows = evaluate_samples(collected.experiences, self._tokenizer, self._judges)
+        write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
+        return summarise(rows)
+
+
+def evaluate_samples(
+    experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge]
+) -> list[EvaluatedSample]:
+    """The experiences as text, with every judge's verdict."""
+    texts = tokenizer.batch_decode([e.sample.response_ids for e in experiences], skip_special_tokens=True)
+    pairs = [
+        Pair(prompt=e.prompt.text, response=text, label=e.prompt.label, ended=not e.truncated)
+        for e, text in zip(experiences, texts, strict=True)
+    ]
+    verdicts = {name: _verdict(name, function, pairs) for name, function in judges.items()}
+    return [
+        EvaluatedSample(
+            row=e.prompt.row,
+            prompt=pair.prompt,
+            response=pair.response,
+            label=pair.label,
+            ended=pair.ended,
+            score=e.score,
+            kl=e.kl,
+            length=len(e.sample.response_ids),
+            judges={name: values[index] for name, values in verdicts.items()},
+        )
+        for index, (e, pair) in enumerate(zip(experiences, pairs, strict=True))
+    ]
+
+
+def _verdict(name: str, judge: Judge, pairs: Sequence[Pair]) -> list[float]:
+    """One finite number per pair. ConfigError if the judge gives something else."""
+    values = [float(value) for value in judge(pairs)]
+    if len(values) != len(pairs) or not np.isfinite(values).all():
+        raise ConfigError(
+            f"evaluation.judges.{name}: should give one finite number per pair, "
+            f"got {len(values)} of which {int(np.isfinite(values).sum())} finite for {len(pairs)} pairs"
+        )
+    return values
+
+
+def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
+    """The evaluation's metrics, the score and the judges with their 95 % intervals."""
+    metrics = _with_interval("eval/score", [(row.row, row.score) for row in rows]) | {
+        "eval/length": float(np.mean([row.length for row in rows])),
+        "eval/truncated": float(np.mean([not row.ended for row in rows])),
+    }
+    if not np.isnan(kl := float(np.mean([row.kl for row in rows]))):
+        metrics["eval/kl"] = kl
+    for name in rows[0].judges if rows else {}:
+        metrics |= _with_interval(f"eval/{name}", [(row.row, row.judges[name]) for row in rows])
+    return metrics
+
+
+def _with_interval(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float]:
+    interval = over_prompts(values)
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

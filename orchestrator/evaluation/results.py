@@ -1,0 +1,84 @@
+"""One evaluated response, and the JSONL files that hold them."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from orchestrator.monitoring.jsonl import parse_object
+from services.common.config.base import ConfigError
+from services.common.config.explain import shown
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSample:
+    """One response of an evaluation."""
+
+    row: int
+    """The prompt's row in its split."""
+    prompt: str
+    response: str
+    label: str
+    """The data set's label of the prompt; empty when none."""
+    ended: bool
+    """True if the response ended by itself and was not cut off at the length limit."""
+    score: float
+    """Score of the reward service."""
+    kl: float
+    """KL to the reference, in nats, summed over the response; NaN, in JSON null, where the run has none."""
+    length: int
+    """Length in tokens."""
+    judges: dict[str, float]
+    """Judge -> its score."""
+
+    @classmethod
+    def parse(cls, line: str | bytes, where: str) -> Self:
+        """Reads one line of an evaluation file. ConfigError, which begins with `where`, if the line is wrong."""
+        where = f"{where}: not a sample of an evaluation"
+        raw = {"label": "", **parse_object(line, where)}
+        for name, kinds, words in _FIELDS:
+            if name not in raw:
+                raise ConfigError(f"{where}: {name}: required")
+            if type(raw[name]) not in kinds:
+                raise ConfigError(f"{where}: {name}: should be {words}, got {shown(raw[name])}")
+        judges = {name: _number(value, f"{where}: judges.{name}") for name, value in raw["judges"].items()}
+        fields = {name: raw[name] for name, _, _ in _FIELDS}
+        numbers = {name: _number(raw[name], f"{where}: {name}") for name in ("score", "kl")}
+        return cls(**fields | numbers | {"judges": judges})
+
+
+_NUMBER = (int, float, type(None))
+_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("row", (int,), "a whole number"),
+    ("prompt", (str,), "text"),
+    ("response", (str,), "text"),
+    ("label", (str,), "text"),
+    ("ended", (bool,), "true or false"),
+    ("score", _NUMBER, "a number or null"),
+    ("kl", _NUMBER, "a number or null"),
+    ("length", (int,), "a whole number"),
+    ("judges", (dict,), "a mapping of names to numbers"),
+)
+"""(name, types, types in words) of each field of an EvaluatedSample in JSON."""
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) not in _NUMBER:
+        raise ConfigError(f"{where}: should be a number or null, got {shown(value)}")
+    return math.nan if value is None else float(value)
+
+
+def write_rows(path: Path, rows: Sequence[EvaluatedSample]) -> None:
+    """Writes one JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = [asdict(row) | {"kl": None if math.isnan(row.kl) else row.kl} for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False) for row in raw]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[EvaluatedSample]:
+    """Reads a file of write_rows. ConfigError names a line that is wrong."""
+    lines = path.read_bytes().split(b"\n")
+    return [EvaluatedSample.parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line]

@@ -1,0 +1,78 @@
+"""Checks of every answer of the services, for lengths and finite numbers, before it is trained on or kept."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from orchestrator.data.prompts import Prompt
+from services.common.config.base import ConfigError
+from services.common.wire.codec import Floats
+from services.common.wire.errors import InvalidReply
+from services.reward.client import Scores
+from services.rollout.sample import Sample
+
+
+def check_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
+    """Raises InvalidReply unless each sample has at least one token, and one finite log-prob per token."""
+    for prompt, sample in zip(prompts, samples, strict=True):
+        where = f"rollout.Generate: prompt row {prompt.row}"
+        if not len(sample.response_ids):
+            raise InvalidReply(f"{where}: response_ids: empty; every response has a token")
+        _check_row(f"{where}: logprobs", sample.logprobs, len(sample.response_ids))
+
+
+def check_rows(
+    call: str, field: str, prompts: Sequence[Prompt], rows: Sequence[Floats], samples: Sequence[Sample]
+) -> None:
+    """Raises InvalidReply unless there is a row for each sample, with a finite number for each of its tokens."""
+    _check_count(call, field, prompts, rows)
+    for prompt, row, sample in zip(prompts, rows, samples, strict=True):
+        _check_row(f"{call}: prompt row {prompt.row}: {field}", row, len(sample.response_ids))
+
+
+def check_scores(prompts: Sequence[Prompt], scores: Floats) -> None:
+    """Raises InvalidReply unless there is a finite score for each prompt's sample."""
+    _check_count("reward.Score", "scores", prompts, scores)
+    for prompt, score in zip(prompts, scores.tolist(), strict=True):
+        if not np.isfinite(score):
+            raise InvalidReply(f"reward.Score: prompt row {prompt.row}: score is {score}; must be finite")
+
+
+def check_scorer(before: str, scores: Scores) -> str:
+    """The scorer of these scores; raises ConfigError if `before`, the scorer of earlier ones, is another one."""
+    now = f"{scores.scorer} ({scores.model_hash[:12]})"
+    if before not in ("", now):
+        raise ConfigError(
+            f"reward.scorer: {before} gave the scores of this run until now, {now} gives them now: deploy the one "
+            "before again and `quartet train --resume`, or go on with the new one by "
+            "--resume --accept-changed-services"
+        )
+    return now
+
+
+def check_own_logprobs(rows: Sequence[Floats]) -> None:
+    """Raises InvalidReply unless all of the policy learner's log-probs of a batch are finite."""
+    if (wrong := first_not_finite(rows)) is not None:
+        raise InvalidReply(f"policy: the learner's own log-probs of the batch hold {wrong}; must be finite")
+
+
+def first_not_finite(rows: Iterable[Floats]) -> float | None:
+    """The first number of all rows that is not finite; None if all are."""
+    for row in rows:
+        if not np.isfinite(row).all():
+            return float(row[np.argmin(np.isfinite(row))])
+    return None
+
+
+def _check_count(call: str, field: str, prompts: Sequence[Prompt], rows: Sequence[Floats] | Floats) -> None:
+    if len(rows) != len(prompts):
+        raise InvalidReply(f"{call}: {field}: {len(rows)} for {len(prompts)} samples; there must be one each")
+
+
+def _check_row(where: str, row: Floats, length: int) -> None:
+    if len(row) != length:
+        raise InvalidReply(f"{where}: {len(row)} values for {length} response tokens; there must be one per token")
+    finite = np.isfinite(row)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        raise InvalidReply(f"{where}[{at}] is {float(row[at])}; must be finite")

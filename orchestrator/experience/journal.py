@@ -1,0 +1,159 @@
+"""The journal of experience: the samples of each step, kept on disk until a checkpoint covers the step.
+
+A run that restarts from a checkpoint reads the steps since then from the journal: nothing is sampled again, and
+training ends with the same weights, bit for bit. For example a run with a checkpoint of step 20 fails in step 24: it
+restarts at 20 and takes the samples of steps 21 to 23, and of 24 if they were complete, from here.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import Prompt
+from orchestrator.experience.checks import first_not_finite
+from orchestrator.experience.collector import Collected, Experience
+from protos import rollout_pb2 as pb
+from services.common.wire.codec import Floats
+from services.rollout.sample import Sample
+
+FORMAT = 2
+"""Version of a step's file; raised when the format changes."""
+_SAMPLING_SECTIONS = {"seed", "batch_size", "data", "sampling", "ppo", "policy", "loop"}
+"""Sections of the configuration on which a step's samples depend."""
+
+
+class ExperienceJournal:
+    """One file per step in a folder, with the step's samples by number. Files are never seen half written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: OrchestratorConfig,
+        note: Callable[[str], None] = lambda text: None,
+        *,
+        services: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: folder of the files, made if it does not exist.
+            config: the run's configuration, on which samples depend.
+            note: called with a message if a file cannot be written or read; the run then continues, and samples again
+                after a restart.
+            services: digests of the services' models; experience from other models is not read.
+        """
+        self._folder = folder
+        self._note = note
+        self._settings = config.model_dump_json(include=_SAMPLING_SECTIONS).encode()
+        self._settings += repr(sorted((services or {}).items())).encode()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, step: int, prompt: Callable[[int], Prompt]) -> Collected | None:
+        """The experience of `step` in its order; None if it is missing, or was collected from other prompts or under
+        another configuration.
+
+        Args:
+            step: step of the run.
+            prompt: returns the prompt of a sample, given its number.
+        """
+        try:
+            raw = msgpack.unpackb(self._path(step).read_bytes())
+            if "format" not in raw:
+                raise ValueError("an earlier version wrote it, which gave samples no numbers")
+            asked = [(int(row["number"]), prompt(row["number"])) for row in raw["rows"]]
+            if raw["digest"] != self._digest(asked):
+                return None
+            experiences = [
+                _experience(row, number, its) for row, (number, its) in zip(raw["rows"], asked, strict=True)
+            ]
+            if (wrong := first_not_finite(_numbers(experiences))) is not None:
+                raise ValueError(f"it holds {wrong}")
+            return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, DecodeError) as error:
+            self._note(f"{self._path(step)} cannot be read ({error}); step {step} is sampled again")
+            return None
+
+    def write(self, step: int, collected: Collected) -> None:
+        """Writes the experience of `step` before it is trained on. Deletes records of later steps; they belong to an
+        abandoned timeline."""
+        try:
+            self._remove(lambda kept: kept > step)
+            self._write(step, collected)
+        except OSError as error:
+            self._note(f"journal: step {step} could not be kept: {error}")
+
+    def _write(self, step: int, collected: Collected) -> None:
+        raw = {
+            "format": FORMAT,
+            "digest": self._digest([(experience.number, experience.prompt) for experience in collected.experiences]),
+            "rows": [_row(experience) for experience in collected.experiences],
+            "generate_s": collected.generate_s,
+            "score_s": collected.score_s,
+            "repeated": collected.repeated,
+        }
+        aside = self._folder / ".writing"
+        with aside.open("wb") as file:
+            file.write(msgpack.packb(raw))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(self._path(step))
+
+    def forget(self, step: int) -> None:
+        """Deletes the records of `step` and of all steps before it."""
+        self._remove(lambda kept: kept <= step)
+
+    def _remove(self, superfluous: Callable[[int], bool]) -> None:
+        for path in self._folder.glob("step-*.msgpack"):
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and superfluous(int(number)):
+                path.unlink()
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.msgpack"
+
+    def _digest(self, asked: Sequence[tuple[int, Prompt]]) -> bytes:
+        digest = hashlib.sha256(self._settings)
+        for number, prompt in asked:
+            digest.update(b"%d\n" % number)
+            digest.update(prompt.prompt_ids.astype("<i4").tobytes() + b"\n" + prompt.label.encode() + b"\n")
+        return digest.digest()
+
+
+def _row(experience: Experience) -> dict[str, Any]:
+    return {
+        "number": experience.number,
+        "sample": experience.sample.to_wire().SerializeToString(),
+        "score": experience.score,
+        "ref_logprobs": experience.ref_logprobs.astype("<f4").tobytes(),
+        "values": experience.values.astype("<f4").tobytes(),
+        "after": experience.after,
+    }
+
+
+def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
+    return Experience(
+        number=number,
+        prompt=prompt,
+        sample=Sample.from_wire(pb.Sample.FromString(row["sample"])),
+        score=row["score"],
+        ref_logprobs=_floats(row["ref_logprobs"]),
+        values=_floats(row["values"]),
+        after=row["after"],
+    )
+
+
+def _numbers(experiences: Sequence[Experience]) -> Iterator[Floats]:
+    for e in experiences:
+        yield from (e.sample.logprobs, np.asarray([e.score, e.after], np.float32), e.ref_logprobs, e.values)
+
+
+def _floats(data: bytes) -> Floats:
+    return np.frombuffer(data, "<f4").astype(np.float32)

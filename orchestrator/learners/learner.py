@@ -1,0 +1,54 @@
+"""A model that a run trains, as the loop sees it, and one step's batch for all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.policy.ranks import PolicyError
+from orchestrator.policy.trainer import PolicyBatch
+from services.common.wire.codec import Floats
+from services.critic.client import CriticReset
+
+LOST = (PolicyError, CriticReset)
+"""Errors that say that a learner has lost its training, so that the run has to go back to its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One PPO batch of B responses, for every learner."""
+
+    step: int
+    """The PPO step that this is, from 1."""
+    seed: int
+    """Seed of the minibatches' order."""
+    batch: PolicyBatch
+    """Prompts, responses and advantages."""
+    values: Sequence[Floats]
+    """The critic's values before the update, B times [T]; each empty in a run without a critic."""
+    returns: Sequence[Floats]
+    """The returns that the values should be, B times [T]; none in a run without a critic."""
+
+
+class Learner(Protocol):
+    """A model that a run trains, checkpoints and restores. Methods raise an error of LOST if its training is lost."""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder in a checkpoint."""
+
+    @property
+    def prefix(self) -> str:
+        """First part of the names of its metrics."""
+
+    async def train(self, update: Update) -> dict[str, float]:
+        """Trains on one batch; returns the mean metrics of its optimizer steps."""
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies its state after PPO step `step` for its folder in `checkpoint`; without copies, writes it now."""
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Goes back to its state in `checkpoint`. InvalidArgument if that does not hold it."""

@@ -1,0 +1,88 @@
+"""The samples of one step as columns, each encoded or padded once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from orchestrator.experience.collector import Experience
+from services.common.models.numerics import response_mask
+from services.common.models.sequences import pad_rows
+from services.common.wire.codec import Floats
+from services.common.wire.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples, whose responses have at most T tokens. Columns are padded on the right."""
+
+    experiences: Sequence[Experience]
+    prompts: Ragged
+    """Token ids, B sequences."""
+    responses: Ragged
+    """Token ids, B sequences."""
+    lengths: Tensor
+    """Tokens of each response, [B] int64."""
+
+    @classmethod
+    def of(cls, experiences: Sequence[Experience]) -> Self:
+        """The columns of these samples, in their order."""
+        responses = Ragged.of([e.sample.response_ids for e in experiences])
+        lengths = torch.from_numpy(responses.lengths).long()
+        return cls(experiences, Ragged.of([e.prompt.prompt_ids for e in experiences]), responses, lengths)
+
+    def __len__(self) -> int:
+        return len(self.experiences)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True on response tokens, [B, T] bool."""
+        return response_mask(self.lengths, int(self.lengths.max()))
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """The rollout engine's log-probs, as sampled, [B, T]."""
+        return self.padded([e.sample.logprobs for e in self.experiences])
+
+    @cached_property
+    def ref_logprobs(self) -> Tensor | None:
+        """The frozen reference's log-probs, [B, T]; None if the run has no reference."""
+        rows = self.reference_rows
+        return None if rows is None else self.padded(rows)
+
+    @property
+    def reference_rows(self) -> list[Floats] | None:
+        """The reference's log-probs as B arrays [t]; None if the run has no reference."""
+        rows = [e.ref_logprobs for e in self.experiences]
+        return rows if all(len(row) for row in rows) else None
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The critic's values before the update, [B, T]; only for a run with a critic."""
+        return self.padded([e.values for e in self.experiences])
+
+    @cached_property
+    def after(self) -> Tensor:
+        """The value after each response's last token, [B]; 0 for complete ones, or if it was not requested."""
+        return torch.tensor([e.after for e in self.experiences])
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """The scores, [B]."""
+        return torch.tensor([e.score for e in self.experiences])
+
+    @property
+    def truncated(self) -> float:
+        """Share of responses that the length limit cut off."""
+        return sum(e.truncated for e in self.experiences) / len(self.experiences)
+
+    def padded(self, rows: Sequence[Floats]) -> Tensor:
+        """Pads B arrays [t] of one value per response token to [B, T]."""
+        return pad_rows(rows, self.mask.shape[1])
+
+    def rows(self, column: Tensor) -> list[Floats]:
+        """Cuts [B, T] into B arrays [t], the inverse of `padded`."""
+        return [row[:length].numpy() for row, length in zip(column, self.lengths.tolist(), strict=True)]

@@ -1,0 +1,168 @@
+"""Takes checkpoints: complete or not at all, the last few kept, written while training continues."""
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from orchestrator.config.checkpoint import CheckpointConfig
+from orchestrator.experience.journal import ExperienceJournal
+from orchestrator.learners.learner import LOST, Learner
+from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, latest, number
+from orchestrator.loop.state import TrainState
+from services.common.folders import make, remove, rename, write
+from services.common.learner.layout import LAYOUT
+from services.common.wire.errors import ServiceError
+
+
+class Checkpoints:
+    """Takes checkpoints. As a context, it waits at its end for the checkpoint that is being written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        learners: Sequence[Learner],
+        journal: ExperienceJournal | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """`note` gets a message if a checkpoint of the learners fails; training continues without it."""
+        self._folder = folder
+        self._config = config
+        self._learners = learners
+        self._journal = journal
+        self._note = note
+        self._writing: asyncio.Task[None] | None = None
+        self._waited_s = 0.0
+        self._due = False
+
+    def last_step(self) -> int | None:
+        """Step of the last checkpoint on disk, if there is one."""
+        last = latest(self._folder)
+        return last.state.step if last else None
+
+    async def first(self, state: TrainState) -> None:
+        """Takes the first checkpoint, to which a run can always return. Returns when it is on disk.
+
+        Raises:
+            ServiceError: the checkpoint failed.
+        """
+        if self._config.every:
+            await self._take(state)
+            await self._settled(required=True)
+
+    async def take_if_due(self, state: TrainState) -> None:
+        """Takes a checkpoint if one is due. Returns when all state is copied; writing continues in the background.
+
+        While optimizer steps are skipped because their gradient is not finite, none is taken, so that the last good
+        one is kept; it is taken after the next good step.
+
+        Raises:
+            Errors of LOST: a learner is lost.
+        """
+        self._due = self._due or (self._config.every > 0 and state.step % self._config.every == 0)
+        if not self._due or state.skipped_in_a_row:
+            return
+        self._due = False
+        began = time.monotonic()
+        try:
+            await self._settled()
+            await self._take(state)
+            if not self._config.background:
+                await self._settled()
+        except* LOST:
+            raise
+        except* ServiceError as group:
+            self._failed(group.exceptions[0])
+        finally:
+            self._waited_s += time.monotonic() - began
+
+    def waited_s(self) -> float:
+        """Seconds that training has waited for checkpoints since the last look at this property."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    async def _take(self, state: TrainState) -> None:
+        # A new name, because a critic may still be writing a killed run's checkpoint.
+        aside = self._folder / f".{PREFIX}{state.step:06d}.{secrets.token_hex(4)}.writing"
+        make(aside)
+        with _gone_if_it_fails(aside):
+            async with asyncio.TaskGroup() as group:
+                for learner in self._learners:
+                    group.create_task(learner.take_snapshot(aside, state.step, copies=self._config.background))
+        self._writing = asyncio.create_task(self._write(aside, state))
+
+    async def _write(self, aside: Path, state: TrainState) -> None:
+        with _gone_if_it_fails(aside):
+            async with asyncio.TaskGroup() as group:
+                for learner in self._learners:
+                    group.create_task(learner.write_snapshot(aside))
+            self._check_shared(aside)
+            await asyncio.to_thread(self._complete, aside, state)
+
+    def _check_shared(self, aside: Path) -> None:
+        for name in (learner.name for learner in self._learners):
+            if not (aside / name / LAYOUT).is_file():
+                raise ServiceError(
+                    f"the {name} wrote to {aside / name}, but nothing is there: checkpoint.root, and the root of a "
+                    "critic, must be one folder, on a disk that all nodes share"
+                )
+
+    def _complete(self, aside: Path, state: TrainState) -> None:
+        write(aside / STATE, state.model_dump_json(indent=1) + "\n")
+        target = self._folder / f"{PREFIX}{state.step:06d}"
+        remove(target)
+        rename(aside, target)
+        kept = complete(self._folder)[-self._config.keep :]
+        for old in complete(self._folder)[: -self._config.keep]:
+            # Renamed first, so that a half-removed folder does not look like a checkpoint.
+            rename(old, gone := old.with_name(f".{old.name}.removing"))
+            remove(gone)
+        if self._journal:
+            self._journal.forget(number(kept[0]))
+
+    async def _settled(self, required: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if any."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            await writing
+        except* (ServiceError, *LOST, OSError) as group:
+            if required:
+                raise
+            self._failed(group.exceptions[0])
+
+    def _failed(self, error: BaseException) -> None:
+        last = self.last_step()
+        self._note(f"checkpoint failed: {error}; the last one is of step {'none' if last is None else last}")
+
+    async def __aenter__(self) -> Self:
+        """Removes incomplete folders of a killed run."""
+        for left in [*self._folder.glob(".*.writing"), *self._folder.glob(".*.removing")]:
+            shutil.rmtree(left, ignore_errors=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind and self._writing:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+        else:
+            await self._settled()
+
+
+@contextmanager
+def _gone_if_it_fails(aside: Path) -> Iterator[None]:
+    """Deletes the partial checkpoint if the block fails: the disk may be full."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

@@ -1,0 +1,60 @@
+"""The folder of a run's checkpoints: the complete ones in it, and the names inside each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from orchestrator.loop.state import TrainState
+from services.common.config.base import ConfigError
+from services.common.folders import remove
+
+STATE = "state.json"
+PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    folder: Path
+    state: TrainState
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint in `folder`, or None.
+
+    Raises:
+        ConfigError: its state cannot be read.
+    """
+    if not (checkpoints := complete(folder)):
+        return None
+    path = checkpoints[-1] / STATE
+    try:
+        return Checkpoint(checkpoints[-1], TrainState.model_validate_json(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise ConfigError(
+            f"{path}: not what a checkpoint holds ({error}); remove {checkpoints[-1]} to resume from the one before"
+        ) from None
+
+
+def clear(folder: Path, *, overwrite: bool) -> None:
+    """Removes the checkpoints of an earlier run.
+
+    Raises:
+        ConfigError: the folder holds checkpoints and `overwrite` is False.
+    """
+    if (checkpoints := complete(folder)) and not overwrite:
+        raise ConfigError(f"{folder} already holds checkpoints; choose another name, --resume them, or --overwrite")
+    for old in checkpoints:
+        remove(old)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    candidates = (path.parent for path in folder.glob(f"{PREFIX}*/{STATE}"))
+    return sorted((path for path in candidates if path.name.removeprefix(PREFIX).isdecimal()), key=number)
+
+
+def number(folder: Path) -> int:
+    return int(folder.name.removeprefix(PREFIX))

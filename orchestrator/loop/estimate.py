@@ -1,0 +1,110 @@
+"""Estimates for the update of the learners from experience: rewards, advantages, returns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestrator.algorithm.advantages import gae, rewards_to_go, rloo, whiten
+from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, kl_estimate
+from orchestrator.algorithm.loss import mismatch
+from orchestrator.algorithm.off_policy import measures
+from orchestrator.algorithm.rewards import RunningNormaliser, shape_rewards
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.loop.batch import Batch
+from services.common.models.numerics import explained_variance
+from services.common.wire.codec import Floats
+
+KLController = FixedKL | AdaptiveKL
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Inputs of the update besides the experience; lists of B arrays [T]."""
+
+    advantages: list[Floats]
+    returns: list[Floats]
+    """The returns that the critic learns; none without a critic."""
+    kl: float
+    """Mean over responses of the KL estimate summed over tokens, in nats; 0 without a reference."""
+    normaliser: RunningNormaliser
+    """The normaliser after this batch's scores."""
+    metrics: dict[str, float]
+
+
+def make_controller(ppo: PPOConfig, coef: float) -> KLController:
+    """The controller of the KL coefficient, which is `coef` now."""
+    if ppo.kl.target is None:
+        return FixedKL(ppo.kl.coef)
+    return AdaptiveKL(coef, ppo.kl.target, ppo.kl.horizon)
+
+
+def estimate_advantages(
+    batch: Batch,
+    old_logprobs: Tensor,
+    ppo: PPOConfig,
+    kl_coef: float,
+    normaliser: RunningNormaliser,
+) -> Advantages:
+    """Computes rewards from scores and KL, and advantages and returns from rewards and, if there is a critic, values.
+
+    Args:
+        batch: B responses.
+        old_logprobs: [B, T], the learner's before the update; the KL excludes the rollout engine's mismatch thus.
+        ppo: the algorithm.
+        kl_coef: coefficient of this batch.
+        normaliser: running mean and deviation of earlier scores.
+    """
+    mask, scores = batch.mask, batch.scores
+    reference, kl = batch.ref_logprobs, torch.zeros_like(old_logprobs)
+    if reference is not None:
+        kl = kl_estimate(old_logprobs, reference, ppo.kl.estimator, mask)
+    if ppo.normalise_scores:
+        normaliser = normaliser.update(scores)
+        scores = normaliser.normalise(scores)
+    in_reward = kl_coef if ppo.kl.placement == "reward" else 0.0
+    rewards = shape_rewards(scores.float(), kl, mask, kl_coef=in_reward, clip=ppo.score_clip)
+    advantages, returns = _advantages(batch, rewards, ppo)
+    whitened = whiten(advantages, mask) if ppo.whiten_advantages else advantages
+
+    kl_per_response = float(torch.where(mask, kl, 0).sum(1).mean())
+    metrics = {
+        "reward/mean": float(rewards.sum(1).mean()),
+        "kl/coef": kl_coef,
+    }
+    if returns is not None:
+        metrics["value/explained_variance"] = explained_variance(batch.values, returns, mask)
+    if reference is not None:
+        metrics["kl/reference"] = kl_per_response
+    metrics |= _described(batch) | _off_policy(batch, old_logprobs, ppo)
+    learned = [] if returns is None else batch.rows(returns)
+    return Advantages(batch.rows(whitened), learned, kl_per_response, normaliser, metrics)
+
+
+def _advantages(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor | None]:
+    """Advantages by the configured estimator, and the returns that a critic learns; None without one. Both [B, T]."""
+    if ppo.advantages == "rloo":
+        return rloo(rewards, batch.mask, group=ppo.samples_per_prompt), None
+    if ppo.advantages == "reinforce++":
+        return rewards_to_go(rewards, batch.mask, gamma=ppo.gamma), None
+    return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, bootstrap=batch.after)
+
+
+def _described(batch: Batch) -> dict[str, float]:
+    """Scores and lengths."""
+    return {
+        "score/mean": float(batch.scores.mean()),
+        "score/std": float(batch.scores.std(correction=0)),
+        "response/length_mean": float(batch.lengths.float().mean()),
+        "response/length_max": float(batch.mask.shape[1]),
+        "response/truncated": batch.truncated,
+    }
+
+
+def _off_policy(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> dict[str, float]:
+    """Measures of the distance between the samplers' policies and the learner's, and of its correction."""
+    cap, band = ppo.importance_cap, ppo.importance_band
+    distance = mismatch(batch.logprobs, old_logprobs, batch.mask, cap=cap)
+    cost = measures(ppo.correction, old_logprobs, batch.logprobs, batch.mask, cap=cap, band=band)
+    metrics = {f"mismatch/{name}": value for name, value in distance.items()}
+    return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

@@ -1,0 +1,56 @@
+"""Identities of the services' models, by which a run notices that one was replaced."""
+
+from collections.abc import Iterator, Mapping
+
+from orchestrator.clients import Infos
+from protos import reward_pb2
+from services.common.config.base import Config
+
+SHOWN_DIGITS = 12
+"""Characters of a hash in a message."""
+
+
+class PartIdentity(Config):
+    """The identity of one part of a service: of a model, a tokenizer or a scorer."""
+
+    name: str
+    """Name for messages."""
+    digest: str
+    """Digest; equal digests mean equal answers."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:SHOWN_DIGITS]})"
+
+
+def identities(infos: Infos) -> dict[str, PartIdentity]:
+    """Place -> identity, for models, tokenizers and scorers of the services."""
+    known = {}
+    for service, model in infos.models.items():
+        known[f"{service}.tokenizer"] = PartIdentity(name=model.path, digest=model.tokenizer_hash)
+        if service != "reward":  # its scorers have their own identities
+            known[f"{service}.model"] = PartIdentity(name=model.path, digest=model.model_hash)
+    return known | dict(_scorers("reward.scorer", infos.reward.scorer))
+
+
+def _scorers(where: str, scorer: reward_pb2.ScorerIdentity) -> Iterator[tuple[str, PartIdentity]]:
+    weight = f"{scorer.weight:g} of " if scorer.weight else ""
+    yield where, PartIdentity(name=f"{weight}{scorer.name}", digest=scorer.model_hash + weight)
+    for index, part in enumerate(scorer.parts):
+        yield from _scorers(f"{where}.parts.{index}", part)
+
+
+def changes(
+    before: Mapping[str, PartIdentity], now: Mapping[str, PartIdentity], since: str = "when the checkpoint was taken"
+) -> list[str]:
+    """Changes since a checkpoint, or since the time that `since` names, a line each."""
+    lines = []
+    for place in sorted(before.keys() | now.keys()):
+        was, becomes = before.get(place), now.get(place)
+        if was is None or becomes is None or was.digest != becomes.digest:
+            lines.append(f"{place}: {was or 'nothing'} {since}, {becomes or 'nothing'} now")
+    return lines
+
+
+def digests(known: Mapping[str, PartIdentity]) -> dict[str, str]:
+    """Place -> digest."""
+    return {place: identity.digest for place, identity in known.items()}

@@ -1,0 +1,41 @@
+"""Metrics of a step besides its losses: samples, versions, speeds. Pure functions."""
+
+from collections import Counter
+
+from orchestrator.experience.collector import Collected
+from orchestrator.loop.state import TrainState
+
+
+def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
+    """Numbers of samples requested, requested again and used; the policy's version, and the oldest sample's
+    staleness."""
+    oldest = min(experience.sample.oldest_version for experience in collected.experiences)
+    return {
+        "samples/asked": done.samples_asked - before.samples_asked,
+        "samples/repeated": collected.repeated,
+        "samples/used": done.samples_used - before.samples_used,
+        "samples/used_total": done.samples_used,
+        "policy/version": done.policy_version,
+        "policy/staleness": before.policy_version - oldest,
+    }
+
+
+def staleness(version: int, collected: Collected) -> dict[str, float]:
+    """Age of tokens, in versions, when policy `version` trained on them: the mean, and the share of each age."""
+    ages: Counter[int] = Counter()
+    for experience in collected.experiences:
+        for sampled_by, start, end in experience.sample.spans:
+            ages[version - sampled_by] += end - start
+    tokens = ages.total()
+    shares = {f"staleness/share_{age}": ages[age] / tokens for age in range(max(ages) + 1)}
+    return {"staleness/mean": sum(age * count for age, count in ages.items()) / tokens} | shares
+
+
+def speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:
+    """Response tokens per second of generation and of training, and the seconds of generation and scoring."""
+    return {
+        "tokens_per_s/generation": collected.tokens / collected.generate_s,
+        "tokens_per_s/training": collected.tokens * epochs / train_s,
+        "seconds/generate": collected.generate_s,
+        "seconds/score": collected.score_s,
+    }

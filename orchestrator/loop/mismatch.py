@@ -1,0 +1,54 @@
+"""A watch on the difference between the rollout engine's and the learner's log-probs, which a push's probe may
+miss."""
+
+from collections.abc import Callable, Mapping
+
+from orchestrator.config.loop import LoopConfig
+
+LIMIT = {"float32": 0.02, "bfloat16": 0.2}
+"""Largest mean difference in nats per token: many times the rounding differences of two engines' kernels."""
+MEASURED = "mismatch/mean_abs"
+
+
+class MismatchError(RuntimeError):
+    """The rollout engine sampled from another policy than the learner's in several steps in a row."""
+
+
+class MismatchWatch:
+    """Warns of a step whose mismatch is beyond the limit, and ends the run after several in a row."""
+
+    def __init__(self, config: LoopConfig, dtype: str, note: Callable[[str], None]) -> None:
+        """
+        Args:
+            config: the limit, and the number of steps.
+            dtype: the policy's dtype, which determines the default limit.
+            note: shows a message to the user.
+        """
+        self._limit = LIMIT[dtype] if config.mismatch_limit is None else config.mismatch_limit
+        self._steps = config.mismatch_steps
+        self._note = note
+        self._beyond = 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Checks the metrics of `step`. Samples of older versions may differ and are not checked.
+
+        Raises:
+            MismatchError: the difference was beyond the limit for too many steps.
+        """
+        difference = metrics[MEASURED]
+        if metrics["policy/staleness"] > 0:
+            return
+        if difference <= self._limit:
+            self._beyond = 0
+            return
+        self._beyond += 1
+        said = (
+            f"step {step}: {MEASURED} is {difference:.3g} nats, beyond loop.mismatch_limit {self._limit:g} "
+            f"({self._beyond} of {self._steps} steps in a row)"
+        )
+        if self._beyond >= self._steps:
+            raise MismatchError(
+                f"{said}: the rollout engine does not sample from the policy that is trained; at most "
+                f"{metrics['mismatch/max_abs']:.3g} nats, KL {metrics['mismatch/kl']:.3g}"
+            )
+        self._note(said)

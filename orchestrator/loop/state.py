@@ -1,0 +1,80 @@
+"""The state that the PPO loop carries from step to step; all other state is the learners'."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.loop.identities import PartIdentity
+from services.common.config.base import Config
+
+
+class TrainState(Config):
+    """The loop's state after `step` steps. Together with the learners it determines the next step: prompts and
+    seeds follow from the configuration and the number of samples used.
+
+    Numbers that grow by one per step are kept as their value at step 0:
+
+        first_version 7, first_critic_step 4:  at step 3 the policy's version is 10, the critic's step 7
+    """
+
+    format: Literal[2] = 2
+    """Version of a checkpoint's format; raised when its files change."""
+    step: int
+    """Number of PPO steps done."""
+    first_version: int
+    """Policy version that the rollout replicas serve at step 0; more than 0 if they served another run before."""
+    first_critic_step: int | None
+    """The critic's last training step at step 0; more than 0 if it trained for another run before. None if the run
+    has no critic."""
+    kl_coef: float
+    """Coefficient of the KL penalty in the next batch."""
+    services: dict[str, PartIdentity] = Field(default_factory=dict)
+    """Place -> identity of the services' models; with others the run would not be the same."""
+    normaliser: RunningNormaliser = RunningNormaliser()
+    """Running mean and deviation of the scores so far."""
+    samples_asked: int = 0
+    """Samples requested since the run began, repetitions included."""
+    samples_used: int = 0
+    """Samples trained on since the run began, each once; the number of the next batch's first sample."""
+
+    skipped_in_a_row: int = 0
+    """Consecutive optimizer steps up to now whose gradient was not finite, the largest number of all learners. 0 in
+    every checkpoint, since none is taken meanwhile."""
+
+    @property
+    def policy_version(self) -> int:
+        """Policy version that the rollout replicas serve."""
+        return self.first_version + self.step
+
+    @property
+    def critic_step(self) -> int | None:
+        """The critic's last training step; None if the run has no critic."""
+        return None if self.first_critic_step is None else self.first_critic_step + self.step
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_format_1(cls, values: Any) -> Any:
+        """Converts a checkpoint that kept the counters themselves."""
+        if not isinstance(values, dict) or "policy_version" not in values:
+            return values
+        old = dict(values)
+        step, version, critic_step = old["step"], old.pop("policy_version"), old.pop("critic_step")
+        if step and not old.get("samples_used"):
+            raise ValueError("samples_used: missing; the checkpoint is from before samples were counted")
+        return old | {"format": 2, "first_version": version - step, "first_critic_step": critic_step - step}
+
+    def advanced(
+        self, *, kl_coef: float, normaliser: RunningNormaliser, asked: int, used: int, skipped_in_a_row: int = 0
+    ) -> Self:
+        """The state after one more step."""
+        return self.model_copy(
+            update={
+                "step": self.step + 1,
+                "kl_coef": kl_coef,
+                "normaliser": normaliser,
+                "samples_asked": self.samples_asked + asked,
+                "samples_used": self.samples_used + used,
+                "skipped_in_a_row": skipped_in_a_row,
+            }
+        )

@@ -1,0 +1,196 @@
+"""The PPO loop."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.evaluation.evaluator import Evaluator
+from orchestrator.experience.checks import check_own_logprobs
+from orchestrator.experience.collector import Collected
+from orchestrator.experience.source import ExperienceSource
+from orchestrator.learners.learner import Learner, Update
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.checkpoint import Checkpoints
+from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
+from orchestrator.loop.measures import ledger, speeds, staleness
+from orchestrator.loop.mismatch import MismatchWatch
+from orchestrator.loop.state import TrainState
+from orchestrator.monitoring.record import Record, Stopwatch
+from orchestrator.policy.trainer import PolicyBatch
+from orchestrator.push.pusher import PushReport
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import NotFinite
+
+SKIPPED = "skipped_in_a_row"
+"""Metric of each learner with the number of its skipped optimizer steps in a row."""
+
+
+class TrainedPolicy(Protocol):
+    """The methods that the loop uses of the policy alone."""
+
+    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+        """Log-probs under the current weights."""
+
+    async def save(self, folder: str) -> str:
+        """Writes the model in Hugging Face's format."""
+
+
+class Pusher(Protocol):
+    """The method of the weight push that the loop uses."""
+
+    async def push(self, version: int) -> PushReport:
+        """Brings every rollout replica to `version`."""
+
+
+class StaleSample(RuntimeError):
+    """A sample exceeded the bound on staleness. The bound holds by construction, so this is a defect of a service."""
+
+
+class Trainer:
+    """Runs PPO: take, estimate, update, publish, step after step."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        source: ExperienceSource,
+        policy: TrainedPolicy,
+        learners: Sequence[Learner],
+        pusher: Pusher,
+        checkpoints: Checkpoints,
+        evaluator: Evaluator | None,
+        record: Record,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._policy = policy
+        self._learners = learners
+        self._pusher = pusher
+        self._checkpoints = checkpoints
+        self._evaluator = evaluator
+        self._record = record
+        self._watch = MismatchWatch(config.loop, config.policy.dtype, record.note)
+
+    async def run(self, state: TrainState, save_to: Path, *, resumed: bool = False) -> None:
+        """Trains from `state` to the configured number of steps and saves the policy.
+
+        Waits for the services and the learner. A failure beyond the clients' retries ends the run with that error;
+        all steps until then are logged.
+
+        Args:
+            state: the state of the loop and the learners.
+            save_to: the trained policy's folder.
+            resumed: True if `state` is from a checkpoint.
+        """
+        # Also at the start, so that replicas serve this learner's weights, whatever they served before.
+        await self._pusher.push(state.policy_version)
+        with self._record.running(state.step):
+            if not resumed:
+                if self._evaluator:
+                    self._record.before_training(await self._evaluate(state))
+                await self._checkpoints.first(state)
+            while state.step < self._config.steps:
+                state = await self._step(state)
+                await self._checkpoints.take_if_due(state)
+            await self._policy.save(str(save_to))
+
+    async def _step(self, state: TrainState) -> TrainState:
+        """Carries out one step: takes experience, updates the learners, pushes the new weights."""
+        watch = Stopwatch()
+        collected = await self._take(state)
+        update, estimate = await self._estimate(state, collected, watch)
+        with watch("train"):
+            learned = await self._update(update)
+        count = len(collected.experiences)
+        done = state.advanced(
+            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(estimate.kl, count).coef,
+            normaliser=estimate.normaliser,
+            asked=count + collected.repeated,
+            used=count,
+            skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
+        )
+        pushed = await self._pusher.push(done.policy_version)
+        metrics = estimate.metrics | learned | ledger(state, done, collected)
+        metrics |= staleness(state.policy_version, collected)
+        metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
+        metrics |= {
+            "seconds/push": pushed.seconds,
+            "seconds/checkpoint": self._checkpoints.waited_s(),
+        } | watch.seconds()
+        if self._evaluator and self._is_evaluated(done.step):
+            metrics |= await self._evaluate(done)
+        self._record.step(done.step, metrics)
+        self._watch.check(done.step, metrics)
+        self._end_if_stuck(done)
+        return done
+
+    def _end_if_stuck(self, state: TrainState) -> None:
+        """Raises NotFinite after too many steps in a row that changed nothing."""
+        config = self._config.checkpoint
+        if state.skipped_in_a_row < config.max_skipped_steps:
+            return
+        last = self._checkpoints.last_step()
+        raise NotFinite(
+            f"step {state.step}: {state.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
+            f"(checkpoint.max_skipped_steps: {config.max_skipped_steps}). "
+            + ("There is no checkpoint" if last is None else f"The last good checkpoint is of step {last}; --resume")
+            + ("" if last is None else " goes on from there, for instance with a lower learning rate")
+        )
+
+    async def _take(self, state: TrainState) -> Collected:
+        """The next batch. StaleSample if one of its tokens is older than the configured bound."""
+        version, bound = state.policy_version, self._config.loop.max_staleness
+        taken = await self._source.take(
+            state.step + 1, first=state.samples_used, version=version, critic_step=state.critic_step
+        )
+        for experience in taken.experiences:
+            behind = version - experience.sample.oldest_version
+            if behind > bound:
+                raise StaleSample(
+                    f"step {state.step + 1}, sample {experience.number}: sampled by version "
+                    f"{experience.sample.oldest_version}, {behind} behind the policy's {version}; loop.max_staleness "
+                    f"is {bound}"
+                )
+        return taken
+
+    async def _estimate(self, state: TrainState, collected: Collected, watch: Stopwatch) -> tuple[Update, Advantages]:
+        """The batch for the learners: the experience, the policy's own log-probs of it, and its advantages."""
+        experiences, ppo = collected.experiences, self._config.ppo
+        columns = Batch.of(experiences)
+        with watch("logprobs"):
+            old_logprobs = await self._policy.logprobs(columns.prompts, columns.responses)
+        check_own_logprobs(old_logprobs)
+        kl_coef = make_controller(ppo, state.kl_coef).coef
+        estimate = estimate_advantages(columns, columns.padded(old_logprobs), ppo, kl_coef, state.normaliser)
+        batch = PolicyBatch(
+            prompts=columns.prompts,
+            responses=columns.responses,
+            logprobs=[e.sample.logprobs for e in experiences],
+            old_logprobs=old_logprobs,
+            ref_logprobs=columns.reference_rows,
+            advantages=estimate.advantages,
+            kl_coef=kl_coef,
+        )
+        step = state.step + 1
+        seed = self._config.seed * 1_000_003 + step
+        return Update(step, seed, batch, [e.values for e in experiences], estimate.returns), estimate
+
+    async def _update(self, update: Update) -> dict[str, float]:
+        """Trains all learners at the same time, as none needs another's new weights; their metrics."""
+        async with asyncio.TaskGroup() as group:
+            trained = {learner.prefix: group.create_task(learner.train(update)) for learner in self._learners}
+        return {
+            f"{prefix}/{name}": value for prefix, task in trained.items() for name, value in task.result().items()
+        }
+
+    def _is_evaluated(self, step: int) -> bool:
+        every = self._config.evaluation.every
+        return every > 0 and (step % every == 0 or step == self._config.steps)
+
+    async def _evaluate(self, state: TrainState) -> dict[str, float]:
+        assert self._evaluator is not None
+        watch = Stopwatch()
+        with watch("evaluate"):
+            metrics = await self._evaluator.evaluate(state.step, state.policy_version)
+        return metrics | {"seconds/evaluate": watch["evaluate"]}

@@ -1,0 +1,129 @@
+"""The user's view of a run: a live line in a terminal, plain lines elsewhere."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Live
+
+from orchestrator.monitoring.metrics import judge_names
+from orchestrator.monitoring.terminal import printable
+
+
+class Progress(Protocol):
+    """Shows each step as it ends."""
+
+    def start(self, total_steps: int, done: int) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class TimeLeft:
+    """Estimates the time of the remaining steps from the mean of the last ten."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._recent: deque[float] = deque(maxlen=10)
+
+    def update(self, step: int, seconds: float) -> float:
+        """Records a step (counted from 1) and its duration; returns the seconds left."""
+        self._recent.append(seconds)
+        return (self._total - step) * sum(self._recent) / len(self._recent)
+
+
+class Headline:
+    """The most important figures: the score, the KL, and the last evaluation's judges or score."""
+
+    def __init__(self) -> None:
+        self._held_out: dict[str, float] = {}
+
+    def update(self, metrics: Mapping[str, float]) -> str:
+        """The figures of a step as text. Those of an evaluation stay until the next one."""
+        self._held_out = _held_out(metrics) or self._held_out
+        named = {"score": metrics.get("score/mean"), "KL": metrics.get("kl/reference"), **self._held_out}
+        return "  ".join(f"{name} {value:.2f}" for name, value in named.items() if value is not None)
+
+
+class RichProgress:
+    """A bar with the headline and the time left, on one live line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._headline = console, Headline()
+        self._live = Live(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[headline]}", markup=False),
+            TextColumn("{task.fields[left]}", style="dim", markup=False),
+            console=console,
+        )
+        self._task = self._live.add_task("", start=False, visible=False, headline="", left="")
+
+    def start(self, total_steps: int, done: int) -> None:
+        self._live.update(self._task, total=total_steps, completed=done, visible=True)
+        self._live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        self._live.update(
+            self._task,
+            completed=step,
+            headline=self._headline.update(metrics),
+            left=f"{duration(seconds_left)} left",
+        )
+
+    def note(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class PlainProgress:
+    """One line per step."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._headline, self._total = stream, Headline(), 0
+
+    def start(self, total_steps: int, done: int) -> None:
+        self._total = total_steps
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        headline = self._headline.update(metrics)
+        self.note(f"step {step}/{self._total}  {headline}  {duration(seconds_left)} left")
+
+    def note(self, text: str) -> None:
+        print(printable(text), file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        """Does nothing: plain lines stay."""
+
+
+def make_progress(stream: TextIO) -> Progress:
+    """A live line if `stream` is a terminal, plain lines if not."""
+    return RichProgress(Console(file=stream)) if stream.isatty() else PlainProgress(stream)
+
+
+def duration(seconds: float) -> str:
+    """Text such as `42 s`, `3 min 20 s` or `2 h 5 min`; `?` for NaN."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _held_out(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Judge -> score, or without judges the held-out score; empty if there was no evaluation."""
+    if judges := judge_names(metrics):
+        return {name: metrics[f"eval/{name}"] for name in judges}
+    return {"held-out": metrics["eval/score"]} if "eval/score" in metrics else {}

@@ -1,0 +1,66 @@
+"""Reports of a run: each step's metrics to the log, and a line to the user."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from orchestrator.monitoring.metrics import MetricsLog
+from orchestrator.monitoring.progress import Progress, TimeLeft
+
+
+class Record:
+    """The metrics log and the progress display of one run."""
+
+    def __init__(self, log: MetricsLog, progress: Progress, total_steps: int) -> None:
+        self._log = log
+        self._progress = progress
+        self._total_steps = total_steps
+        self._time_left = TimeLeft(total_steps)
+
+    @contextmanager
+    def running(self, done: int) -> Iterator[None]:
+        """Context in which progress is shown, from step `done` on."""
+        self._progress.start(self._total_steps, done)
+        try:
+            yield
+        finally:
+            self._progress.stop()
+
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics from before the first step, as step 0."""
+        self._log.write(0, metrics)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs one step and shows it. `metrics` must hold `seconds/step`."""
+        self._log.write(step, metrics)
+        self._progress.step(step, metrics, self._time_left.update(step, metrics["seconds/step"]))
+
+    def note(self, text: str) -> None:
+        """Shows a message to the user."""
+        self._progress.note(text)
+
+
+class Stopwatch:
+    """Seconds per stage of one step: `with watch("push"): ...` adds `seconds/push`."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Times the block and adds it to `stage`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stages[stage] = self._stages.get(stage, 0.0) + time.monotonic() - began
+
+    def __getitem__(self, stage: str) -> float:
+        """Seconds spent in `stage` so far."""
+        return self._stages[stage]
+
+    def seconds(self) -> dict[str, float]:
+        """The metrics `seconds/<stage>` for each stage, and `seconds/step` since the watch was made."""
+        stages = {f"seconds/{stage}": spent for stage, spent in self._stages.items()}
+        return stages | {"seconds/step": time.monotonic() - self._began}

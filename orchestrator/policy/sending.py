@@ -1,0 +1,86 @@
+"""Sends the policy's weights, on the ranks of its learner."""
+
+from services.common.learner.learner import Learner
+from services.common.models.device import gpu_uuid
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.place import Place, has_room, machine
+from services.common.weight_transfer.sender import Sender, make_sender
+
+
+class WeightSending:
+    """A rank's part in sending the learner's weights to the rollout replicas. Sending ranks are 0 to senders - 1."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._sender: Sender | None = None
+        self._backend = ""
+        self._place: Place | None = None
+        self._manifest: Manifest | None = None
+
+    def place(self) -> Place:
+        """The place of this sending rank. Its machine has no name if the weights do not fit into shared memory."""
+        if self._place is None:
+            size = sum(tensor.nbytes for tensor in self._learner.shapes().values())
+            uuid = gpu_uuid(self._learner.device)
+            self._place = Place(machine() if has_room(size) else "", (uuid,) if uuid else ())
+        return self._place
+
+    def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, stall_s: float, senders: int = 1) -> int:
+        """Makes the backend's sender on first use, on a sending rank; returns the port for the next group."""
+        if self._sender is not None and backend != self._backend:
+            self._sender.close()
+            self._sender = None  # frees its memory before the new sender allocates
+        if self._sender is None:
+            share = {"sender": self._learner.ranks.rank, "senders": senders}
+            manifest = self._made_manifest(bucket_bytes)
+            self._sender = make_sender(backend, manifest, host=host, stall_s=stall_s, **share)
+            self._backend = backend
+        return self._sender.rendezvous()
+
+    def manifest(self, bucket_bytes: int) -> bytes:
+        """On the sending ranks: what is sent, packed."""
+        return self._made_manifest(bucket_bytes).pack()
+
+    def _made_manifest(self, bucket_bytes: int) -> Manifest:
+        self._manifest = self._manifest or Manifest.of(self._learner.shapes(), bucket_bytes)
+        return self._manifest
+
+    def join(self, membership: int, world_size: int) -> None:
+        """On the sending ranks: forms the push group together with the replicas."""
+        sender, _ = self._ready()
+        sender.join(membership, world_size)
+
+    def gather(self, push: int) -> None:
+        """On all ranks: brings the weights of this push to the sending ranks. Those send without the others: a push
+        that fails leaves no rank waiting.
+
+        Raises:
+            NotFinite: a weight is not finite; nothing is sent.
+        """
+        self._learner.check_weights()
+        if self._sender is not None:
+            self._sender.load(self._learner.full_weights(), push)
+        else:
+            for _ in self._learner.full_weights():
+                pass
+
+    def send(self, push: int) -> dict[int, bytes]:
+        """On the sending ranks: sends what `gather` brings, or brought; the digests of the buckets sent. May overlap
+        it."""
+        sender, _ = self._ready()
+        return sender.send(push)
+
+    def admit(self, membership: int, world_size: int) -> None:
+        """On the sending ranks: sends what was sent last to a group of newcomers. May overlap any other call."""
+        sender, _ = self._ready()
+        sender.admit(membership, world_size)
+
+    def leave(self) -> None:
+        """On the sending ranks: ends the sending end; memory that it shares is given back."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _ready(self) -> tuple[Sender, Manifest]:
+        if self._sender is None or self._manifest is None:
+            raise RuntimeError("rendezvous comes before manifest, join and send")
+        return self._sender, self._manifest

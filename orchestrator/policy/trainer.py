@@ -1,0 +1,198 @@
+"""The policy learner: log-probs and one PPO batch's worth of training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orchestrator.algorithm.kl import kl_estimate
+from orchestrator.algorithm.loss import PolicyLoss, policy_loss
+from orchestrator.algorithm.off_policy import correction_weights, dis_loss, segments_of
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.sending import WeightSending
+from services.common.config.learner import PolicyConfig
+from services.common.learner.learner import Learner, Snapshots
+from services.common.learner.lora import add_adapters
+from services.common.learner.minibatches import Means, minibatches, weight_of
+from services.common.learner.shards import Part
+from services.common.models.distribution import Distribution
+from services.common.models.loading import load_causal, load_tokenizer, response_logits
+from services.common.models.numerics import masked_sum
+from services.common.models.sequences import PairTensors
+from services.common.ranks.ranks import Ranks
+from services.common.wire.codec import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBatch:
+    """One PPO batch of B responses, as the policy trains on it; every field B arrays."""
+
+    prompts: Sequence[Ints]
+    """[P]"""
+    responses: Sequence[Ints]
+    """[T]"""
+    logprobs: Sequence[Floats]
+    """[T] as sampled, by the rollout engine"""
+    old_logprobs: Sequence[Floats]
+    """[T] by this learner, before the update"""
+    ref_logprobs: Sequence[Floats] | None
+    """[T] by the frozen reference; None where the run has none"""
+    advantages: Sequence[Floats]
+    """[T]"""
+    kl_coef: float
+    """Coefficient of the KL penalty in this batch's loss; used when ppo.kl.placement is loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Micro:
+    pairs: PairTensors
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    tokens: int
+    """Tokens of the whole minibatch."""
+    weight: float
+    """Weight of the minibatch's loss."""
+    kl_coef: float
+
+
+class PolicyTrainer:
+    """A language model under DeepSpeed, or one rank's share of it.
+
+    Calls must not overlap. All ranks get the same calls in the same order, but for those that say otherwise.
+    """
+
+    def __init__(
+        self, config: PolicyConfig, ppo: PPOConfig, distribution: Distribution, ranks: Ranks | None = None
+    ) -> None:
+        self._config = config
+        self._ppo = ppo
+        self._distribution = distribution
+        model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
+        self._learner = Learner(add_adapters(model, config.lora), config, ranks)
+        self.sending = WeightSending(self._learner)
+        self.snapshots = Snapshots(self._learner, self._write, exported=True)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """The objects whose methods a rank runs: this trainer, and others with the same learner."""
+        return self, self.sending, self.snapshots
+
+    def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+        """log pi(y_t | prefix) under the current weights, in the distribution sampled from; [T] for each pair."""
+        logprobs: list[Floats] = self._logprobs(prompts, responses, self._distribution)
+        return logprobs
+
+    def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Log-probs of all tokens but the first, over the whole vocabulary; [T - 1] for each sequence."""
+        firsts, others = [row[:1] for row in sequences], [row[1:] for row in sequences]
+        logprobs: list[Floats] = self._logprobs(firsts, others, Distribution())
+        return logprobs
+
+    @torch.no_grad()
+    def _logprobs(
+        self, prompts: Sequence[Ints], responses: Sequence[Ints], distribution: Distribution
+    ) -> list[Floats]:
+        by_row: dict[int, Floats] = {}
+        for part in self._learner.parts(prompts, responses):
+            rows = part.rows
+            pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
+            logits = response_logits(self._learner.model, pairs)
+            if part.counts:
+                logprobs = distribution.logprobs(logits, pairs)
+                by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
+        return self._learner.shared(by_row, [len(response) for response in responses])
+
+    def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+        """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
+        gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not.
+
+        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect.
+        """
+        means, first = Means(), dict[str, float]()
+        order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
+        for chosen in order:
+            weight = weight_of(chosen, [len(response) for response in batch.responses], self._ppo.minibatch_size)
+            measured = self._learner.step(self._micro_batches(batch, chosen, weight), self._loss)
+            if measured and not first:
+                first = {"first_log_ratio_max": measured["log_ratio_max"]}
+            means.add(measured, weight)
+        self._learner.check_weights()
+        return means.result() | first | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
+
+    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], weight: float) -> list[_Micro]:
+        prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
+        tokens = sum(len(response) for response in responses)
+        return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
+
+    def _micro(self, batch: PolicyBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
+        rows = [chosen[i] for i in part.rows]
+        pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+
+        def spread(values: Sequence[Floats]) -> torch.Tensor:
+            return pairs.spread([values[i] for i in rows])
+
+        return _Micro(
+            pairs=pairs if part.counts else pairs.muted(),
+            logprobs=spread(batch.logprobs),
+            old_logprobs=spread(batch.old_logprobs),
+            ref_logprobs=None if batch.ref_logprobs is None else spread(batch.ref_logprobs),
+            advantages=spread(batch.advantages),
+            tokens=tokens,
+            weight=weight,
+            kl_coef=batch.kl_coef,
+        )
+
+    def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
+        ppo, mask = self._ppo, micro.pairs.action_mask
+        logits = response_logits(self._learner.model, micro.pairs)
+        new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs, trained=ppo.entropy_coef > 0)
+        entropy = masked_sum(entropies, mask) / micro.tokens
+        result = self._policy_loss(micro, new_logprobs)
+        loss = result.loss
+        if ppo.entropy_coef > 0:
+            loss = loss - ppo.entropy_coef * entropy
+        if ppo.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
+            kl = kl_estimate(new_logprobs, micro.ref_logprobs, ppo.kl.estimator, mask)
+            loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
+        moved = torch.where(mask, new_logprobs - micro.old_logprobs, 0.0).abs().max()
+        return loss * micro.weight, result._asdict() | {"loss": loss, "entropy": entropy, "log_ratio_max": moved}
+
+    def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor) -> PolicyLoss:
+        ppo, mask = self._ppo, micro.pairs.action_mask
+        if ppo.correction == "dis":
+            return dis_loss(
+                new_logprobs,
+                micro.logprobs,
+                micro.advantages,
+                mask,
+                band=ppo.importance_band,
+                denominator=micro.tokens,
+            )
+        weights = correction_weights(
+            ppo.correction,
+            micro.old_logprobs,
+            micro.logprobs,
+            mask,
+            cap=ppo.importance_cap,
+            band=ppo.importance_band,
+            segments=segments_of(micro.pairs.steps),
+        )
+        return policy_loss(
+            new_logprobs,
+            micro.old_logprobs,
+            micro.advantages,
+            mask,
+            clip_eps_low=ppo.clip_eps_low,
+            clip_eps_high=ppo.clip_eps_high,
+            dual_clip=ppo.dual_clip,
+            weights=weights,
+            denominator=micro.tokens,
+        )
+
+    def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        self._learner.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        load_tokenizer(self._config.model).save_pretrained(folder)

@@ -1,0 +1,115 @@
+"""Lets new rollout replicas in between two pushes, while the loop continues."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.policy.ranks import PolicyError
+from orchestrator.push.pusher import WeightPusher
+from protos import common_pb2
+from services.common.weight_transfer.registry import (
+    NAME_ERRORS,
+    NAMESPACE,
+    Answer,
+    Applicant,
+    Registry,
+    Ticket,
+    registry_name,
+)
+from services.common.wire.errors import LeaseLost, ServiceError
+
+log = logging.getLogger("quartet")
+
+RETRY_S = 1.0
+START_S = 60
+ANSWER_S = 10
+GONE_S = 30
+"""Seconds that Ray may take to end the registry of an earlier run of this application."""
+_TRANSIENT_ERRORS = (ServiceError, PolicyError, RayError, OSError)
+"""Errors that may be gone when the newcomers apply again; the loop replaces a lost learner."""
+
+
+@asynccontextmanager
+async def registered(application: str) -> AsyncIterator[Any]:
+    """Context with a registry in which newcomers to the rollout application wait. This run holds the application; an
+    earlier run's registry is therefore removed.
+
+    Raises:
+        ServiceError: an earlier registry still exists after GONE_S.
+    """
+    registry = await _open_registry(application)
+    try:
+        yield registry
+    finally:
+        ray.kill(registry)
+
+
+@asynccontextmanager
+async def admitting_newcomers(
+    pusher: WeightPusher, registry: Any, lease: common_pb2.Lease, ttl_s: float
+) -> AsyncIterator[None]:
+    """Context in which newcomers to the rollout application get the last pushed version.
+
+    A permanent error ends the block, since newcomers would otherwise wait for ever.
+
+    Args:
+        pusher: brings them the weights.
+        registry: where they apply.
+        lease: the run's lease of the application, under which they take the weights.
+        ttl_s: seconds for which they count the run as alive.
+    """
+    answer = partial(Answer, lease.SerializeToString(), ttl_s)
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(_serve(pusher, registry, answer))
+        yield
+        serving.cancel()
+
+
+async def _open_registry(application: str) -> Any:
+    options: dict[str, Any] = {"name": registry_name(application), "namespace": NAMESPACE, "num_cpus": 0}
+    # Replicas wait in it without a deadline.
+    # Ray replaces a registry that dies, and the replicas that waited in it apply again.
+    options |= {"max_concurrency": 10_000, "max_restarts": -1}
+    clock = asyncio.get_running_loop().time
+    end = clock() + GONE_S
+    while True:
+        try:
+            registry: Any = ray.remote(Registry).options(**options).remote()
+            async with asyncio.timeout(START_S):
+                await registry.__ray_ready__.remote()
+            return registry
+        except NAME_ERRORS:
+            if clock() >= end:
+                raise ServiceError(
+                    f"the registry of an earlier run that trained the application {application!r} does not end"
+                ) from None
+            with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
+                ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))
+            await asyncio.sleep(RETRY_S)
+
+
+async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket | None], Answer]) -> None:
+    """Answers applications, each after the push in progress, until cancelled."""
+
+    async def deliver(tickets: dict[str, Ticket | None]) -> None:
+        async with asyncio.timeout(ANSWER_S):
+            await registry.answer.remote({name: answer(ticket) for name, ticket in tickets.items()})
+
+    while True:
+        applicants: dict[str, Applicant] = {}
+        try:
+            # The wait for applicants has no deadline; it ends with the run.
+            applicants = await registry.applicants.remote()
+            await pusher.admit(applicants, deliver)
+        except LeaseLost:
+            raise
+        except _TRANSIENT_ERRORS as error:
+            log.warning("newcomers %s: %s", sorted(applicants), error)
+            await asyncio.sleep(RETRY_S)

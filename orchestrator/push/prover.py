@@ -1,0 +1,153 @@
+"""Proof that rollout replicas compute with the weights that were pushed to them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol
+
+from orchestrator.config.run import OrchestratorConfig
+from protos import common_pb2
+from protos import rollout_pb2 as pb
+from services.common.weight_transfer.probe import TOLERANCE, Probe, probe_sequences
+from services.common.wire.codec import Floats, Ints, pack_sequences, split, unpack_floats
+from services.common.wire.errors import ServiceError
+
+log = logging.getLogger("quartet")
+
+Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
+
+PATIENCE = 3
+"""Most proofs in a row that may be missing, because a replica died meanwhile or had no time."""
+
+
+class PushDisproved(ServiceError):
+    """A replica that took a push computes with other weights. A repetition would not help."""
+
+
+class ProbeLearner(Protocol):
+    """The learner's part of a proof."""
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Log-probs of all tokens but the first of each sequence, under the weights that are being pushed."""
+
+
+class Prover:
+    """Makes replicas score a few fixed sequences after a push, and compares with the learner."""
+
+    def __init__(self, learner: ProbeLearner, sequences: Sequence[Ints], tolerance: float, every: int) -> None:
+        """
+        Args:
+            learner: scores the sequences too.
+            sequences: the sequences, from `probe_sequences`.
+            tolerance: largest mean absolute difference, in nats.
+            every: pushes between two proofs of the same members.
+        """
+        self._learner = learner
+        self._sequences = list(sequences)
+        self._tolerance = tolerance
+        self._every = every
+        self._proved: set[str] = set()
+        """The members that have given the last proof."""
+        self._unproved = 0
+        """Pushes since the last proof."""
+        self._owed = 0
+        self._scoring: asyncio.Future[list[Floats]] | None = None
+        self._scored = 0
+        """Number of the push that the learner scored for."""
+
+    def begin(self, push: int, members: Collection[str]) -> None:
+        """Makes the learner score, in the background, if a proof of these members is due; once for all attempts of
+        push number `push`."""
+        if self._is_due(members) and (self._scoring is None or self._scored != push):
+            self._scoring, self._scored = asyncio.ensure_future(self._learner.score(self._sequences)), push
+
+    async def scored(self) -> None:
+        """Returns when the learner has scored, if a proof is due; from then on training may change its weights."""
+        if self._scoring is not None:
+            await asyncio.wait([self._scoring])
+
+    async def prove(self, push: int, version: int, members: Collection[str], ask: Ask) -> None:
+        """Compares at the end of a push. If the learner has not scored for these members, because some came after the
+        weights were staged, the next push proves them.
+
+        Args:
+            push: number of the push.
+            version: version that was pushed.
+            members: replicas that took it.
+            ask: makes every member score; returns the reports of those that answered.
+
+        Raises:
+            PushDisproved: a member computes with other weights; the message says by how much its log-probs differ.
+        """
+        if not self._is_due(members) or self._scoring is None or self._scored != push:
+            self._unproved += 1
+            return
+        scoring, self._scoring = self._scoring, None
+        probe = Probe(self._sequences, await scoring, self._tolerance)
+        self._proved = set()
+        reports = {report.replica: report for report in await ask(self._asked)}
+        if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
+            raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
+        self._settle(version, {name: _why(reports.get(name)) for name in members})
+
+    async def of_members(self, ask: Ask) -> Probe | None:
+        """The answer expected of a newcomer between two pushes: a member's, since the learner may have trained
+        meanwhile. None if no member answers; the next push then proves the newcomer."""
+        for report in await ask(self._asked):
+            if report.ok:
+                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance)
+        return None
+
+    def _is_due(self, members: Collection[str]) -> bool:
+        return set(members) != self._proved or self._unproved + 1 >= self._every
+
+    @property
+    def _asked(self) -> pb.Probe:
+        return pb.Probe(sequences=pack_sequences(self._sequences))
+
+    def _settle(self, version: int, reasons: dict[str, str]) -> None:
+        """Records the members without a proof; an empty reason means that a member gave it."""
+        missing = {name: reason for name, reason in reasons.items() if reason}
+        if not missing:
+            self._proved, self._unproved, self._owed = set(reasons), 0, 0
+            return
+        self._owed += 1
+        if self._owed >= PATIENCE:
+            raise PushDisproved(f"version {version}: {self._owed} pushes without proof: {missing}")
+        log.warning("version %d: no proof yet of %s", version, missing)
+
+
+def _wrong(report: pb.WeightReport | None, probe: Probe) -> str:
+    """The disagreement of an answer; empty if it agrees or is missing."""
+    if report is None or not report.ok:
+        return ""
+    return probe.disagreement(_scores(report, probe.sequences), list(report.stale))
+
+
+def _scores(report: pb.WeightReport, sequences: Sequence[Ints]) -> list[Floats]:
+    return split(unpack_floats(report.logprobs, "logprobs"), [len(row) - 1 for row in sequences], "logprobs")
+
+
+def make_prover(
+    config: OrchestratorConfig, learner: ProbeLearner, model: common_pb2.ModelInfo, vocabulary: int | None
+) -> Prover | None:
+    """The prover for a configuration; None if proofs are off.
+
+    Args:
+        config: the run's configuration.
+        learner: the policy's learner.
+        model: the model that the replicas serve.
+        vocabulary: upper limit of ids; None for the model's vocabulary.
+    """
+    weights = config.weights
+    if not weights.prove_every:
+        return None
+    sequences = probe_sequences(vocabulary or model.vocab_size, model.max_length)
+    return Prover(learner, sequences, weights.prove_tolerance or TOLERANCE[config.policy.dtype], weights.prove_every)
+
+
+def _why(report: pb.WeightReport | None) -> str:
+    """Reason of a missing proof; empty if the proof was given."""
+    if report is None:
+        return "did not answer"
+    return "" if report.ok else report.error

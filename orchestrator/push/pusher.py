@@ -1,0 +1,233 @@
+"""The weight push: brings every rollout replica to the learner's weights, or fails with the reason of each
+replica."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.group import PushGroup
+from orchestrator.push.prover import Prover
+from orchestrator.push.replicas import Misfit, Replicas
+from orchestrator.push.source import WeightSource, both
+from orchestrator.push.tickets import Delivery, make_ticket
+from protos import rollout_pb2 as pb
+from services.common.weight_transfer.registry import Applicant
+from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
+from services.rollout.client import RolloutClient
+
+log = logging.getLogger("quartet")
+
+LOOK_S = 0.5
+"""Seconds between two looks for a first replica."""
+
+
+class PushFailed(ServiceError):
+    """A push did not reach every replica. All replicas serve their old weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """Result of a push."""
+
+    policy_version: int
+    replicas: tuple[str, ...]
+    seconds: float
+    attempts: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights that are being copied, or were copied, out of the learner."""
+
+    policy_version: int
+    push: int
+    """Number of the push."""
+    began: float
+    answers: list[pb.WeightReport]
+    """Reports of the replicas that answered."""
+    gathering: asyncio.Future[None]
+    """Done when the learner's weights are copied."""
+    held: bool
+    """True if the learner keeps these weights until they are delivered."""
+
+
+class WeightPusher:
+    """Pushes versions, one at a time, and brings newcomers to the last one in between.
+
+    A push is prepare, transfer, commit, each carried out by all replicas at once and each with a deadline. The
+    group is formed again only when the replicas are not those of the last push. A push that fails is rolled back
+    on all replicas and retried with those that acknowledge the roll-back; the rest leave the group.
+
+    In lock-step `push` does it all. To train meanwhile, stage first and deliver after:
+
+        staged = await pusher.stage(5)      # the weights are copied
+        training = policy.train(...)        # moves the learner's weights, not the copy
+        report = await pusher.deliver(staged)
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutClient,
+        source: WeightSource,
+        backend: str,
+        config: WeightsConfig,
+        prover: Prover | None = None,
+    ) -> None:
+        """`backend` is weights.backend. Without a `prover` only the bytes that arrived are compared."""
+        self._replicas = Replicas(rollout, config)
+        self._source = source
+        self._group = PushGroup(source, backend, config)
+        self._config = config
+        self._turn = asyncio.Lock()
+        self._pushed: PushReport | None = None
+        self._count = 0
+        """Number of pushes, by which the source tells them apart."""
+        self._ahead = False
+        """True if the source holds weights that are not pushed yet."""
+        self._prover = prover
+
+    async def push(self, version: int) -> PushReport:
+        """Brings every replica to `version`; the learner must not train meanwhile. Raises like `stage` and
+        `deliver`."""
+        async with self._turn:
+            return await self._deliver(await self._begin(version, held=True))
+
+    async def stage(self, version: int) -> Staged:
+        """Copies the learner's weights as `version`. From its return on the learner may train.
+
+        Raises:
+            Misfit: the weights do not fit the replicas' model.
+            ConfigError: the configured backend does not reach every replica.
+            ServiceError: no replica has come, or the learner failed.
+        """
+        async with self._turn:
+            staged = await self._begin(version, held=False)
+            if self._prover:
+                self._prover.begin(staged.push, [report.replica for report in staged.answers])
+                await self._prover.scored()
+            await staged.gathering
+            return staged
+
+    async def deliver(self, staged: Staged) -> PushReport:
+        """Brings every replica to the weights staged last; the learner may train meanwhile.
+
+        Raises:
+            LeaseLost: another run has taken the replicas over.
+            PushFailed: all attempts failed; the message names each replica's reason.
+            PushDisproved: a replica took the push but computes with other weights.
+        """
+        async with self._turn:
+            if staged.push != self._count:
+                raise ValueError(f"version {staged.policy_version} was staged before another; its copy is gone")
+            return await self._deliver(replace(staged, answers=[]))  # other replicas may answer by now
+
+    async def _begin(self, version: int, *, held: bool) -> Staged:
+        began = time.monotonic()
+        await self._group.learn()
+        answers = await self._discover()
+        # Chosen before the weights are copied, since the copy depends on the backend.
+        await self._group.settle(answers)
+        self._ahead, self._count = True, self._count + 1
+        gathering = asyncio.ensure_future(self._source.gather(self._count))
+        return Staged(version, self._count, began, answers, gathering, held)
+
+    async def _deliver(self, staged: Staged) -> PushReport:
+        try:
+            if self._group.backend == "ipc":  # the others send each bucket as soon as it is gathered
+                await staged.gathering
+            checksum, attempt = await self._attempts(staged)
+        finally:
+            # Awaited even after a failure: all ranks take part in gathering, so none is left waiting.
+            await asyncio.wait([staged.gathering])
+        members = self._group.members
+        if self._prover:
+            await self._prover.prove(staged.push, staged.policy_version, members, self._scores)
+        seconds = time.monotonic() - staged.began
+        self._pushed = PushReport(staged.policy_version, tuple(members), seconds, attempt, checksum)
+        self._ahead = False
+        return self._pushed
+
+    async def _attempts(self, staged: Staged) -> tuple[str, int]:
+        """Tries the push several times; returns the checksum and the number of the attempt that succeeded."""
+        answers, version = staged.answers, staged.policy_version
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                answers = self._group.reached(answers or await self._discover())
+                return await self._attempt(staged, answers), attempt
+            except ServiceError as error:
+                if isinstance(error, LeaseLost | Misfit):
+                    raise
+                failure = error
+                log.warning("push of version %d, attempt %d: %s", version, attempt, error)
+                self._group.members = {}
+                answers = await self._replicas.abort(self._group.membership)
+            if staged.gathering.done():
+                staged.gathering.result()  # raises if the gathering failed, which a further attempt cannot mend
+        raise PushFailed(f"version {version} after {self._config.attempts} attempts: {failure}")
+
+    async def _attempt(self, staged: Staged, answers: list[pb.WeightReport]) -> str:
+        group, replicas = self._group, self._replicas
+        await group.meet(answers)
+        members, prepare = group.members, group.prepare()
+        if not group.formed:
+            # The group forms only when both sides enter it at the same time.
+            await both(replicas.prepare(members, prepare), self._source.join(group.membership, prepare.world_size))
+            group.formed = True
+        else:
+            await replicas.prepare(members, prepare)
+        reports, sent = await both(
+            replicas.phase(members, self._config.timeout_s, transfer=group.transfer(group.membership)),
+            self._source.send(staged.push),
+        )
+        wrong = [report.replica for report in reports if report.checksum != sent]
+        if wrong:
+            raise Unavailable(f"replicas {wrong} received other bytes than were sent")
+        if self._prover and staged.held:
+            self._prover.begin(staged.push, members)
+        commit = pb.Commit(membership=group.membership, policy_version=staged.policy_version)
+        await replicas.phase(members, self._config.commit_s, commit=commit)
+        return sent
+
+    async def _scores(self, probe: pb.Probe) -> list[pb.WeightReport]:
+        return await self._replicas.score(self._group.members, probe)
+
+    async def _discover(self) -> list[pb.WeightReport]:
+        return await self._replicas.discover(self._group.manifest, self._let_newcomers_in)
+
+    async def _let_newcomers_in(self) -> None:
+        """Pauses so that `admit` can let in a first replica."""
+        self._turn.release()
+        try:
+            await asyncio.sleep(LOOK_S)
+        finally:
+            await self._turn.acquire()
+
+    async def admit(self, applicants: Mapping[str, Applicant], deliver: Delivery) -> None:
+        """Brings newcomers, given by name, to the version that was pushed last.
+
+        `deliver` gives each its Ticket. It gives None before the first push, while a push waits for a first replica,
+        and if the backend does not reach the newcomer: then it starts with its own weights and takes part in the next
+        push.
+
+        Raises:
+            ServiceError: the learner could not send. The newcomers notice that and apply again.
+        """
+        async with self._turn:
+            if self._pushed is None or self._ahead:
+                await deliver(dict.fromkeys(applicants))
+                return
+            hindered = [name for name, applicant in applicants.items() if self._group.hindered(name, applicant.place)]
+            if hindered:
+                await deliver(dict.fromkeys(hindered))
+            members = {name: applicant.workers for name, applicant in applicants.items() if name not in hindered}
+            if members:
+                prepare = await self._group.newcomers(members)
+                version, checksum = self._pushed.policy_version, self._pushed.checksum
+                proof = await self._prover.of_members(self._scores) if self._prover else None
+                ticket = make_ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
+                await deliver(dict.fromkeys(members, ticket))
+                await self._source.admit(prepare.membership, prepare.world_size)

@@ -1,0 +1,57 @@
+"""The learner's part of a push, and the wait for its end and the replicas' together."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from services.common.weight_transfer.place import Place
+
+Left = TypeVar("Left")
+Right = TypeVar("Right")
+
+GRACE_S = 1.0
+"""Seconds that the other side of a collective gets to report its reason after one side failed."""
+
+
+class WeightSource(Protocol):
+    """The learner's part of a push: it forms a group with the replicas and sends."""
+
+    async def places(self) -> Sequence[Place]:
+        """The place of each sender."""
+
+    async def rendezvous(self, backend: str) -> Sequence[int]:
+        """Ports at which the members of the next group meet, one for each sender."""
+
+    async def manifest(self) -> bytes:
+        """The packed manifest of the weights."""
+
+    async def join(self, membership: int, world_size: int) -> None:
+        """Forms the group."""
+
+    async def gather(self, push: int) -> None:
+        """Copies the current weights as those of this push. Runs in turn with the learner's other work, such as
+        training; all other methods run beside it."""
+
+    async def send(self, push: int) -> str:
+        """Sends the weights of this push; returns the checksum."""
+
+    async def admit(self, membership: int, world_size: int) -> None:
+        """Sends the weights of the last push to a group of newcomers, also while the learner trains."""
+
+
+async def both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Left, Right]:
+    """Waits for both sides of a collective. If both fail, the replicas' error is raised, since it tells more."""
+    left, right = asyncio.ensure_future(replicas), asyncio.ensure_future(learner)
+    both: list[asyncio.Future[Any]] = [left, right]
+    try:
+        _, pending = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=GRACE_S)
+    finally:
+        for side in both:
+            side.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+    if not left.cancelled():
+        left.result()
+    right.result()
+    return left.result(), right.result()

@@ -1,0 +1,68 @@
+"""The choice of the backend of weights by the places of the learner and the replicas."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from services.common.config.base import ConfigError
+from services.common.weight_transfer.place import Place
+
+AUTO = "auto"
+
+
+def choose(asked: str, senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    """The backend for these members: the configured one, or the best that reaches all of them.
+
+    Shared memory needs the fewest copies; NCCL needs a separate GPU for each member; gloo reaches all members.
+
+    Args:
+        asked: weights.backend.
+        senders: places of the learner's sending ranks.
+        replicas: replica -> place.
+
+    Raises:
+        ConfigError: the configured backend does not reach a member.
+    """
+    if asked != AUTO:
+        if reason := hindrance(asked, senders, replicas):
+            raise ConfigError(f"orchestrator.weights.backend: {asked}, but {reason}; set it to {AUTO}")
+        return asked
+    return next(backend for backend in ("ipc", "nccl", "gloo") if not hindrance(backend, senders, replicas))
+
+
+def hindrance(backend: str, senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    """Reason for which the backend cannot send weights from these senders to these replicas; empty if it can."""
+    if backend == "ipc":
+        return _apart(senders, replicas)
+    if backend == "nccl":
+        return _without_gpus(senders, replicas) or _sharing(senders, replicas)
+    return ""
+
+
+def _apart(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    machines = {place.machine for place in senders}
+    if "" in machines or len(machines) > 1:
+        return "the learner has no shared memory with room for the weights, or is on several machines"
+    apart = sorted(name for name, place in replicas.items() if place.machine not in machines)
+    return f"{_list(apart)} not on the learner's machine" if apart else ""
+
+
+def _without_gpus(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    if not all(place.gpus for place in senders):
+        return "the learner is on a CPU"
+    without = sorted(name for name, place in replicas.items() if not place.gpus)
+    return f"{_list(without)} on a CPU" if without else ""
+
+
+def _sharing(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    owners: dict[str, str] = {}
+    members = [*(("the learner", place) for place in senders), *sorted(replicas.items())]
+    for name, place in members:
+        for gpu in place.gpus:
+            if gpu in owners:
+                return f"{owners[gpu]} and {name} share the GPU {gpu}, which NCCL refuses"
+            owners[gpu] = name
+    return ""
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,4 @@
+"""A run's report: one HTML page, its charts and the comparison of evaluations.
+
+May import evaluation and monitoring. cli imports it.
+"""

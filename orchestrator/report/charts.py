@@ -1,0 +1,140 @@
+"""The charts of a run's report: their metrics, titles and units."""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+from orchestrator.report.svg import PALETTE, Chart, Line, Panel
+
+_STAGES = ("generate", "score", "logprobs", "train", "push", "evaluate")
+
+
+def sections(judges: Sequence[str]) -> dict[str, list[Chart]]:
+    """The charts by heading, in the page's order; `judges` name the `eval/<judge>` metrics."""
+    return {
+        "Learning": [SCORE, _judges(judges)],
+        "Policy": [KL, CLIPPED, ENTROPY, MISMATCH],
+        "Value function and responses": [VALUE, RESPONSES],
+        "Time": [SECONDS, THROUGHPUT],
+    }
+
+
+def _judges(names: Sequence[str]) -> Chart:
+    lines = (
+        Line(f"eval/{name}", name, colour, held_out=True)
+        for name, colour in zip(names, cycle(("green", "purple", "sky", "amber")), strict=False)
+    )
+    return Chart(
+        "Judges",
+        "On held-out prompts. The policy is never trained on them.",
+        (Panel("verdict", tuple(lines)),),
+    )
+
+
+SCORE = Chart(
+    "Score",
+    "By the reward service. Held-out prompts with 95 % intervals.",
+    (
+        Panel(
+            "score",
+            (
+                Line("score/mean", "training batch", "blue"),
+                Line("eval/score", "held out", "orange", held_out=True),
+            ),
+        ),
+    ),
+)
+KL = Chart(
+    "KL to the reference",
+    "Summed over a response. Below it the coefficient of its penalty.",
+    (
+        Panel(
+            "KL, nats",
+            (
+                Line("kl/reference", "training batch", "blue"),
+                Line("eval/kl", "held out", "orange", held_out=True),
+            ),
+        ),
+        Panel("coefficient", (Line("kl/coef", "coefficient", "purple"),), from_zero=True),
+    ),
+)
+CLIPPED = Chart(
+    "Clipped tokens",
+    "Share of tokens whose ratio of new to old probability left the clip range.",
+    (
+        Panel(
+            "% of tokens",
+            (
+                Line("policy/clip_fraction_low", "below", "blue", scale=100),
+                Line("policy/clip_fraction_high", "above", "orange", scale=100, dashed=True),
+            ),
+            from_zero=True,
+        ),
+    ),
+)
+ENTROPY = Chart(
+    "Entropy",
+    "Of the policy's next-token distribution, mean over response tokens.",
+    (Panel("nats per token", (Line("policy/entropy", "entropy", "blue"),), from_zero=True),),
+)
+MISMATCH = Chart(
+    "Log-prob mismatch",
+    "Between the rollout engine and the learner: same weights, same tokens.",
+    (
+        Panel(
+            "|Δ log-prob|, nats",
+            (
+                Line("mismatch/mean_abs", "mean", "blue"),
+                Line("mismatch/max_abs", "largest", "orange", dashed=True),
+            ),
+            kind="log",
+        ),
+    ),
+)
+VALUE = Chart(
+    "Value function",
+    "An explained variance of 1 is perfect; 0 is no better than a constant.",
+    (
+        Panel("value loss", (Line("value/loss", "loss", "blue"),), from_zero=True),
+        Panel("explained variance", (Line("value/explained_variance", "explained", "green"),)),
+    ),
+)
+RESPONSES = Chart(
+    "Responses",
+    "Their length, and the share cut off at the limit of new tokens.",
+    (
+        Panel(
+            "tokens",
+            (
+                Line("response/length_mean", "mean", "blue"),
+                Line("response/length_max", "longest", "orange", dashed=True),
+            ),
+            from_zero=True,
+        ),
+        Panel("% cut off", (Line("response/truncated", "cut off", "purple", scale=100),), from_zero=True),
+    ),
+)
+SECONDS = Chart(
+    "Time per stage",
+    "Scoring counts only what is left of it once generation has ended.",
+    (
+        Panel(
+            "seconds per step",
+            tuple(Line(f"seconds/{name}", name, colour) for name, colour in zip(_STAGES, PALETTE, strict=False)),
+            kind="stacked",
+        ),
+    ),
+)
+THROUGHPUT = Chart(
+    "Throughput",
+    "Tokens generated, and tokens trained on, per second of their stage.",
+    (
+        Panel(
+            "tokens per second",
+            (
+                Line("tokens_per_s/generation", "generation", "blue"),
+                Line("tokens_per_s/training", "training", "orange", dashed=True),
+            ),
+            from_zero=True,
+        ),
+    ),
+)

@@ -1,0 +1,118 @@
+"""Two evaluations of a run side by side: the first, usually before training, and the last."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.evaluation.intervals import Interval, over_prompts, win_rate
+from orchestrator.evaluation.results import EvaluatedSample, read_rows
+
+_STEP = re.compile(r"step-[0-9]+\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """Two responses to the same prompt."""
+
+    before: EvaluatedSample
+    after: EvaluatedSample
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One quantity before and after, with 95 % intervals over prompts; None if it is not known."""
+
+    name: str
+    unit: str
+    before: Interval | None
+    after: Interval | None
+    change: Interval | None
+    """Mean of the differences, prompt by prompt."""
+    wins: Interval | None
+    """Share of pairs in which the later response has more of it; only for quantities of which more is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The samples taken after a step."""
+
+    step: int
+    samples: list[EvaluatedSample]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The first evaluation of a run and, once there is another, the last."""
+
+    before: Evaluation
+    after: Evaluation | None
+
+    def pairs(self) -> list[BeforeAfter]:
+        """Pairs of responses to the same prompt: the first with the first, the second with the second, and so on."""
+        later: defaultdict[int, list[EvaluatedSample]] = defaultdict(list)
+        for sample in self.after.samples if self.after else []:
+            later[sample.row].append(sample)
+        queues = {row: iter(samples) for row, samples in later.items()}
+        matched = ((sample, next(queues.get(sample.row, iter(())), None)) for sample in self.before.samples)
+        return [BeforeAfter(before, after) for before, after in matched if after is not None]
+
+    def measures(self) -> list[Measure]:
+        """The held-out score, each judge, the KL, and the shape of the responses."""
+        samples = [*self.before.samples, *(self.after.samples if self.after else [])]
+        judges = dict.fromkeys(name for sample in samples for name in sample.judges)
+        return [
+            self._measure("held-out score", "", lambda sample: sample.score, more_is_better=True),
+            *(self._measure(name, "", _verdict_of(name), more_is_better=True) for name in judges),
+            self._measure("KL to reference", "nats per response", lambda sample: sample.kl),
+            self._measure("response length", "tokens", lambda sample: sample.length),
+            self._measure("cut off at the limit", "% of responses", lambda sample: 100.0 * (not sample.ended)),
+        ]
+
+    def _measure(
+        self, name: str, unit: str, value: Callable[[EvaluatedSample], float], *, more_is_better: bool = False
+    ) -> Measure:
+        valued = [(pair.before.row, value(pair.before), value(pair.after)) for pair in self.pairs()]
+        valued = [triple for triple in valued if math.isfinite(triple[1] + triple[2])]
+        before, after = [first for _, first, _ in valued], [second for _, _, second in valued]
+        return Measure(
+            name,
+            unit,
+            before=_over_prompts([(sample.row, value(sample)) for sample in self.before.samples]),
+            after=_over_prompts([(sample.row, value(sample)) for sample in self.after.samples])
+            if self.after
+            else None,
+            change=_over_prompts([(row, second - first) for row, first, second in valued]),
+            wins=win_rate(after, before) if more_is_better and valued else None,
+        )
+
+
+def read_comparison(run_dir: Path) -> Comparison | None:
+    """The first and the last of run_dir/evaluations/step-<number>.jsonl, or None without evaluations.
+
+    Raises:
+        ConfigError: a line is not a sample.
+    """
+    candidates = (run_dir / "evaluations").glob("step-*.jsonl")
+    # An evaluation is named by its step; other files are ignored.
+    files = sorted((file for file in candidates if _STEP.fullmatch(file.name)), key=_step)
+    if not files:
+        return None
+    before, *later = (Evaluation(_step(file), read_rows(file)) for file in (files[0], *files[1:][-1:]))
+    return Comparison(before, later[0] if later else None)
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
+
+
+def _verdict_of(name: str) -> Callable[[EvaluatedSample], float]:
+    return lambda sample: sample.judges.get(name, math.nan)
+
+
+def _over_prompts(values: Sequence[tuple[int, float]]) -> Interval | None:
+    """The interval over prompts of the values that are numbers; None if there are none."""
+    finite = [(row, value) for row, value in values if math.isfinite(value)]
+    return over_prompts(finite) if finite else None

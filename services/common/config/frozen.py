@@ -1,0 +1,28 @@
+"""Configuration of a model that is never trained: the reference's, and a reward model's."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from services.common.config.base import Config, Count, Dtype, ModelPath
+
+
+class FrozenConfig(Config):
+    """A frozen model and the device memory it may use."""
+
+    model: ModelPath
+    """Folder of the Hugging Face model."""
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the forward pass."""
+    batch_tokens: Count = 16_384
+    """Most tokens, padding included, in one forward pass."""
+    offload: bool = False
+    """Keep the weights in host memory, pinned, and on the GPU only while they are used, which leaves its memory to
+    other processes meanwhile. Does nothing on a CPU."""
+    offload_after_s: Annotated[float, Field(ge=0)] = 2.0
+    """With offload: seconds without a batch after which the weights leave the GPU. 0: after every batch."""
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds without a batch after which the weights leave the GPU; None: never."""
+        return self.offload_after_s if self.offload else None

@@ -1,0 +1,57 @@
+"""A running mean of a learner's weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class Average:
+    """Exponential moving average of this rank's share of each parameter, in float32 and in host memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        """Starts from the parameters' present values."""
+        self._parameters = parameters
+        self._decay = decay
+        self._means = [held(parameter).to("cpu", torch.float32, copy=True) for parameter in parameters]
+
+    def update(self) -> None:
+        """mean = decay * mean + (1 - decay) * parameter, for each."""
+        for mean, parameter in zip(self._means, self._parameters, strict=True):
+            mean.lerp_(held(parameter).to("cpu", torch.float32), 1 - self._decay)
+
+    @property
+    def means(self) -> list[torch.Tensor]:
+        """The means in the order of the parameters, each with the shape of this rank's share."""
+        return self._means
+
+    def load(self, means: Sequence[torch.Tensor]) -> None:
+        """Replaces the means by these, in the form that `means` returns."""
+        _copy(means, self._means)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the parameters hold their means, rounded to their dtype. Every rank enters it."""
+        for parameter in self._parameters:
+            if hasattr(parameter, "ds_tensor") and parameter.data.numel():
+                # ZeRO 3 also keeps small parameters whole, now with old values; make it gather the partitions again.
+                parameter.partition()
+        pieces = [held(parameter) for parameter in self._parameters]
+        kept = [piece.clone() for piece in pieces]
+        try:
+            _copy(self._means, pieces)
+            yield
+        finally:
+            _copy(kept, pieces)
+
+
+def held(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's share of a parameter: with ZeRO 3 its partition, otherwise all of it."""
+    held: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
+    return held
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

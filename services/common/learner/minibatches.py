@@ -1,0 +1,61 @@
+"""The order in which a batch is trained on, the weight of its last minibatch, and the means of its metrics."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+
+def minibatches(samples: int, *, epochs: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Indices of each minibatch. Every epoch (pass over the batch) is a new permutation; its last minibatch may be
+    short.
+
+    For example 5 samples, 2 epochs and size 2 give minibatches of 2, 2, 1, 2, 2 and 1 samples.
+    """
+    order = np.random.default_rng(seed)
+    for _ in range(epochs):
+        shuffled = order.permutation(samples).tolist()
+        for start in range(0, samples, size):
+            yield shuffled[start : start + size]
+
+
+def weight_of(chosen: Sequence[int], lengths: Sequence[int], size: int) -> float:
+    """Weight of a minibatch's mean over its tokens: 1 for a whole minibatch; for the short one at an epoch's end its
+    tokens divided by the mean number of tokens of a whole one, so that each of its tokens counts as much as any
+    other.
+
+    Args:
+        chosen: indices of the minibatch's samples.
+        lengths: tokens of every response of the batch.
+        size: samples of a whole minibatch.
+    """
+    if len(chosen) >= min(size, len(lengths)):
+        return 1.0
+    whole = sum(lengths) * size / len(lengths)
+    return min(1.0, sum(lengths[index] for index in chosen) / whole)
+
+
+class Means:
+    """Running means of named numbers over optimizer steps, and maxima of those named `..._max`."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._weight, self._skipped = 0.0, 0
+
+    def add(self, measured: Mapping[str, float], weight: float = 1.0) -> None:
+        """Adds one step's numbers with their weight; an empty mapping stands for a skipped step."""
+        if not measured:
+            self._skipped += 1
+            return
+        self._weight += weight
+        for name, value in measured.items():
+            if name.endswith("_max"):
+                self._totals[name] = max(self._totals.get(name, value), value)
+            else:
+                self._totals[name] = self._totals.get(name, 0.0) + weight * value
+
+    def result(self) -> dict[str, float]:
+        """Each number by name over the steps that were taken, and `skipped_steps`, the number of skipped steps."""
+        means = {
+            name: total if name.endswith("_max") else total / self._weight for name, total in self._totals.items()
+        }
+        return means | {"skipped_steps": float(self._skipped)}

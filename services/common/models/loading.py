@@ -1,0 +1,116 @@
+"""Loading Hugging Face models and tokenizers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available
+
+from services.common.config.base import ConfigError
+from services.common.models import packed_attention
+from services.common.models.sequences import PairTensors
+
+
+def load_causal(
+    path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False, spread: bool = False
+) -> nn.Module:
+    """The language model in `path`, in host memory; with `spread`, its layers divided over all visible GPUs.
+
+    A spread model takes its inputs and gives its outputs on the first GPU, and computes on one GPU after the other.
+    A model loaded with `packing` is called on packed pairs.
+
+    Raises:
+        ConfigError: the folder holds no language model that loads, the attention is unknown, or the model cannot take
+            packed pairs.
+    """
+    return _load(AutoModelForCausalLM, path, dtype, attention, packing, "auto" if spread else None)
+
+
+def shape_of_causal(path: str, dtype: str) -> nn.Module:
+    """The language model in `path` without the data of its weights (on torch's `meta` device): their names, shapes
+    and ties. ConfigError if the folder describes no language model."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(path), dtype=getattr(torch, dtype)
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model: {path} does not describe a language model: {error}") from None
+    return model
+
+
+def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> nn.Module:
+    """The model in `path` without its head. Raises ConfigError as `load_causal` does."""
+    return _load(AutoModel, path, dtype, attention, packing)
+
+
+def _load(
+    kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bool = False, devices: str | None = None
+) -> nn.Module:
+    if attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ConfigError(
+            "attn_implementation: flash_attention_2 needs an NVIDIA GPU and the package flash-attn, which this "
+            "process does not both have; sdpa runs anywhere"
+        )
+    # FlashAttention itself finds a row's sequences by their positions.
+    taken = packed_attention.NAME if packing and attention == "sdpa" else attention
+    if attention == "sdpa" and _caps_attention(path):
+        taken = "eager"
+    try:
+        model: nn.Module = kind.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
+    if packing and not packed_attention.takes(model):
+        raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
+    return without_dropout(model)
+
+
+def _caps_attention(path: str) -> bool:
+    """True if attention scores are capped (Gemma 2). Torch's fused kernel cannot do that, and transformers then omits
+    the cap silently."""
+    try:
+        return getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    except (OSError, ValueError):
+        return False  # loading reports the error
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Turns off all dropout in the model, so that it computes the same in training and evaluation; returns it.
+
+    PPO's ratio compares two passes over the same tokens: differences from dropout would look like a policy that has
+    changed. The model's configuration keeps its rates, for further training of the saved model elsewhere.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        # Some layers keep a rate themselves and pass it to torch's functions: dropout, attn_pdrop, layerdrop.
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+    return model
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in `path`. ConfigError if the folder holds no tokenizer that loads."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer: {path} holds no tokenizer that loads: {error}") from None
+    # For some architectures transformers makes an empty tokenizer if the folder holds none.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(f"tokenizer: {path} holds no tokenizer; its files belong beside the model's")
+    return tokenizer
+
+
+def max_length(model: nn.Module) -> int:
+    """Longest sequence the model takes, in tokens."""
+    return int(getattr(model.config, "max_position_embeddings", 1 << 30))  # type: ignore[arg-type]
+
+
+def response_logits(model: Any, pairs: PairTensors) -> torch.Tensor:
+    """[R, C, V]: for each column the logits that predict its response token."""
+    logits: torch.Tensor = model(**pairs.inputs, logits_to_keep=pairs.predictors, use_cache=False).logits
+    return logits

@@ -1,0 +1,184 @@
+"""Masked reductions, log-probs, entropy and the value loss: the arithmetic services and orchestrator share.
+
+Letters in shapes: B sequences, T token positions, V vocabulary entries. A mask is boolean, True where a
+token counts. Values outside it (padding, even NaN or inf) change neither a result nor a gradient.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}  # logits worked on at a time: 64 MB and 512 MB in float32
+VARIANCE_EPS = 1e-8  # added to a variance: a spread far below 1e-4 counts as none
+
+
+def check_masked(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless `mask` is boolean and every tensor has its shape: nothing may broadcast."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be a bool tensor, got {mask.dtype}")
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}, should be {list(mask.shape)} like the mask")
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in float32, or in float64 if it is that already: half precision loses small terms of a sum."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the mask, at least in float32. x, mask [*same] -> []."""
+    check_masked(mask, x=x)
+    return torch.where(mask, widen(x), 0.0).sum()  # a product would let NaN * 0 = NaN through
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the mask. x, mask [*same] -> []. ValueError if nothing is masked in."""
+    count = int(mask.sum())
+    if count == 0:
+        raise ValueError("mask is empty: a mean needs at least one True")
+    return masked_sum(x, mask) / count
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the mask: squares about the mean over n - 1 (`unbiased`) or n. x, mask [*same] -> [].
+
+    ValueError with fewer than two True entries when unbiased, or with none.
+    """
+    count = int(mask.sum())
+    if unbiased and count < 2:
+        raise ValueError(f"mask has {count} True entries: an unbiased variance needs at least two")
+    deviation = torch.where(mask, widen(x) - masked_mean(x, mask), 0.0)  # before squaring: see value_loss
+    return masked_sum(deviation.square(), mask) / (count - int(unbiased))
+
+
+def partial_mean(x: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
+    """Masked sum over a count given from outside. x, mask [*same] -> [].
+
+    `denominator` is the token count of the whole minibatch, over all micro-batches and ranks: their
+    partial means, and the gradients of these, then add up to the full batch's. ValueError unless > 0.
+    """
+    if not denominator > 0:
+        raise ValueError(f"denominator must be the minibatch's token count, > 0, got {denominator}")
+    return masked_sum(x, mask) / denominator
+
+
+def response_mask(lengths: Tensor, width: int) -> Tensor:
+    """True at the first lengths[b] of `width` positions. lengths int [B] -> bool [B, T].
+
+    From lengths and never from pad ids: a policy may emit the pad token as a real token.
+    ValueError if lengths is not an integer vector with entries in 0..width.
+    """
+    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths must be integers [B], got {lengths.dtype} {list(lengths.shape)}")
+    if bool(((lengths < 0) | (lengths > width)).any()):
+        raise ValueError(f"lengths must lie in 0..{width} (the width), got {lengths.tolist()}")
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+
+
+def by_time(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
+    """`function` (logits [B, t, V], others [B, t] -> [B, t]) over pieces of the time axis, joined: [B, T].
+
+    Large logits go piece by piece under activation checkpointing, so that neither pass holds more than one
+    piece in float32; the price is computing each piece twice. Small logits go in one call.
+    """
+    batch, time, vocab = logits.shape
+    step = max(1, CHUNK_ELEMENTS.get(logits.device.type, 2**24) // max(1, batch * vocab))
+    if step >= time:
+        return function(logits, *others)
+    pieces = zip(*(x.split(step, dim=1) for x in (logits, *others)), strict=True)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        done = [checkpoint(function, *p, use_reentrant=False, preserve_rng_state=False) for p in pieces]
+    else:
+        done = [function(*p) for p in pieces]
+    return torch.cat(done, dim=1)
+
+
+def check_logits(logits: Tensor, temperature: float) -> None:
+    """ValueError unless logits are [B, T, V], and the temperature is more than 0 and finite."""
+    if logits.dim() != 3:
+        raise ValueError(f"logits must be [B, T, V], got {list(logits.shape)}")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be > 0 and finite, got {temperature}: greedy has no log-probs")
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, at least in float32."""
+    return widen(logits) if temperature == 1 else widen(logits) / temperature
+
+
+def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs of given tokens: log softmax(logits / temperature) at each id, at least in float32.
+
+    logits [B, T, V] (position t predicts ids[:, t]), ids int64 [B, T] in 0..V-1 also at padding -> [B, T],
+    in nats. The same temperature as the sampler's gives the sampler's distribution.
+    ValueError if temperature <= 0 or the shapes do not fit.
+    """
+    check_logits(logits, temperature)
+    if ids.shape != logits.shape[:2]:
+        raise ValueError(f"ids has shape {list(ids.shape)}, should be the logits' {list(logits.shape[:2])}")
+
+    def piece(logits: Tensor, ids: Tensor) -> Tensor:
+        return _tempered(logits, temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+    return by_time(piece, logits, ids)
+
+
+def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Shannon entropy of softmax(logits / temperature), -sum_v p log p. logits [B, T, V] -> [B, T], in nats.
+
+    Logits of -inf (forbidden tokens) add nothing: 0 log 0 = 0. ValueError as for `logprobs_of`.
+    """
+    check_logits(logits, temperature)
+
+    def piece(logits: Tensor) -> Tensor:
+        logp = _tempered(logits, temperature).log_softmax(-1)
+        return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
+
+    return by_time(piece, logits)
+
+
+def value_loss(
+    new_values: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip_eps: float | None,
+    denominator: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped value loss and the share of tokens at which the clip decides. All [B, T] -> ([], []).
+
+    Per token 0.5 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2), as in OpenAI's PPO2 (baselines,
+    2017); `value_clip_eps` None leaves out the clip. Both results are masked sums over `denominator`, see
+    `partial_mean`. Where the clipped term is the larger its gradient is zero, so the second result is
+    the share of tokens that do not train. ValueError if value_clip_eps <= 0, denominator <= 0, or on shapes.
+    """
+    check_masked(mask, new_values=new_values, values=values, returns=returns)
+    if value_clip_eps is not None and not value_clip_eps > 0:
+        raise ValueError(f"value_clip_eps must be > 0, or None for no clip, got {value_clip_eps}")
+    # NaN is cut off before the arithmetic: masking the result alone leaves 0 * NaN in the backward pass.
+    new, old, target = (torch.where(mask, widen(x), 0.0) for x in (new_values, values, returns))
+    plain = (new - target).square()
+    if value_clip_eps is None:
+        return partial_mean(0.5 * plain, mask, denominator), plain.new_zeros(())
+    clipped = (torch.clamp(new, old - value_clip_eps, old + value_clip_eps) - target).square()
+    loss = partial_mean(0.5 * torch.maximum(plain, clipped), mask, denominator)
+    return loss, partial_mean(clipped > plain, mask, denominator)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask. All [B, T] -> number <= 1.
+
+    1 is a perfect critic, 0 one no better than a constant; nan when the returns do not vary.
+    ValueError on an empty mask.
+    """
+    check_masked(mask, values=values, returns=returns)
+    values, returns = values.double(), returns.double()
+    total = masked_var(returns, mask, unbiased=False)
+    inside = returns[mask]
+    if bool(inside.min() == inside.max()):  # rounding can leave the variance of equal numbers above zero
+        return float("nan")
+    return float(1 - masked_var(returns - values, mask, unbiased=False) / total)

@@ -1,0 +1,96 @@
+"""Attention over sequences that lie one after another in a row; none attends to another."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "packed_sdpa"
+"""The name under which it is registered with transformers, which makes no attention mask for an unknown name."""
+
+Kernel = Callable[..., torch.Tensor]
+"""torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D],
+    position_ids [1, L] -> [1, L, heads, D].
+
+    The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
+    square of their sum. In half precision on a GPU one kernel takes all sequences, elsewhere torch's fused kernel
+    takes one after the other. RuntimeError if the model passes on no positions, or there are several rows.
+
+    Args:
+        cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one. None: they
+            begin at every position 0.
+        max_length_q: length of the longest sequence.
+    """
+    if position_ids is None or query.shape[0] != 1:
+        raise RuntimeError("packing: this architecture's attention gets no position ids of a single row")
+    kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    if kernel is not None and cu_seq_lens_q is not None and max_length_q is not None:
+        return by_kernel(kernel, query, key, value, cu_seq_lens_q, max_length_q, options.get("scaling")), None
+    if cu_seq_lens_q is None:
+        ends = [*torch.nonzero(position_ids[0] == 0)[1:, 0].tolist(), query.shape[2]]
+    else:
+        ends = cu_seq_lens_q[1:].tolist()
+    lengths = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    split = (states.split(lengths, dim=2) for states in (query, key, value))
+    pieces = [sdpa_attention_forward(module, *states, None, **options)[0] for states in zip(*split, strict=True)]
+    return torch.cat(pieces, dim=1), None
+
+
+def by_kernel(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Packed attention by one kernel that takes the boundaries [N + 1]. Shapes as for packed_attention."""
+    groups = query.shape[1] // key.shape[1]
+    # Some versions of the kernel need as many key heads as query heads.
+    states = (query, *(states.repeat_interleave(groups, dim=1) if groups > 1 else states for states in (key, value)))
+    rows = [state[0].transpose(0, 1).contiguous() for state in states]
+    attended = kernel(*rows, boundaries, boundaries, longest, longest, scale=scale, window_size=(-1, 0))
+    return attended[None]
+
+
+@functools.cache
+def _varlen() -> Kernel | None:
+    """Torch's kernel, or None if this version of torch lacks it or has it in another form."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size"}
+    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def takes(model: Any) -> bool:
+    """True if every layer of a transformers model attends to its whole sequence through an attention function, so
+    that packing is exact: no sliding window, and no recurrent state that would run on into the next sequence."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    window = getattr(model.config, "sliding_window", None)
+    return bool(model._supports_attention_backend) and set(kinds) == {"full_attention"} and window is None
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,90 @@
+"""Models with one number per position: reward models and critics."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from services.common.config.base import ConfigError
+from services.common.models.loading import _load, load_body
+from services.common.models.sequences import PairTensors
+
+VALUE_HEAD = "value_head"
+"""A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
+
+
+class ScalarModel(nn.Module):
+    """A transformer body with a linear head that gives one number per token: a reward or a value model."""
+
+    def __init__(self, body: nn.Module, bias: bool) -> None:
+        super().__init__()
+        self.body = body
+        self.config = body.config
+        width = int(body.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self.head = nn.Linear(width, 1, bias=bias, dtype=next(body.parameters()).dtype)
+        # Near zero but not zero: the first values are small, and the body gets a gradient from the first step on.
+        nn.init.normal_(self.head.weight, std=1 / (width + 1))
+        if bias:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, L] float32, the head's output at every token."""
+        hidden = self.body(**pairs.inputs, use_cache=False).last_hidden_state
+        scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
+        return scalars
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Turns on gradient checkpointing in the body."""
+        self.body.gradient_checkpointing_enable()  # type: ignore[operator]
+
+    def values(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, C]: in each column the value of the prefix before its response token."""
+        return self(pairs)[:, pairs.predictors]
+
+    def scores(self, pairs: PairTensors) -> torch.Tensor:
+        """[B]: the output at each response's last token. The pairs are padded."""
+        last = pairs.action_mask.sum(1) - 1
+        return self(pairs)[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+
+
+def load_scalar(path: str, dtype: str) -> ScalarModel:
+    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head."""
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype)
+    head = getattr(full, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
+    model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
+    model.head.load_state_dict(head.state_dict())
+    return model
+
+
+def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
+    """The body of the model in `path` as a value model, with the head that a critic saved there or else a new one.
+
+    Raises:
+        ConfigError: the model does not load, or the head beside it does not fit it.
+    """
+    model = ScalarModel(load_body(path, dtype, attention, packing=packing), bias=True)
+    file = Path(path) / f"{VALUE_HEAD}.safetensors"
+    if not file.exists():
+        return model
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model: {file} cannot be read: {error}") from None
+    wanted = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in model.head.state_dict().items()}
+    held, fitting = _shapes(saved), _shapes(wanted)
+    if held != fitting:
+        raise ConfigError(f"model: {file} holds {held}, but the body beside it takes {fitting}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(saved[name])
+    return model
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensors[name].shape)}" for name in sorted(tensors)) or "nothing"

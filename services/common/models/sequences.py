@@ -1,0 +1,177 @@
+"""Prompts and responses of any lengths as the tensors that models take: padded, or packed into one row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from services.common.models.numerics import response_mask
+from services.common.wire.codec import Ints
+
+Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
+"""Divides prompts and responses into batches of at most that many tokens; yields the indices of each batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairTensors:
+    """B pairs in R rows of L columns. C columns hold a response token in some row.
+
+    Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
+    responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
+    another; L is the number of their tokens and C that of their responses'.
+    """
+
+    input_ids: torch.Tensor
+    """[R, L] int64"""
+    attention_mask: torch.Tensor | None
+    """[R, L] int64, 1 on tokens; None: all are tokens"""
+    position_ids: torch.Tensor
+    """[R, L] int64, 0 at each prompt's first token"""
+    predictors: torch.Tensor
+    """[C] int64, the column before each response token"""
+    action_mask: torch.Tensor
+    """[R, C] bool, True on response tokens; made from lengths, so a sampled pad token counts as one"""
+    lengths: tuple[int, ...]
+    """Response lengths."""
+    steps: torch.Tensor
+    """[1, C] int64: the index, from 0, of a column's token in its response."""
+    boundaries: torch.Tensor | None = None
+    """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
+    longest: int = 0
+    """Packed: tokens of the longest pair."""
+
+    @property
+    def width(self) -> int:
+        """C."""
+        return int(self.action_mask.shape[1])
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor | int | None]:
+        """Arguments for a transformers model. Those for packed rows have the names of its FlashAttention."""
+        inputs: dict[str, torch.Tensor | int | None] = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        if self.boundaries is not None:
+            # Computed once for all layers: otherwise each layer would wait for the device.
+            inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
+            inputs |= {"max_length_q": self.longest, "max_length_k": self.longest}
+        return inputs
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """[R, C] int64."""
+        return self.input_ids[:, self.predictors + 1]
+
+    def muted(self) -> "PairTensors":
+        """The same pairs with an all-False mask: every masked sum over them, and its gradient, is zero."""
+        return replace(self, action_mask=torch.zeros_like(self.action_mask))
+
+    def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
+        """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""
+        spread = torch.zeros(self.action_mask.shape)
+        spread[self.action_mask.cpu()] = torch.from_numpy(np.concatenate(rows).astype(np.float32))
+        return spread.to(self.action_mask.device)
+
+    def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
+        """The entries of `values` [R, C] at response tokens, as B float32 arrays."""
+        flat = values.detach()[self.action_mask].float().cpu()
+        return [row.numpy() for row in flat.split(self.lengths)]
+
+
+def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
+    """Pads B pairs. The padding has id 0 and is masked out."""
+    wide_p = max(len(prompt) for prompt in prompts)
+    wide_t = max(len(response) for response in responses)
+    input_ids = np.zeros((len(prompts), wide_p + wide_t), np.int64)
+    attention = np.zeros_like(input_ids)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        tokens = slice(wide_p - len(prompt), wide_p + len(response))
+        input_ids[row, tokens] = np.concatenate([prompt, response])
+        attention[row, tokens] = 1
+    positions = np.maximum(attention.cumsum(1) - 1, 0)
+    lengths = tuple(len(response) for response in responses)
+    return PairTensors(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        attention_mask=torch.from_numpy(attention).to(device),
+        position_ids=torch.from_numpy(positions).to(device),
+        predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
+        action_mask=response_mask(torch.tensor(lengths), wide_t).to(device),
+        lengths=lengths,
+        steps=torch.arange(wide_t, device=device)[None],
+    )
+
+
+def concatenate_pairs(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
+) -> PairTensors:
+    """Packs B pairs into one row. Each pair begins at position 0 and at one of the boundaries; the model's attention
+    has to keep pairs apart by them (`packed_attention` does)."""
+    pairs = list(zip(prompts, responses, strict=True))
+    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int64)
+    ends = list(accumulate(len(prompt) + len(response) for prompt, response in pairs))
+    positions = np.concatenate([np.arange(len(prompt) + len(response)) for prompt, response in pairs])
+    lengths = tuple(len(response) for response in responses)
+    predictors = np.concatenate(
+        [np.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]
+    )
+    return PairTensors(
+        input_ids=torch.from_numpy(ids)[None].to(device),
+        attention_mask=None,
+        position_ids=torch.from_numpy(positions)[None].to(device),
+        predictors=torch.from_numpy(predictors).to(device),
+        action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
+        lengths=lengths,
+        steps=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
+        boundaries=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+        longest=max(len(prompt) + len(response) for prompt, response in pairs),
+    )
+
+
+def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[B, width] float32 from B rows of at most `width` values, zeros on the right."""
+    padded = np.zeros((len(rows), width), np.float32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded).to(device)
+
+
+def length_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of pairs of similar length, batch by batch, each of at most `max_tokens` after padding.
+
+    A single pair that is longer makes a batch of its own.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
+    batch: list[int] = []
+    wide_p = wide_t = 0
+    for index in order:
+        next_p, next_t = max(wide_p, len(prompts[index])), max(wide_t, len(responses[index]))
+        if batch and (len(batch) + 1) * (next_p + next_t) > max_tokens:
+            yield batch
+            batch, next_p, next_t = [], len(prompts[index]), len(responses[index])
+        batch.append(index)
+        wide_p, wide_t = next_p, next_t
+    if batch:
+        yield batch
+
+
+def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
+    attention's cost grows with length, and similar lengths give batches of similar memory.
+
+    A single pair that is longer makes a batch of its own.
+    """
+    batch: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])):
+        length = len(prompts[index]) + len(responses[index])
+        if batch and tokens + length > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch

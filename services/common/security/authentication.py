@@ -1,0 +1,71 @@
+"""Identification of a caller by its client certificate or its bearer token."""
+
+import hmac
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from services.common.security.identity import Caller
+from services.common.security.policy import AccessPolicy, KnownCaller, digest
+from services.common.wire.errors import Unauthenticated
+
+AUTHORIZATION = "authorization"
+_BEARER = "Bearer "
+_SUBJECT = "x509_subject_alternative_name"
+
+
+def subject(name: str) -> str:
+    """The subject alternative name (a URI) of the certificates that `quartet keys` makes for an identity."""
+    return f"quartet:{name}"
+
+
+class Directory:
+    """The identities of a policy, found by certificate or by token."""
+
+    def __init__(self, policy: AccessPolicy) -> None:
+        self.policy = policy
+        self._by_subject = {
+            proof: name
+            for name, identity in policy.identities.items()
+            for proof in (subject(name), *identity.certificates)
+        }
+        self._by_token = [(proof, name) for name, identity in policy.identities.items() for proof in identity.tokens]
+
+    def caller(self, auth_context: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, Any]]) -> Caller:
+        """The caller that a client certificate or, without one, a bearer token proves.
+
+        Args:
+            auth_context: from the servicer context.
+            metadata: from the caller.
+
+        Raises:
+            Unauthenticated: the call has neither, or the policy does not know it.
+        """
+        name = self._of_certificate(auth_context) or self._of_token(metadata)
+        if name is None:
+            raise Unauthenticated(
+                "no client certificate or bearer token that the policy names came with the call; QUARTET_CREDENTIALS "
+                "names a caller's, and `quartet up` leaves its owner's in .quartet/access of its folder"
+            )
+        return Caller(name, self.policy.identities[name].role)
+
+    def identity(self, caller: Caller) -> KnownCaller:
+        """The policy's entry for a caller of this directory."""
+        return self.policy.identities[caller.name]
+
+    def _of_certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> str | None:
+        if self.policy.tls is None or self.policy.tls.client_ca is None:
+            return None  # a certificate without a trusted authority proves nothing
+        subjects = (proof.decode(errors="replace") for proof in auth_context.get(_SUBJECT, ()))
+        return next((self._by_subject[proof] for proof in subjects if proof in self._by_subject), None)
+
+    def _of_token(self, metadata: Iterable[tuple[str, Any]]) -> str | None:
+        given = next((value for key, value in metadata if key == AUTHORIZATION), None)
+        if not isinstance(given, str) or not given.startswith(_BEARER):
+            return None
+        proof = digest(given.removeprefix(_BEARER))
+        match = None
+        # Every digest is compared, each in constant time, so that the time reveals nothing about the tokens.
+        for known, name in self._by_token:
+            if hmac.compare_digest(known, proof):
+                match = name
+        return match

@@ -1,0 +1,60 @@
+"""Bearer tokens on the caller's side, read from their file for each call so that a new token takes effect at once."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from services.common.security.authentication import AUTHORIZATION
+
+
+def _header(token: Path) -> tuple[str, str]:
+    return AUTHORIZATION, f"Bearer {token.read_text(encoding='utf-8').strip()}"
+
+
+class BearerPlugin(grpc.AuthMetadataPlugin):
+    """Sends the token in a file with every call over TLS."""
+
+    def __init__(self, token: Path) -> None:
+        self._token = token
+
+    def __call__(self, context: Any, callback: Callable[[Any, Exception | None], None]) -> None:
+        try:
+            callback((_header(self._token),), None)
+        except OSError as error:
+            callback((), error)
+
+
+class _Bearer:
+    """Sends the token in a file with every call on a channel without TLS."""
+
+    def __init__(self, token: Path) -> None:
+        self._token = token
+
+    def _with_token(self, details: Any) -> Any:
+        return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), _header(self._token)))
+
+
+class _Unary(_Bearer, grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_token(client_call_details), request)
+
+
+class _Stream(_Bearer, grpc.aio.UnaryStreamClientInterceptor):
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(self._with_token(client_call_details), request)
+
+
+class _BothWays(_Bearer, grpc.aio.StreamStreamClientInterceptor):
+    """Reflection, say: no service of Quartet's streams requests."""
+
+    async def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return await continuation(self._with_token(client_call_details), request_iterator)
+
+
+def bearer_interceptors(token: Path) -> Sequence[grpc.aio.ClientInterceptor]:
+    """Interceptors that send the token on a channel without TLS, one for each kind of call."""
+    return [_Unary(token), _Stream(token), _BothWays(token)]

@@ -1,0 +1,116 @@
+"""A caller's credentials: the file or folder that QUARTET_CREDENTIALS names, or what `quartet up` left in this folder
+for its owner."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import grpc
+from pydantic import Field, model_validator
+
+from services.common.config.base import Config, ConfigError, read_yaml
+from services.common.security.bearer import BearerPlugin, bearer_interceptors
+from services.common.security.local import own_credentials
+from services.common.security.port import on_loopback
+from services.common.wire.client import open_channel
+
+VARIABLE = "QUARTET_CREDENTIALS"
+"""Path of a credentials file, or of a folder with a credentials.yaml in it. A target that it says nothing of gets the
+token in `.quartet/access` if `quartet up` serves it from this folder, and else plaintext without credentials."""
+
+
+class Credentials(Config):
+    """A credentials file. Paths are relative to its folder."""
+
+    ca: str | None = None
+    """File of the authorities that sign servers' certificates, PEM; null: those that the machine trusts."""
+    certificate: str | None = None
+    """File of the caller's certificate chain, PEM; null: no client certificate."""
+    key: str | None = None
+    """File of the certificate's private key, PEM."""
+    token_file: str | None = None
+    """File of a bearer token, read again for each call. It is sent over TLS, or in the clear on loopback only."""
+    server_name: str | None = None
+    """Name in the server's certificate, if it differs from the host that is called."""
+    plaintext: bool = False
+    """True for a connection without TLS, which is allowed on loopback only."""
+    targets: dict[str, str] = Field(default={})
+    """Host:port -> another credentials file or folder, for that server."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate, key: give both, or neither")
+        if self.plaintext and (self.ca or self.certificate or self.server_name):
+            raise ValueError("plaintext: true needs no ca, certificate and server_name; leave them out")
+        return self
+
+
+def connect(target: str, environment: Mapping[str, str] | None = None) -> grpc.aio.Channel:
+    """A channel to Serve's gRPC proxy at host:port, with the credentials that the environment names for it.
+
+    Raises:
+        ConfigError: a field is wrong, a file is missing, or a proof would cross a network in the clear.
+    """
+    place = (os.environ if environment is None else environment).get(VARIABLE)
+    own = own_credentials()
+    for file in (*([_file(Path(place), VARIABLE)] if place else ()), *([own] if own else ())):
+        credentials = _of(target, file)
+        if credentials:
+            return _open(target, *credentials)
+    return open_channel(target)
+
+
+def _of(target: str, file: Path) -> tuple[Credentials, Path] | None:
+    """The credentials that a file holds for a target, and the file they are in; None if it holds none."""
+    credentials = _read(file)
+    if target in credentials.targets:
+        file = _file(file.parent / credentials.targets[target], f"{file}.targets.{target}")
+        return _read(file), file
+    of_others = credentials.targets and credentials == Credentials(targets=credentials.targets)
+    return None if of_others else (credentials, file)
+
+
+def hint(target: str) -> str:
+    """Advice for a server that does not answer: a port with TLS does not answer callers without TLS."""
+    if os.environ.get(VARIABLE) or on_loopback(target.rpartition(":")[0]):
+        return ""
+    return f" If the port has TLS, {VARIABLE} has to name credentials"
+
+
+def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel:
+    token = None if credentials.token_file is None else file.parent / credentials.token_file
+    if token is not None:
+        _bytes(token, f"{file}.token_file")
+    if credentials.plaintext:
+        if not on_loopback(target.rpartition(":")[0]):
+            raise ConfigError(f"{file}.plaintext: {target} is not on loopback; give ca, and have the server use TLS")
+        return open_channel(target, interceptors=bearer_interceptors(token) if token else ())
+    key, certificate = (_given(credentials, file, field) for field in ("key", "certificate"))
+    secure = grpc.ssl_channel_credentials(_given(credentials, file, "ca"), key, certificate)
+    if token is not None:
+        secure = grpc.composite_channel_credentials(secure, grpc.metadata_call_credentials(BearerPlugin(token)))
+    return open_channel(target, secure, server_name=credentials.server_name)
+
+
+def _read(file: Path) -> Credentials:
+    return Credentials.parse(read_yaml(file), str(file))
+
+
+def _file(place: Path, where: str) -> Path:
+    if not place.exists():
+        raise ConfigError(f"{where}: {place} does not exist")
+    return place / "credentials.yaml" if place.is_dir() else place
+
+
+def _given(credentials: Credentials, file: Path, field: str) -> bytes | None:
+    name = getattr(credentials, field)
+    return None if name is None else _bytes(file.parent / name, f"{file}.{field}")
+
+
+def _bytes(path: Path, where: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}") from None

@@ -1,0 +1,147 @@
+"""The policy of an open port, one YAML file: its certificates, its callers and their rights, and its limits."""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from services.common.config.base import Config, ConfigError, Count, Seconds, matching, read_yaml
+from services.common.security.identity import ANONYMOUS, Role
+
+_NAME_FORM = "a name of letters, digits and ._-, of at most 64"
+Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
+Digest = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
+MIB = 1 << 20
+# A little more than the services admit by default (services/common/config/limits.py); packed bytes are quick to
+# parse. Score has less because it may hold texts: parsing two million empty ones takes a tenth of a second.
+_MESSAGE_BYTES = {
+    "Generate": 32 * MIB,
+    "Score": 4 * MIB,
+    "Logprobs": 32 * MIB,
+    "Values": 32 * MIB,
+    "Train": 1024 * MIB,
+    "UpdateWeights": 16 * MIB,
+}
+
+
+class KnownCaller(Config):
+    """A caller that the policy knows: its rights, and what it is recognised by."""
+
+    role: Role
+    """trainer: everything. judge-client: Score, Logprobs and their Info. prober: Info and health of all services."""
+    applications: tuple[str, ...] | None = None
+    """Names of the Serve applications that the caller may call; null for all."""
+    tokens: tuple[Digest, ...] = ()
+    """SHA-256 digests of the caller's bearer tokens, in hexadecimal; several while one replaces another. The server
+    does not hold the tokens themselves."""
+    certificates: tuple[str, ...] = ()
+    """Further subject alternative names of the caller's certificates, besides `quartet:NAME` from `quartet keys`."""
+
+
+class Tls(Config):
+    """The port's certificate. Files are relative to the policy's folder and read again when they change."""
+
+    certificate: str
+    """File of the server's certificate chain, PEM."""
+    key: str
+    """File of the certificate's private key, PEM. Other users must not be able to read it."""
+    client_ca: str | None = None
+    """File of the authorities whose client certificates are accepted, PEM; a connection without a client certificate
+    is then refused. null: certificates are not requested, and callers need a bearer token."""
+
+
+class Limits(Config):
+    """Limits of the port, which hold for every caller."""
+
+    message_bytes: dict[str, Count] = Field(default=_MESSAGE_BYTES)
+    """Method name -> largest request in bytes."""
+    other_message_bytes: Count = MIB
+    """Largest request, in bytes, of every other method."""
+    concurrent_streams: Count = 1024
+    """Most open calls on one connection; further ones wait in the client."""
+    concurrent_calls: Count = 4096
+    """Most open calls in total; further ones are refused with RESOURCE_EXHAUSTED."""
+    request_s: Seconds = 300
+    """Longest time, in seconds, that a caller may take to send its request after the call has begun."""
+    keepalive_s: Seconds = 20
+    """Seconds of silence after which a connection is pinged; it is closed after as many again without an answer."""
+    connection_age_s: Seconds = 3600
+    """Age, in seconds, at which a connection is closed once its calls are over, so that a withdrawn certificate stops
+    working."""
+
+    def of(self, method: str) -> int:
+        """Largest request, in bytes, of `method`, given as `/package.Service/Method`."""
+        return self.message_bytes.get(method.rpartition("/")[2], self.other_message_bytes)
+
+    @property
+    def largest(self) -> int:
+        """Largest request, in bytes, of any method."""
+        return max(self.other_message_bytes, *self.message_bytes.values())
+
+
+class AccessPolicy(Config):
+    """A policy file. A caller that it does not name may do nothing."""
+
+    tls: Tls | None = None
+    """The port's certificate; required for a port that other machines can reach."""
+    identities: dict[Name, KnownCaller] = Field(min_length=1)
+    """Name -> caller. Metrics, logs and fair shares use the name."""
+    limits: Limits = Limits()
+    """Limits of the port, which hold for every caller."""
+
+    @model_validator(mode="after")
+    def _unambiguous(self) -> Self:
+        if ANONYMOUS.name in self.identities:
+            raise ValueError(
+                f"identities.{ANONYMOUS.name}: the name is for callers without credentials; choose another"
+            )
+        for field in ("tokens", "certificates"):
+            given = [proof for identity in self.identities.values() for proof in getattr(identity, field)]
+            if len(set(given)) < len(given):
+                raise ValueError(f"identities: the same entry of {field} is given more than once")
+        by_certificate = self.tls is not None and self.tls.client_ca is not None
+        if not by_certificate and not any(identity.tokens for identity in self.identities.values()):
+            raise ValueError(
+                "identities: none has tokens, and without tls.client_ca no certificate identifies a caller"
+            )
+        return self
+
+
+def load_policy(path: Path) -> AccessPolicy:
+    """Reads the policy, makes the paths of its TLS files absolute and checks those files.
+
+    Raises:
+        ConfigError: names each wrong field, or a TLS file that is missing or that other users can read.
+    """
+    policy = AccessPolicy.parse(read_yaml(path), str(path))
+    if policy.tls is None:
+        return policy
+    given = policy.tls.model_dump(exclude_none=True)
+    files = {name: str((path.parent / file).resolve()) for name, file in given.items()}
+    for name, file in files.items():
+        _check_file(Path(file), f"{path}.tls.{name}", secret=name == "key")
+    return policy.model_copy(update={"tls": Tls(**files)})
+
+
+def _check_file(file: Path, where: str, *, secret: bool) -> None:
+    try:
+        mode = file.stat().st_mode
+        file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {file} cannot be read: {error.strerror}") from None
+    if secret and mode & 0o077:
+        raise ConfigError(f"{where}: {file} can be read by other users; chmod 600 {file}")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError unless an identity may have this name."""
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError:
+        raise ConfigError(f"{name!r}: should be {_NAME_FORM}") from None
+
+
+def digest(token: str) -> str:
+    """The digest of a bearer token, as the policy holds it."""
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,50 @@
+"""Failed calls in Serve's own log: one line instead of two traces, and few lines however many calls fail."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from ray.serve.exceptions import gRPCStatusError
+
+EVERY_S = 10.0
+LINES = 20
+"""Most lines in that time."""
+_LONGEST = 300
+
+
+class FailedCalls(logging.Filter):
+    """Shortens what Serve logs about a call that a replica answered with an error, and drops most of very many.
+
+    Serve writes the whole trace, in the proxy and again in the replica: 2.6 kB for each mistake of a client, into
+    files that are not rotated. The trace of an error of our own is in the replica's log already.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._since = clock()
+        self._lines = self._dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False drops the record; others pass, those of failed calls without their trace."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, gRPCStatusError):
+            return True
+        if self._clock() - self._since >= EVERY_S:
+            self._since, self._lines = self._clock(), 0
+        if self._lines == LINES:
+            self._dropped += 1
+            return False
+        more = f" ({self._dropped} more before this line)" if self._dropped else ""
+        reason = " ".join(str(error.original_exception).split())[:_LONGEST]
+        record.msg, record.args = f"{record.getMessage()} {reason}{more}", ()
+        record.exc_info = record.exc_text = None
+        self._lines, self._dropped = self._lines + 1, 0
+        return True
+
+
+def shorten_failed_calls() -> None:
+    """Installs the filter in this process, a replica or Serve's proxy. A second call changes nothing."""
+    logger = logging.getLogger("ray.serve")
+    if not any(isinstance(present, FailedCalls) for present in logger.filters):
+        logger.addFilter(FailedCalls())

@@ -1,0 +1,84 @@
+"""Opens the port of Serve's gRPC server: on one address, guarded, with limits and, if the policy says so, with
+TLS."""
+
+from typing import Any
+
+from services.common.security.authentication import Directory
+from services.common.security.gate import Gate
+from services.common.security.policy import AccessPolicy, Limits, load_policy
+from services.common.security.port import Port
+from services.common.security.tls import server_credentials
+from services.common.security.watched import Watched
+from services.common.serving.door.guard import Guard
+from services.common.serving.door.routes import Routes
+
+_ROUTES = "quartet_routes"
+PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
+"""Option of the gRPC server. Clients ping every 20 s while they wait for an answer (wire/client.py); by default a
+server closes the connection of a client that pings for some minutes."""
+
+
+def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> int:
+    """Opens the port of a new Serve gRPC server to which no servicer has been added yet; returns the port's number.
+
+    Args:
+        server: Serve's gRPCGenericServer.
+        number: of the port; 0 for any free one.
+        port: address and policy.
+        reuse: whether another process of this user may listen on it as well, as Serve's proxies may.
+
+    Raises:
+        ConfigError: the policy does not allow the port to be opened.
+    """
+    policy = port.opened()
+    watched: Watched[Directory] | None = None
+    if port.policy is not None:
+        file = port.policy
+        watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file])
+    gate, routes = Gate(watched), Routes.of(server)
+    _equip(server, Guard(gate, routes), _options(gate.limits, policy, reuse), gate.limits.concurrent_calls)
+    setattr(server, _ROUTES, routes)
+    address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"
+    if policy is None or policy.tls is None or watched is None:
+        return int(server.add_insecure_port(address))
+    directory = watched
+    return int(server.add_secure_port(address, server_credentials(lambda: directory().policy)))
+
+
+def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
+    """Initialises the server again with an interceptor and options, which Serve's class does not let callers give.
+
+    Makes the same call to the base class as Serve's class does. No servicer may have been added before.
+    """
+    from ray.serve._private.grpc_util import gRPCGenericServer
+
+    super(gRPCGenericServer, server).__init__(
+        thread_pool=None,
+        generic_handlers=(),
+        interceptors=(guard,),
+        options=options,
+        maximum_concurrent_rpcs=concurrent_calls,
+        compression=None,
+    )
+
+
+def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[tuple[str, int]]:
+    keepalive_ms = int(limits.keepalive_s * 1000)
+    options = [
+        ("grpc.max_receive_message_length", limits.largest),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", limits.concurrent_streams),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        PINGS,
+        ("grpc.so_reuseport", int(reuse)),
+    ]
+    if policy is not None:
+        options.append(("grpc.max_connection_age_ms", int(limits.connection_age_s * 1000)))
+    return options
+
+
+def routes_of(server: Any) -> Routes | None:
+    """The routes of a server whose port `open_port` opened; None for a server without a guard."""
+    return getattr(server, _ROUTES, None)

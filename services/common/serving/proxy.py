@@ -1,0 +1,141 @@
+"""Additions to Serve's gRPC proxy: a guarded port, streams that end with their caller, standard health checks. Serve
+calls these functions by their names in the YAML file and in the environment."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common.config.base import ConfigError
+from services.common.security.port import Port
+from services.common.serving.door.call import CallContext
+from services.common.serving.door.failed_calls import shorten_failed_calls
+from services.common.serving.door.guard import APPLICATION
+from services.common.serving.door.no_http import NoHttp
+from services.common.serving.door.port import open_port, routes_of
+from services.common.serving.door.routes import Routes
+
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "services.common.serving.proxy:bind_to_host"
+"""Value of that variable, which has to be set on every node before Ray starts; `quartet up` sets it."""
+Stream = Callable[[Any, Any], AsyncIterator[bytes]]
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 on the proxy: the service's name chooses the application, whose replica answers."""
+
+    def __init__(self, ask: Callable[[Any, Any], Any], routes: Routes) -> None:
+        self._ask = ask
+        self._routes = routes
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """Answers for a service such as `quartet.v1.Reward`, or an application's name; an empty name asks for the
+        proxy."""
+        if not request.service:
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        if request.service in self._routes.services():
+            return await self._of(request, context, request.service)
+        serving = self._routes.applications(request.service)
+        if len(serving) == 1:
+            return await self._of(request, context, serving[0])
+        context.set_code(grpc.StatusCode.INVALID_ARGUMENT if serving else grpc.StatusCode.NOT_FOUND)
+        reason = f"several applications serve it; name one: {', '.join(serving)}" if serving else "none serves it"
+        context.set_details(f"service: {request.service[:64]!r}: {reason}")
+        return health_pb2.HealthCheckResponse()
+
+    async def _of(self, request: Any, context: Any, application: str) -> Any:
+        metadata = tuple(pair for pair in context.invocation_metadata() or () if pair[0] != APPLICATION)
+        call = CallContext(context, (*metadata, (APPLICATION, application)))
+        reply = await self._ask(request, call)
+        # If Serve itself answers, for instance because a replica died, the reply is empty and has a status.
+        return health_pb2.HealthCheckResponse.FromString(reply)
+
+
+def end_with_caller(_servicer: Any, server: Any) -> None:
+    """Ends a stream in the replica too when its caller goes away. Stands first in `grpc_servicer_functions`.
+
+    Serve's proxy passes on a caller's leaving only while it waits for the replica. If the caller leaves while a
+    message is being written to it, the replica would go on streaming in vain.
+
+    Raises:
+        ConfigError: the port stands open on every address, unguarded, as it does on a cluster that was started
+            without Quartet's settings.
+    """
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    _routes(server)
+    make = server.service_handler_factory
+
+    def factory(service_method: str, streaming_type: Any) -> Any:
+        handler = make(service_method=service_method, streaming_type=streaming_type)
+        return _attended(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
+
+    server.service_handler_factory = factory
+
+
+def _routes(server: Any) -> Routes:
+    routes = routes_of(server)
+    if routes is None:
+        raise ConfigError(
+            f"the gRPC port would be open without a guard; set {CALLBACK_VARIABLE}={CALLBACK} on every node before "
+            "Ray starts"
+        )
+    return routes
+
+
+def _attended(stream: Stream) -> Stream:
+    """The same stream, read by a separate task. The task does nothing but wait for the next message, so that
+    cancelling it always reaches the replica."""
+
+    async def attended(request: Any, context: Any) -> AsyncIterator[bytes]:
+        messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        # The task ends after the call, and Serve asks the context for the caller's address at the very end.
+        call = CallContext.of(context)
+
+        async def read() -> None:
+            try:
+                async for message in stream(request, call):
+                    messages.put_nowait(message)
+            finally:
+                messages.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        call.add_done_callback(lambda _: reading.cancel())
+        while (message := await messages.get()) is not None:
+            yield message
+        await reading
+
+    return attended
+
+
+def add_health(_servicer: Any, server: Any) -> None:
+    """Adds grpc.health.v1 without `application` metadata, which health probers cannot send. For
+    `grpc_servicer_functions`."""
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    ask = server.service_handler_factory(f"/{health.SERVICE_NAME}/Check", gRPCStreamingType.UNARY_UNARY)
+    server.add_passthrough_service(health.SERVICE_NAME)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, _routes(server)), server)
+
+
+def bind_to_host() -> list[Any]:
+    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces.
+
+    Serve has no such option. `quartet up` names this function in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
+    every proxy calls before it opens its ports.
+
+    Returns:
+        The HTTP middlewares that Serve expects from this function: one, which refuses every request.
+    """
+    from ray.serve._private import default_impl
+    from ray.serve._private.proxy import SOCKET_REUSE_PORT_ENABLED
+    from starlette.middleware import Middleware
+
+    def add_grpc_address(server: Any, address: str) -> None:
+        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=SOCKET_REUSE_PORT_ENABLED)
+
+    default_impl.add_grpc_address = add_grpc_address
+    shorten_failed_calls()
+    return [Middleware(NoHttp)]

@@ -1,0 +1,135 @@
+"""Process groups between the learner and the rollout workers, apart from torch's default group.
+
+Every change of the members forms a new group under its own prefix of one long-lived store. Re-forming costs
+milliseconds, and a late member of an older group finds no peers there. Gloo and NCCL differ only in their Wire.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore
+
+SENDER = 0
+"""The learner's rank in every group."""
+
+Form = Callable[[Store, int, int, timedelta], Any]
+"""Makes one of torch's process groups from a store, this member's rank, the number of members and the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The library that carries a group's bytes."""
+
+    form: Form
+    """Makes the process group; RuntimeError if the members do not come in time."""
+    device: torch.device | None = None
+    """The GPU whose memory the library reads and writes; buckets are copied there and back. None: host memory,
+    without a copy."""
+
+
+class Group:
+    """One membership's group. Every operation raises RuntimeError after the timeout instead of hanging."""
+
+    def __init__(
+        self, store: TCPStore, wire: Wire, *, rank: int, world_size: int, membership: int, timeout_s: float
+    ) -> None:
+        """Joins the group; returns when all `world_size` members have joined.
+
+        Args:
+            store: the rendezvous store of all groups.
+            wire: gloo's or NCCL's wire.
+            rank: this member's rank, 0 for the sender.
+            world_size: number of members, the sender and the workers.
+            membership: number of the membership; members of different numbers never meet.
+            timeout_s: deadline of joining and of each broadcast.
+
+        Raises:
+            RuntimeError: not all members came in time.
+        """
+        self.timeout = timedelta(seconds=timeout_s)
+        self._rank, self._wire = rank, wire
+        self._carrier = torch.empty(0, dtype=torch.uint8, device=wire.device)
+        meeting = PrefixStore(f"membership{membership}", store)
+        if wire.device is not None:
+            self._call_the_roll(meeting, world_size)
+        self._group: Any = wire.form(meeting, rank, world_size, self.timeout)
+        if wire.device is not None:
+            self._connect()
+
+    def _call_the_roll(self, meeting: Store, world_size: int) -> None:
+        """Waits until all members are about to connect, since NCCL itself would wait without a deadline."""
+        meeting.set(f"here{self._rank}", b"")
+        meeting.wait([f"here{rank}" for rank in range(world_size)], self.timeout)
+
+    def _connect(self) -> None:
+        """Forms NCCL's communicator by a first operation, in a thread that can be abandoned: if a member dies after
+        the roll call, the operation may never return."""
+        failures: list[Exception] = []
+
+        def first() -> None:
+            try:
+                self.broadcast(torch.zeros(1, dtype=torch.uint8))
+            except Exception as error:
+                failures.append(error)
+
+        seconds = self.timeout.total_seconds()
+        thread = threading.Thread(target=first, daemon=True, name="push group")
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive() or failures:
+            # Before the abort, which makes an operation without an answer fail as well.
+            reason = failures[0] if failures else f"no answer in {seconds:g} s"
+            # In a thread too, since an abort waits for the operation.
+            threading.Thread(target=self.close, daemon=True, name="push abort").start()
+            raise RuntimeError(f"the group did not form: {reason}")
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Sends `data` from the sender to all members, or receives into it. Blocks; RuntimeError on failure."""
+        if self._group is None:
+            raise RuntimeError("this member has left the group")
+        carried = self._carried(data)
+        if carried is not data and self._rank == SENDER:
+            carried.copy_(data, non_blocking=True)
+        options = BroadcastOptions()
+        options.rootRank = SENDER
+        options.rootTensor = 0
+        options.timeout = self.timeout
+        group = self._group
+        try:
+            work = group.broadcast([carried], options)
+        finally:
+            del group  # `close` explains why
+        work.wait(self.timeout)
+        if carried is not data and self._rank != SENDER:
+            data.copy_(carried)
+
+    def _carried(self, data: torch.Tensor) -> torch.Tensor:
+        """A buffer of this size that the wire can read; reused from bucket to bucket."""
+        if self._wire.device is None:
+            return data
+        if len(self._carrier) < len(data):
+            self._carrier = torch.empty(len(data), dtype=torch.uint8, device=self._wire.device)
+        return self._carrier[: len(data)]
+
+    def close(self) -> None:
+        """Leaves the group; pending operations fail on all members."""
+        # Taken first, so that a second call, from any thread, does not abort the group again.
+        group, self._group = self._group, None
+        if group is not None:
+            # Gloo closes its connections, by which the other members notice, only when the group is freed. A
+            # propagating exception may keep this object and its frames alive, so they must not hold the group.
+            group.abort()
+
+
+def turned(rank: int, *, world_size: int, sender: int, senders: int) -> int:
+    """A worker's rank in one sender's group, given its rank among all members.
+
+    Broadcasts go down a tree in which some ranks forward data and most only receive. Rotating the ranks from sender
+    to sender spreads the forwarding over the workers.
+    """
+    workers = world_size - 1
+    return 1 + (rank - 1 + sender * workers // senders) % workers

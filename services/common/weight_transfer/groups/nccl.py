@@ -1,0 +1,55 @@
+"""NCCL as the wire of a push: from GPU to GPU, each member on its own GPU."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from services.common.weight_transfer.groups.group import Wire
+
+SETTINGS = {
+    # A wait then blocks the caller, and at the timeout aborts the communicator and raises. Otherwise torch's watchdog
+    # notices the timeout and ends the process.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+"""Environment variables that torch reads only while it makes a group. The learner's own groups keep torch's
+defaults."""
+
+_making = threading.Lock()
+
+
+def nccl_wire(device: torch.device) -> Wire:
+    """An NCCL wire that reads and writes the memory of `device`, a GPU."""
+    return Wire(_form, device)
+
+
+def _form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # So that forming the communicator can be aborted as well.
+    options.config.blocking = 0
+    with _making, environment(SETTINGS):
+        return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Context in which these environment variables are set."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

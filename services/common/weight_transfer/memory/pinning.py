@@ -1,0 +1,29 @@
+"""Pinned host memory, which GPUs copy from and to at full speed and in parallel with other work."""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+log = logging.getLogger("quartet")
+
+
+def pin(memory: torch.Tensor, owner: object, runtime: Any = None) -> bool:
+    """Pins memory until `owner` is freed. False if the machine does not allow it: copies are then slower.
+
+    Torch's own pinned allocations round sizes up to a power of two, which can double the memory.
+
+    Args:
+        memory: contiguous host memory; it may be shared memory if this process may write to it.
+        owner: the object that frees the memory.
+        runtime: CUDA's runtime; None for torch's.
+    """
+    runtime = runtime or torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        log.warning("%d MiB of host memory are not pinned: CUDA error %d", memory.nbytes >> 20, error)
+        return False
+    # At the process's end CUDA and the memory are freed together, so nothing has to be unpinned then.
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return True

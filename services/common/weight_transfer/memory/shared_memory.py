@@ -1,0 +1,115 @@
+"""Memory that the processes of one machine share, named by a number."""
+
+import errno
+import glob
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+FOLDER = Path("/dev/shm")
+_PREFIX = "quartet-"
+_HEADER = 64
+"""Bytes before the data; the first eight are the generation."""
+
+
+class Segment:
+    """Memory that one process writes and others read in place.
+
+    The generation is a sequence lock: the writer raises it before and after it writes, so that it is odd meanwhile. A
+    reader that finds the same even generation before and after reading has read one consistent state. For example a
+    reader that finds 4 and afterwards 6 has read a mixture of two pushes.
+
+    The segment disappears with its writer's process, however that ends; attached readers keep their view.
+    """
+
+    def __init__(self, number: int, memory: mmap.mmap, file: int | None) -> None:
+        """Wraps mapped memory; use `create` or `attach`."""
+        self.number = number
+        self._file = file
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._generation = whole[:8].view(torch.int64)
+        self.data = whole[_HEADER:]
+        """The bytes: uint8, [bytes]."""
+
+    @classmethod
+    def create(cls, size: int) -> "Segment":
+        """A new segment of `size` bytes, for this process to write.
+
+        Raises:
+            RuntimeError: shared memory has too little room.
+        """
+        number = secrets.randbelow(2**31 - 1) + 1
+        file = os.open(_path(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        # Unlinked at once: a file without a name disappears with the processes that use it, however they end.
+        _path(number).unlink()
+        try:
+            # Reserves the memory now: a lack of room is an error here, but a signal at the first write.
+            os.posix_fallocate(file, 0, _HEADER + size)
+        except OSError as error:
+            os.close(file)
+            raise RuntimeError(
+                f"{FOLDER} has no room for {size >> 20} MiB of weights ({error.strerror}); enlarge it, "
+                "or set weight_backend to gloo"
+            ) from None
+        return cls(number, mmap.mmap(file, _HEADER + size), file)
+
+    @classmethod
+    def attach(cls, number: int, size: int) -> "Segment":
+        """Another process's segment, to read.
+
+        Raises:
+            RuntimeError: no segment on this machine has this number and size.
+        """
+        try:
+            file = _open(number)
+        except OSError as error:
+            raise RuntimeError(
+                f"no shared memory of the learner here ({error.strerror}): weight_backend ipc wants learner and "
+                "replicas on one machine"
+            ) from None
+        try:
+            shared = os.fstat(file).st_size - _HEADER
+            if shared != size:
+                raise RuntimeError(f"the learner shares {shared} bytes where {size} are to be pushed")
+            # A private mapping shows the writer's changes; writes from here stay in this process.
+            return cls(number, mmap.mmap(file, _HEADER + size, access=mmap.ACCESS_COPY), None)
+        finally:
+            os.close(file)
+
+    @property
+    def generation(self) -> int:
+        """The number of begins and ends of writing: odd while the writer writes."""
+        return int(self._generation.item())
+
+    def begin(self) -> None:
+        """Called by the writer before it changes the data."""
+        self._generation += 1 + self.generation % 2
+
+    def end(self) -> None:
+        """Called by the writer when the data is complete again."""
+        self._generation += 1
+
+    def close(self) -> None:
+        """Called by the writer; the memory is freed when the last reader leaves."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _path(number: int) -> Path:
+    return FOLDER / f"{_PREFIX}{number:d}"
+
+
+def _open(number: int) -> int:
+    """Opens the unlinked file through a descriptor of the writer or a reader, which only the same user can do."""
+    wanted = f"{_path(number)} (deleted)"
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        try:
+            if os.readlink(descriptor) == wanted:
+                return os.open(descriptor, os.O_RDONLY)
+        except OSError:
+            continue  # its process closed it just now
+    raise FileNotFoundError(errno.ENOENT, "no process has it")

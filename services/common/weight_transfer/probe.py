@@ -1,0 +1,55 @@
+"""Proof of a push by a few fixed sequences: a replica's log-probs of them are compared with the learner's.
+
+Checksums prove only that the bytes arrived, not that the replica computes with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.wire.codec import Floats, Ints
+
+COUNT, LENGTH = 2, 16
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean difference, in nats per token, that two engines may have because their kernels round differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The sequences that a replica scores after a push, and the log-probs that it should give."""
+
+    sequences: list[Ints]
+    """Token ids, each [T]."""
+    expected: list[Floats]
+    """The learner's log-probs of all tokens but the first, over the model's whole vocabulary; each [T - 1]."""
+    tolerance: float
+    """Largest mean absolute difference."""
+
+    def disagreement(self, logprobs: Sequence[Floats], stale: Sequence[str] = ()) -> str:
+        """Describes how a replica's log-probs differ; empty if it computes with the pushed weights.
+
+        Args:
+            logprobs: the replica's log-probs, in the form of `expected`.
+            stale: names of the weights that the replica knows it did not receive.
+        """
+        if [len(row) for row in logprobs] != [len(row) for row in self.expected]:
+            return f"scored {sum(map(len, logprobs))} tokens where {sum(map(len, self.expected))} were asked"
+        difference = np.abs(np.concatenate(list(logprobs)) - np.concatenate(self.expected))
+        mean, largest = float(difference.mean()), float(difference.max())
+        if mean <= self.tolerance:  # false for NaN
+            return ""
+        where = f"; these got no weights: {', '.join(stale)}" if stale else ""
+        return (
+            "computes with other weights than were pushed: "
+            f"log-probs of {len(difference)} fixed tokens differ from the learner's by {mean:.3g} nats in the mean "
+            f"and {largest:.3g} at most, tolerance {self.tolerance:g}{where}"
+        )
+
+
+def probe_sequences(vocabulary: int, max_length: int) -> list[Ints]:
+    """The probe's sequences: ids below `vocabulary`, fewer than `max_length`, and the same for every run of a
+    model."""
+    draw = np.random.default_rng(0)
+    length = max(2, min(LENGTH, max_length - 1))
+    return [draw.integers(0, vocabulary, length).astype(np.int32) for _ in range(COUNT)]

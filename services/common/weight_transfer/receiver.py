@@ -1,0 +1,190 @@
+"""A worker's end of a push: one interface, implemented for process groups and for shared memory."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from services.common.ranks.rendezvous import reach_store
+from services.common.weight_transfer.groups.group import Group, turned
+from services.common.weight_transfer.groups.wires import make_wire
+from services.common.weight_transfer.ipc import SharedBuckets
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
+
+Bucket = tuple[range, torch.Tensor]
+"""The numbers of a bucket's tensors in the manifest, and its bytes: uint8, [bytes of the bucket]."""
+
+
+@dataclass
+class Joining:
+    """Everything that a worker needs to join the members of a push."""
+
+    backend: str
+    """Name of the backend: gloo, nccl or ipc."""
+    senders: list[list[Any]]
+    """Address and port of each sender's store; with ipc the port is the number of its shared memory."""
+    rank: int
+    """The worker's rank among sender and workers."""
+    world_size: int
+    membership: int
+    host: str
+    """The worker's own address."""
+    stall_s: float
+    """Longest wait, in seconds, for the group to form, and for one bucket."""
+
+
+class Receiver(Protocol):
+    """Takes the weights of one push after another, from the senders of a membership."""
+
+    def join(self, joining: Joining) -> None:
+        """Joins the members, leaving the group before; RuntimeError if not all members come."""
+
+    def receive(self, manifest: Manifest) -> str:
+        """Receives all buckets; returns the checksum of their bytes.
+
+        Raises:
+            RuntimeError: a sender or another member is gone, or a bucket took longer than `stall_s`.
+        """
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets received last, in order."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if the buckets changed after they were received."""
+
+    def close(self) -> None:
+        """Leaves the group; memory that is kept from push to push stays."""
+
+
+class GroupReceiver:
+    """Receives from process groups, by gloo or NCCL, into host memory. A group that breaks closes all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is the model's device."""
+        self._device = device
+        self._groups: list[Group] = []
+        self._staged: Buckets | None = None
+
+    def join(self, joining: Joining) -> None:
+        """Joins one group for each sender."""
+        self.close()
+        wire, senders = make_wire(joining.backend, joining.host, self._device), len(joining.senders)
+        for sender, (address, port) in enumerate(joining.senders):
+            store = reach_store(address, port, joining.stall_s)
+            rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
+            place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
+            self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s))
+
+    def receive(self, manifest: Manifest) -> str:
+        """Receives all buckets into host memory; hashes one while the next one arrives."""
+        self._expect_groups()
+        if self._staged is None or self._staged.manifest != manifest:
+            self._staged = None  # frees the old memory before the new is allocated
+            self._staged = Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
+        buckets, senders = self._staged, len(self._groups)
+
+        def line(sender: int) -> dict[int, Future[bytes]]:
+            digests = {}
+            for number in buckets.numbers[sender::senders]:
+                self._groups[sender].broadcast(buckets[number])
+                digests[number] = hasher.submit(digest, buckets[number])
+            return digests
+
+        with ThreadPoolExecutor(senders, "hash") as hasher, ThreadPoolExecutor(senders, "push") as lines:
+            parts = self._all_or_close([lines.submit(line, sender) for sender in range(senders)])
+            return checksum({number: coming.result() for part in parts for number, coming in part.items()})
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The received buckets, in host memory."""
+        assert self._staged is not None
+        for number, bucket in enumerate(self._staged.ranges):
+            yield bucket, self._staged[number]
+
+    def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
+        """Yields each bucket and its number as it arrives, instead of `receive` and `buckets`; keeps nothing. The
+        next bucket arrives while the caller loads this one."""
+        self._expect_groups()
+
+        def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
+            # New memory for each bucket: vLLM keeps tensors until their layer is complete.
+            data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
+            self._groups[number % len(self._groups)].broadcast(data)
+            return number, bucket, data
+
+        with ThreadPoolExecutor(1, "push") as line:
+            coming: Future[tuple[int, range, torch.Tensor]] | None = None
+            for number, bucket in enumerate(manifest.buckets()):
+                following = line.submit(receive, number, bucket)
+                if coming is not None:
+                    yield self._or_close(coming)
+                coming = following
+            if coming is not None:
+                yield self._or_close(coming)
+
+    def _expect_groups(self) -> None:
+        if not self._groups:
+            raise RuntimeError("no transfer group: prepare comes before transfer")
+
+    def _or_close(self, coming: Future[Any]) -> Any:
+        """The result; on failure every group is closed, so that no thread keeps waiting for a bucket."""
+        try:
+            return coming.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _all_or_close(self, lines: list[Future[Any]]) -> list[Any]:
+        return [self._or_close(line) for line in lines]
+
+    def check(self) -> None:
+        """Does nothing: only this process writes to its buffers."""
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for group in self._groups:
+            group.close()
+        self._groups = []
+
+
+class SharedReceiver:
+    """Reads the shared memory of senders on the same machine, without a copy: until they are loaded, the weights stay
+    in the learner's memory."""
+
+    def __init__(self) -> None:
+        self._segments: list[int] = []
+        self._shared: SharedBuckets | None = None
+        self._manifest: Manifest | None = None
+
+    def join(self, joining: Joining) -> None:
+        """Remembers the senders' addresses; their memory is attached once the manifest gives its size."""
+        self.close()
+        self._segments = [port for _, port in joining.senders]
+
+    def receive(self, manifest: Manifest) -> str:
+        """Verifies the shared weights; RuntimeError if they are not on this machine, or have changed since the
+        push."""
+        if self._shared is None or self._manifest != manifest:
+            self._shared, self._manifest = SharedBuckets(self._segments, manifest), manifest
+        return self._shared.verify()
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets in shared memory."""
+        assert self._shared is not None
+        return self._shared.buckets()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the learner has written other weights since `receive`."""
+        assert self._shared is not None
+        self._shared.check()
+
+    def close(self) -> None:
+        """Detaches from the shared memory."""
+        self._segments, self._shared = [], None
+
+
+def make_receiver(backend: str, device: torch.device) -> GroupReceiver | SharedReceiver:
+    """The receiver for a backend, of a worker whose model is on `device`."""
+    return SharedReceiver() if backend == "ipc" else GroupReceiver(device)

@@ -1,0 +1,57 @@
+"""Identities of models: hashes that two services compare before they trust each other's token ids and scores."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from protos import common_pb2
+
+_WHOLE = 256 << 20
+_ENDS = 32 << 20
+
+
+def model_hash(folder: str | Path) -> str:
+    """sha256 over config.json and the weight files, by name and content.
+
+    For a file of more than 256 MiB only its size and its first and last 32 MiB are hashed: hashing the whole of a 70B
+    model would add minutes to every start.
+    """
+    digest = hashlib.sha256()
+    root = Path(folder)
+    files = [root / "config.json", *sorted(root.glob("*.safetensors")), *sorted(root.glob("*.bin"))]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE:
+                digest.update(stream.read())
+            else:
+                digest.update(stream.read(_ENDS))
+                stream.seek(-_ENDS, 2)
+                digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 over the vocabulary in the order of its ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """A tokenizer's largest id plus one. Models may have more entries, which are padding."""
+    return 1 + int(max(tokenizer.get_vocab().values()))
+
+
+def describe_model(
+    folder: str, tokenizer: Any, *, vocab_size: int, max_length: int, dtype: str
+) -> common_pb2.ModelInfo:
+    """The ModelInfo that a service's Info carries. Reads the model's files: call it once, at start."""
+    return common_pb2.ModelInfo(
+        path=folder,
+        model_hash=model_hash(folder),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        vocab_size=vocab_size,
+        max_length=max_length,
+        dtype=dtype,
+    )

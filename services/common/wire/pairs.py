@@ -1,0 +1,21 @@
+"""A prompt and its response as text, the input of function scorers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and a response as text, as function scorers and judges see them.
+
+    A function scorer has the signature `def name(pairs: Sequence[Pair]) -> list[float]`: one score per pair,
+    in the order of the pairs.
+    """
+
+    prompt: str
+    """The prompt without special tokens."""
+    response: str
+    """The response without special tokens."""
+    label: str = ""
+    """The data set's label for the prompt (`data.label_key`), empty when there is none."""
+    ended: bool = True
+    """The response ended with an end-of-sequence or stop token, and was not cut off by the length limit."""

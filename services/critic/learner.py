@@ -1,0 +1,233 @@
+"""The model behind the critic service: its ranks, the steps they trained, and their checkpoints."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from protos import common_pb2
+from services.common.learner.layout import LAYOUT, Layout
+from services.common.learner.learner import Snapshots
+from services.common.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
+from services.common.serving.runs.lease import Fence
+from services.common.serving.runs.timeline import Moment
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import FailedPrecondition, Unavailable
+from services.critic.config import CriticConfig
+from services.critic.once import Once
+from services.critic.root import Root
+from services.critic.trainer import CriticBatch, CriticTrainer
+
+StartRanks = Callable[[CriticConfig], RankGroup]
+"""Makes a critic's ranks, which have no model yet."""
+
+
+class CriticModel:
+    """Drives the critic's ranks. Every method raises Unavailable after a rank was lost, until Serve has replaced the
+    replica, and while a checkpoint is being restored. Methods with a lease raise LeaseLost if another is in force."""
+
+    def __init__(self, config: CriticConfig, application: str, start_ranks: StartRanks | None = None) -> None:
+        """`application` is the critic's name, which tells apart critics that share a root."""
+        self._config = config
+        self._root = Root(config.root)
+        self.fence = Fence(self._root.folder / f".lease-{application}.json")
+        self._once: Once[dict[str, float]] = Once()
+        self._at = Moment()
+        """The moment of the weights. A step that is being trained counts only when it is done."""
+        self._start_ranks = start_ranks or ranks_of
+        self._ranks = self._start_ranks(config)
+        self._taken = self._written = ""
+        self._restoring = asyncio.Lock()
+        self.turn = asyncio.Lock()
+        """Lock for everything that changes the state or depends on it."""
+
+    async def start(self) -> tuple[int, int]:
+        """Loads the model; returns the entries of its vocabulary and its longest sequence in tokens."""
+        await self._ranks.start(CriticTrainer, self._config, timeout_s=self._config.rank_timeout_s)
+        return await self._run(CriticTrainer.limits)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was begun, or 0."""
+        return self._once.last_step
+
+    @property
+    def timeline(self) -> int:
+        """The timeline of the weights; 0 before a run has adopted, restored or trained them."""
+        return self._at.timeline
+
+    def check(self) -> None:
+        """Raises RanksLost if a rank has died or is stuck."""
+        if not self._restoring.locked():
+            self._ranks.check()
+
+    def expect_ranks(self) -> None:
+        """Raises Unavailable if a rank has died or is stuck; a few health checks later Serve replaces the replica."""
+        try:
+            self.check()
+        except RanksLost as error:
+            raise Unavailable(f"{error}; its replica will be replaced") from None
+
+    def stop(self) -> None:
+        """Ends the ranks."""
+        self._ranks.stop()
+
+    def expect(self, lease: common_pb2.Lease, min_step: int | None) -> int:
+        """The step of the weights.
+
+        Raises:
+            LeaseLost, OffTimeline: `min_step` is given, and the lease is not in force or the weights are not of its
+                timeline.
+            FailedPrecondition: fewer steps than `min_step` are trained so far.
+        """
+        if min_step is not None:
+            self.fence.check(lease)
+            self._at.check(lease.number, "this critic", "step")
+            if self._at.number < min_step:
+                raise FailedPrecondition(
+                    f"min_step: {min_step} asked, but this critic has trained {self._at.number} so far"
+                )
+        return self._at.number
+
+    async def adopt(self, lease: common_pb2.Lease, last_step: int) -> None:
+        """Takes the weights as they are, which must be those after `last_step`, into the timeline of the lease."""
+        self.fence.check(lease)
+        async with self.turn:  # a step of the run before may be ending
+            self.fence.check(lease)
+            if last_step != self._at.number:
+                raise FailedPrecondition(
+                    f"last_step: {last_step} expected, but this critic has trained {self._at.number}, or failed "
+                    "half-way in a step: restore a checkpoint, or deploy it again"
+                )
+            self._at = Moment(lease.number, last_step)
+
+    async def values(self, pairs: Sequence[tuple[Ints, Ints]]) -> list[Floats]:
+        """The values of pairs, as CriticTrainer.values gives them. Call it while holding `turn`, so that the critic
+        is not trained between the check of its state and the result."""
+        prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
+        return await self._ask(CriticTrainer.values, prompts, responses)
+
+    async def train(
+        self,
+        lease: common_pb2.Lease,
+        step: int,
+        digest: bytes,
+        batch: CriticBatch,
+        last_step: int | None,
+        **schedule: int,
+    ) -> dict[str, float]:
+        """Trains a step at most once, as CriticTrainer.train does. `digest` identifies the step's inputs.
+
+        Raises:
+            FailedPrecondition: a later step was trained, this one was trained on another batch, or the step before
+                was not `last_step` of the lease's timeline, if given.
+        """
+        self.fence.check(lease)
+        if last_step is not None:
+            self._expect(lease, last_step, step)
+        action = partial(self._train, Moment(lease.number, step), batch, **schedule)
+        return await self._once.run(step, digest, action, lambda: self.fence.check(lease))
+
+    async def _train(self, moment: Moment, batch: CriticBatch, **schedule: int) -> dict[str, float]:
+        async with self.turn:
+            try:
+                metrics = await self._ask(CriticTrainer.train, batch, **schedule)
+            except BaseException:
+                self._at = Moment()  # half a step belongs to no run's past
+                raise
+            self._at = moment
+        return metrics
+
+    async def save(self, lease: common_pb2.Lease, name: str) -> None:
+        """Writes the model to the folder of this name, as Snapshots.save does."""
+        self.fence.check(lease)
+        with self._root.unnamed():
+            await self._run(Snapshots.save, str(self._root.place(name)))
+
+    async def take_checkpoint(self, lease: common_pb2.Lease, name: str, last_step: int, copies: bool) -> None:
+        """Copies the state, which must be the one after `last_step`; without copies, writes it at once."""
+        self.fence.check(lease)
+        place = self._root.place(name)
+        self._expect(lease, last_step)
+        self._taken = self._written = ""
+        await self._run(Snapshots.take_snapshot, str(place), last_step, copies)
+        self._taken = name
+
+    async def write_checkpoint(self, lease: common_pb2.Lease, name: str) -> None:
+        """Writes the state taken for `name` to disk, beside other calls."""
+        self.fence.check(lease)
+        if name and name == self._written:
+            return
+        if not name or name != self._taken:
+            raise FailedPrecondition("name: nothing was taken for it")
+        await self._answer(
+            self._ranks.beside(self._config.ranks, Snapshots.write_snapshot, self._config.rank_timeout_s)
+        )
+        self._written = name
+
+    async def restore_checkpoint(self, lease: common_pb2.Lease, name: str) -> int:
+        """Resumes from a checkpoint with new ranks, since DeepSpeed restores only a model that was never trained;
+        returns the last step that the checkpoint holds.
+
+        Raises:
+            InvalidArgument: the checkpoint does not exist or has another layout. If that is noticed only while it is
+                loaded, the previous state is lost too, and Serve replaces the replica.
+        """
+        self.fence.check(lease)
+        folder = self._root.place(name)
+        with self._root.unnamed():
+            layout = Layout.read(folder / LAYOUT)
+            layout.check(Layout.of(self._config, layout.parameters, layout.step))
+            # Continues when the caller goes away, so that the critic is never half restored.
+            await asyncio.shield(asyncio.ensure_future(self._restore(lease, str(folder), layout.step)))
+        return layout.step
+
+    async def _restore(self, lease: common_pb2.Lease, folder: str, step: int) -> None:
+        async with self._restoring:
+            self.fence.check(lease)  # again, after waiting for another restoration
+            self._ranks.stop()
+            ranks, timeout_s = self._start_ranks(self._config), self._config.rank_timeout_s
+            await self._answer(ranks.start(CriticTrainer, self._config, timeout_s=timeout_s))
+            await self._answer(ranks.call(Snapshots.restore, timeout_s, folder))
+            self._once.restored(step)
+            self._at = Moment(lease.number, step)
+            self._ranks, self._taken, self._written = ranks, "", ""
+
+    def _expect(self, lease: common_pb2.Lease, *steps: int) -> None:
+        """Raises unless one of these steps of the lease's timeline was begun last. A later one does not do here: what
+        changes or keeps the state needs that very state."""
+        self._at.check(lease.number, "this critic", "step")
+        if self.last_step not in steps:
+            raise FailedPrecondition(f"last_step: {steps[0]} expected, but this critic has trained {self.last_step}")
+
+    async def _run(
+        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Answer:
+        async with self.turn:
+            return await self._ask(method, *arguments, **options)
+
+    async def _ask(
+        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Answer:
+        return await self._answer(self._ranks.call(method, self._config.rank_timeout_s, *arguments, **options))
+
+    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except RanksLost as error:
+            fate = "a checkpoint is being restored" if self._restoring.locked() else "its replica will be replaced"
+            raise Unavailable(f"{error}; {fate}") from None
+        except RankFailed as error:
+            # Not a ServiceError, so that `translated` does not show its text to the caller.
+            raise RuntimeError(str(error)) from error
+
+
+def ranks_of(config: CriticConfig) -> RankGroup:
+    """The critic's ranks, which have no model yet: a single one as a process on the replica's GPU, several as
+    actors."""
+    if config.ranks == 1:
+        from services.common.ranks.process_rank import ProcessRank
+
+        return RankGroup("critic", [ProcessRank(config.rank_timeout_s)])
+    from services.common.ranks.ray_rank import ray_ranks
+
+    return ray_ranks("critic", config)

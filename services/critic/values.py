@@ -1,0 +1,25 @@
+"""A batcher's view of a call for values."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from services.common.serving.token_call import TokenCall
+from services.common.wire.codec import Ints
+from services.common.wire.ragged import Ragged
+
+
+class ValuesCall(TokenCall[tuple[Ints, Ints]]):
+    """Pairs, and the critic's step at each pass, since it may be trained between two passes."""
+
+    def __init__(self, prompts: Ragged, responses: Ragged, step: Callable[[], int]) -> None:
+        """`step` returns the critic's step; it raises if the critic is not in a state that the caller accepts."""
+        super().__init__(prompts, responses, lambda prompt, response: (prompt, response))
+        self._step = step
+        self.steps = np.zeros(len(prompts), np.int64)
+        """[B] the step whose weights computed the values of each pair."""
+
+    def items(self, rows: Sequence[int]) -> list[tuple[Ints, Ints]]:
+        """The model's inputs for these rows; raises the error of `step`."""
+        self.steps[list(rows)] = self._step()
+        return super().items(rows)

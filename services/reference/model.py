@@ -1,0 +1,63 @@
+"""Log-probs of given responses under a frozen model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.common.models.distribution import Distribution
+from services.common.models.loading import load_causal, response_logits
+from services.common.models.offload import Residence
+from services.common.models.sequences import length_batches, pad_pairs
+from services.common.wire.codec import Floats, Ints
+from services.reference.config import ReferenceConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and its response, and the distribution for the log-probs of the response's tokens."""
+
+    prompt_ids: Ints
+    response_ids: Ints
+    distribution: Distribution
+
+
+class FrozenModel:
+    """A language model that is never trained, on one device or with its layers divided over several GPUs."""
+
+    def __init__(self, config: ReferenceConfig, device: torch.device, gpus: int = 1) -> None:
+        spread = gpus > 1
+        self.model = load_causal(config.model, config.dtype, spread=spread).eval().requires_grad_(False)
+        self._residence = Residence(self.model, device, config.idle_s, spread=spread)
+        self._batch_tokens = config.batch_tokens
+        self._device = device
+
+    @torch.inference_mode()
+    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
+        """The log-probs log pi_ref(y_t | prefix) in each question's distribution, [T] for each question."""
+        answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
+        with self._residence.use():
+            for distribution in dict.fromkeys(question.distribution for question in questions):
+                asked = [i for i, question in enumerate(questions) if question.distribution == distribution]
+                for i, row in zip(asked, self._of([questions[i] for i in asked], distribution), strict=True):
+                    answers[i] = row
+        return answers
+
+    def check(self) -> None:
+        """Raises if the model cannot compute; for health checks. Does not move offloaded weights."""
+        if self._residence.offloads:
+            return self._residence.check()
+        one = np.zeros(1, np.int32)
+        self.logprobs([Question(one, one, Distribution())])
+
+    def _of(self, questions: Sequence[Question], distribution: Distribution) -> list[Floats]:
+        prompts = [question.prompt_ids for question in questions]
+        responses = [question.response_ids for question in questions]
+        answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
+        for batch in length_batches(prompts, responses, self._batch_tokens):
+            pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
+            logprobs = distribution.logprobs(response_logits(self.model, pairs), pairs)
+            for i, row in zip(batch, pairs.unpad(logprobs), strict=True):
+                answers[i] = row
+        return answers

@@ -1,0 +1,69 @@
+"""A sequence-classification model as a scorer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from protos import reward_pb2 as pb
+from services.common.config.base import ConfigError
+from services.common.models.loading import load_tokenizer, max_length
+from services.common.models.offload import Residence
+from services.common.models.scalar import load_scalar
+from services.common.models.sequences import length_batches, pad_pairs
+from services.common.wire.codec import Floats
+from services.common.wire.identity import model_hash, tokenizer_hash
+from services.common.wire.pairs import Pair
+from services.reward.config import (
+    ModelScorerConfig,
+)
+from services.reward.scorers.scorer import Scored
+
+
+class ModelScorer:
+    """Scores by a sequence-classification model's output at the response's last token."""
+
+    def __init__(self, config: ModelScorerConfig, tokenizer: Any, device: torch.device) -> None:
+        if tokenizer_hash(load_tokenizer(config.model)) != tokenizer_hash(tokenizer):
+            raise ConfigError(
+                f"reward.args.scorer.model: the tokenizer of {config.model} is not the service's tokenizer, "
+                "so its token ids mean something else"
+            )
+        labels = AutoConfig.from_pretrained(config.model).num_labels
+        if labels != 1:
+            raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
+        self._model = load_scalar(config.model, config.dtype).eval().requires_grad_(False)
+        self._residence = Residence(self._model, device, config.idle_s)
+        extra = self._model.config
+        self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0
+        self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
+        self.batch_tokens = config.batch_tokens
+        self._device = device
+        self.max_length = max_length(self._model)
+        self.texts = False
+        self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        self.identity = pb.ScorerIdentity(
+            name=f"model:{config.model}", model_hash=model_hash(config.model), weight=1.0
+        )
+
+    @torch.inference_mode()
+    def score(self, pairs: Sequence[Scored]) -> Floats:
+        """The normalised scores, [B]."""
+        prompts = [scored.prompt_ids for scored in pairs]
+        responses = [scored.response_ids for scored in pairs]
+        scores = np.empty(len(pairs), np.float32)
+        with self._residence.use():
+            for batch in length_batches(prompts, responses, self.batch_tokens):
+                padded = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
+                scores[batch] = self._model.scores(padded).cpu().numpy()
+        normalised: Floats = (scores - self._mean) / self._std
+        return normalised
+
+    def check(self) -> None:
+        """Runs a forward pass over one pair; with offload it checks the device without moving the weights."""
+        if self._residence.offloads:
+            return self._residence.check()
+        one = np.zeros(1, np.int32)
+        self.score([Scored(one, one, Pair("", ""))])

@@ -1,0 +1,237 @@
+"""A replica's part in a weight push: one phase at a time, each within its deadline."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from protos import common_pb2
+from protos import rollout_pb2 as pb
+from services.common.serving.runs.lease import Fence
+from services.common.serving.runs.timeline import Moment
+from services.common.weight_transfer.manifest import Manifest
+from services.common.wire.codec import pack_floats, unpack_sequences
+from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
+from services.rollout.interface import Engine
+
+log = logging.getLogger("quartet")
+
+PATIENCE = 2.0
+"""Multiple of the last phase's deadline for which an open push waits for a further phase."""
+
+
+LARGEST_BUCKET = 8 << 30
+"""Largest bucket in bytes; limited because some backends allocate a bucket before any data comes."""
+
+
+class WeightMember:
+    """Carries out the phases of a push on one engine and reports the result of each.
+
+    For example prepare(version 8) joins the group and pauses, transfer receives the weights, commit(8) puts them into
+    service. If transfer fails, its report says so, abort resumes version 7, and this replica is ready for a new
+    prepare.
+    """
+
+    def __init__(self, engine: Engine, replica: str, host: str) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._host = host
+        self._membership = 0
+        self._open = False
+        self._turn = asyncio.Lock()
+        self._patience: asyncio.Task[None] | None = None
+        self._stuck = False
+        self._fence = Fence()
+        self._timeline = 0
+        self._settled = True
+        """True if no push under an earlier lease is open here."""
+        self.failure = ""
+        """Reason for which this replica is unhealthy; empty while it is healthy."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a phase is carried out; the engine answers nothing else meanwhile."""
+        return self._turn.locked()
+
+    @property
+    def at(self) -> Moment:
+        """The version that the engine serves, and the timeline of the push that brought it."""
+        return Moment(self._timeline, self._engine.version)
+
+    def check(self, lease: common_pb2.Lease) -> None:
+        """Returns if this is the lease that holds the replica. See Fence.check."""
+        self._fence.check(lease)
+
+    async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
+        """Carries out one phase. Never raises: a failed phase is rolled back and its report holds the error."""
+        name = phase.WhichOneof("phase")
+        if name == "discover":
+            return self._discover(phase.discover)
+        if name == "claim":
+            return await self._claim(phase)
+        try:
+            self._fence.check(phase.lease)
+        except ServiceError as error:
+            # Not rolled back: an open push belongs to another run.
+            return self._report(ok=False, fenced=isinstance(error, LeaseLost), error=f"{name}: {error}")
+        if name == "probe":
+            return await self._probe(phase.probe, phase.timeout_s)
+        if self._patience is not None:
+            self._patience.cancel()
+        return await self._in_turn(name, phase)
+
+    async def _in_turn(self, name: str, phase: pb.WeightPhase) -> pb.WeightReport:
+        steps: dict[str, Callable[[Any], Awaitable[str]]] = {
+            "prepare": self._prepare,
+            "transfer": self._transfer,
+            "commit": self._commit,
+            "abort": self._abort,
+        }
+        try:
+            # One at a time: an abort may arrive while a transfer, abandoned by its caller, is still failing here.
+            async with asyncio.timeout(phase.timeout_s), self._turn:
+                self._fence.check(phase.lease)  # again: another run may have claimed the replica meanwhile
+                checksum = await steps[name](getattr(phase, name))
+                if name == "commit":
+                    self._timeline = phase.lease.number
+            return self._report(ok=True, checksum=checksum)
+        except LeaseLost as error:
+            return self._report(ok=False, fenced=True, error=f"{name}: {error}")
+        except Exception as error:
+            log.warning("push: %s failed on %s: %s", name, self._replica, error)
+            await self._roll_back(phase.timeout_s)
+            return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
+        finally:
+            if self._open:
+                self._patience = asyncio.create_task(self._expire(PATIENCE * phase.timeout_s))
+
+    def _discover(self, message: pb.Discover) -> pb.WeightReport:
+        if self._stuck:
+            return self._report(ok=False, error=self.failure)
+        return self._report(ok=True, misfit=self._misfit(message.manifest) if message.manifest else "")
+
+    def _misfit(self, manifest: bytes) -> str:
+        try:
+            self._checked(manifest)
+        except (ServiceError, ValueError) as error:
+            return str(error)[:1000]
+        return ""
+
+    def _checked(self, packed: bytes) -> Manifest:
+        """The manifest, after a check that the engine can take such a push."""
+        if len(packed) > self._engine.longest_manifest:
+            raise InvalidArgument(f"manifest: {len(packed)} bytes; no push to this replica's model needs as many")
+        manifest = Manifest.unpack(packed)
+        self._engine.check(manifest)
+        return manifest
+
+    async def _claim(self, phase: pb.WeightPhase) -> pb.WeightReport:
+        """Puts the lease in force. When it answers, phases under others have ended and later ones are refused."""
+        try:
+            if self._fence.claim(phase.lease, phase.claim):
+                self._settled = False
+            if not self._settled:
+                async with asyncio.timeout(phase.timeout_s), self._turn:
+                    if self._open:
+                        log.warning("push: %s is claimed by run %s meanwhile", self._replica, phase.lease.run_id)
+                        await self._abort(pb.Abort())
+                self._settled = True
+            return self._report(ok=True)
+        except Exception as error:
+            text = f"claim: {error}" if isinstance(error, ServiceError) else f"claim: {type(error).__name__}: {error}"
+            return self._report(ok=False, fenced=isinstance(error, LeaseLost), error=text[:1000])
+
+    async def _probe(self, message: pb.Probe, timeout_s: float) -> pb.WeightReport:
+        """Scores the probe's sequences; the engine goes on sampling meanwhile."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                vocabulary, field = self._engine.vocab_size, "probe.sequences"
+                scored = await self._engine.score(unpack_sequences(message.sequences, field, vocab_size=vocabulary))
+                return self._report(ok=True, logprobs=pack_floats(scored), stale=await self._engine.stale())
+        except Exception as error:
+            log.warning("push: probe failed on %s: %s", self._replica, error)
+            return self._report(ok=False, error=f"probe: {type(error).__name__}: {error}"[:1000])
+
+    def _report(self, **fields: Any) -> pb.WeightReport:
+        return pb.WeightReport(
+            replica=self._replica,
+            policy_version=self._engine.version,
+            timeline=self._timeline,
+            membership=self._membership,
+            workers=self._engine.workers,
+            held=self._fence.held(),
+            place=pb.Place(machine=self._engine.place.machine, gpus=self._engine.place.gpus),
+            **fields,
+        )
+
+    async def _prepare(self, message: pb.Prepare) -> str:
+        if self._replica not in message.ranks:
+            raise FailedPrecondition(f"{self._replica} is not in membership {message.membership}")
+        if message.bucket_bytes > LARGEST_BUCKET:
+            raise InvalidArgument(f"bucket_bytes: {message.bucket_bytes}; must be at most {LARGEST_BUCKET}")
+        # Checked before the group forms, generation pauses or data is sent.
+        self._checked(message.manifest)
+        if self._membership != message.membership:
+            if self._engine.backend not in ("auto", message.backend):
+                raise FailedPrecondition(
+                    f"weight_backend: {self._engine.backend} here, but weights are pushed by {message.backend}"
+                )
+            await self._engine.join(self._joining(message))
+            self._membership = message.membership
+        self._open = True
+        await self._engine.pause(message.in_flight)
+        return ""
+
+    def _joining(self, message: pb.Prepare) -> dict[str, Any]:
+        """The fields of weight_transfer.receiver.Joining, which is not imported because it needs torch."""
+        return {
+            "backend": message.backend,
+            "senders": [[sender.address, sender.port] for sender in message.senders],
+            "rank": message.ranks[self._replica],
+            "world_size": message.world_size,
+            "membership": message.membership,
+            "host": self._host,
+            "stall_s": message.stall_s,
+            "streaming": message.streaming,
+        }
+
+    async def _transfer(self, message: pb.Transfer) -> str:
+        self._expect(message.membership)
+        return await self._engine.receive(self._checked(message.manifest))
+
+    async def _commit(self, message: pb.Commit) -> str:
+        self._expect(message.membership)
+        await self._engine.commit(message.policy_version)
+        self._open, self.failure = False, ""
+        return self._engine.checksum
+
+    async def _abort(self, message: pb.Abort) -> str:
+        whole = await self._engine.abort() if self._open else True
+        self._open, self._membership, self._stuck = False, 0, False
+        if whole and self._engine.version >= 0:
+            self.failure = ""
+        else:
+            self.failure = "a push that loads weights into place failed; this replica waits for a complete one"
+        return ""
+
+    def _expect(self, membership: int) -> None:
+        if not self._open or membership != self._membership:
+            raise FailedPrecondition(
+                f"membership {membership} is not open here; this replica is in {self._membership}"
+            )
+
+    async def _roll_back(self, timeout_s: float) -> None:
+        """Returns to generating with the old weights, so that a failed push never leaves a replica paused."""
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                await self._abort(pb.Abort())
+        except Exception as error:
+            log.error("push: roll-back failed on %s: %s", self._replica, error)
+            self._stuck = True
+            self.failure = f"paused by a push that could not be rolled back: {type(error).__name__}: {error}"
+
+    async def _expire(self, seconds: float) -> None:
+        """Rolls back a push whose orchestrator sends no further phase, since nothing else would resume generation."""
+        await asyncio.sleep(seconds)
+        log.warning("push: no further phase reached %s within %g s; rolling back", self._replica, seconds)
+        await self._roll_back(seconds)

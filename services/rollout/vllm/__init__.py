@@ -1,0 +1,1 @@
+"""Code that runs inside vLLM or drives it; only the rollout service imports it."""

@@ -1,0 +1,63 @@
+"""Arguments of a rollout replica's vLLM engine."""
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+from vllm import AsyncEngineArgs
+from vllm.config import WeightTransferConfig
+
+from services.common.config.base import ConfigError
+from services.common.wire.identity import vocabulary_size
+from services.rollout.config import RolloutConfig
+
+FREE = 0.02
+"""Share of a GPU that has to be free for an engine with a configured cache size."""
+
+
+def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+    """vLLM's arguments for this configuration.
+
+    Raises:
+        ConfigError: the size of the KV cache is missing on a machine without a GPU.
+    """
+    gpu = torch.cuda.is_available()
+    if config.kv_cache_mib is None and not gpu:
+        raise ConfigError("rollout.args.kv_cache_mib: required on a machine without a GPU, e.g. 256")
+    single = config.tensor_parallel_size == 1
+    return AsyncEngineArgs(
+        model=config.model,
+        dtype=config.dtype,
+        max_model_len=config.max_length,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=config.kv_cache_mib << 20 if config.kv_cache_mib else None,
+        gpu_memory_utilization=utilization(config, gpu=gpu),
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="uni" if single else "mp",
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enforce_eager=eager(config, gpu=gpu),
+        seed=config.seed,
+        # Log-probs of the distribution that tokens are sampled from, after temperature.
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="quartet"),
+        worker_extension_cls="services.rollout.vllm.transfer.WorkerExtension",
+        scheduler_cls="services.rollout.vllm.scheduler.WholeResponseScheduler",
+        disable_log_stats=True,
+        logits_processors=["services.rollout.vllm.vocabulary:TokenizerVocabulary"] if _is_padded(config) else None,
+        generation_config="auto",
+    )
+
+
+def _is_padded(config: RolloutConfig) -> bool:
+    """True if the model's vocabulary has entries that its tokenizer does not know."""
+    entries = AutoConfig.from_pretrained(config.model).get_text_config().vocab_size
+    return bool(entries > vocabulary_size(AutoTokenizer.from_pretrained(config.model)))
+
+
+def utilization(config: RolloutConfig, *, gpu: bool) -> float:
+    """The share of the GPU to pass to vLLM. vLLM refuses to start unless that much is free, even if the size of the
+    cache is configured; beside other processes that may never happen."""
+    return FREE if gpu and config.kv_cache_mib else config.gpu_memory_utilization
+
+
+def eager(config: RolloutConfig, *, gpu: bool) -> bool:
+    """True to run without graphs and compilation."""
+    return not gpu if config.enforce_eager is None else config.enforce_eager

@@ -1,0 +1,112 @@
+"""Loads new weights into vLLM's model, layer by layer, and keeps track of whether the model is complete."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from services.common.weight_transfer.manifest import Manifest
+
+
+class Loading:
+    """Opens a model's layers, loads complete sets of weights into them and closes them again.
+
+    Graphs and kernels refer to the model's memory, so vLLM loads each layer elsewhere and copies it into place.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model: Any = model
+        self._config = model_config
+        self._device = device
+        self.broken = False
+        """True if loading ended before the layers were closed: the weights are a mixture of two versions."""
+        self._packed: dict[Any, Any] = {}
+        """The packed copies that the layers computed with, while the layers are open."""
+        self.stale: list[str] = []
+        """Layers that the last update brought no weights for, not even shared ones."""
+
+    def take_apart(self) -> None:
+        """Opens all layers for new weights."""
+        if self.broken:
+            self._close_layers()
+        self.broken = True
+        # vLLM's CPU build computes with packed copies of the weights; each refers to its source.
+        self._packed = {m: m.cpu_linear for m in self._model.modules() if hasattr(m, "cpu_linear")}
+        initialize_layerwise_reload(self._model)
+
+    def load(self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]) -> None:
+        """Loads buckets of a manifest, from host memory; returns when they may be overwritten."""
+        self._model.load_weights(self._tensors(manifest, buckets))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _tensors(
+        self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, data in buckets:
+            # One copy to the device per bucket, while the bucket before is being loaded.
+            yield from manifest.cut(bucket, data.to(self._device, non_blocking=True))
+
+    def put_together(self) -> None:
+        """Closes all layers; the model is complete."""
+        empty = [name for name, layer in self._model.named_modules() if _got_nothing(layer)]
+        finalize_layerwise_reload(self._model, self._config)
+        self._repack()
+        self.stale = _sharing_nothing(self._model, empty)
+        self.broken = False
+
+    def discard(self) -> bool:
+        """Ends a push without its weights; True if the model still has its old weights. If not, the next push can
+        still be loaded."""
+        if self.broken:
+            self._close_layers()
+        return not self.broken
+
+    def _close_layers(self) -> None:
+        """Gives layers whose loading was interrupted their own memory back; vLLM would keep their temporary
+        tensors."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+        LOADING_LAYERS.clear()
+
+    def _repack(self) -> None:
+        """Renews the packed copies of layers that got no weights under their own name, such as a head that shares the
+        embeddings' weights."""
+        for module, before in self._packed.items():
+            if module.cpu_linear is before and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+        self._packed = {}
+
+
+def _got_nothing(layer: Any) -> bool:
+    """True if the layer has weights and got none so far in this update."""
+    info = get_layerwise_info(layer)
+    return bool(info.can_load() and info.load_numel_total and not info.load_numel)
+
+
+def _sharing_nothing(model: torch.nn.Module, empty: list[str]) -> list[str]:
+    """The layers in `empty` that share no weights with another layer, as a tied head does with the embeddings."""
+    names = set(empty)
+    filled = {
+        weight.untyped_storage().data_ptr()
+        for name, layer in model.named_modules()
+        if name not in names
+        for weight in layer.parameters(recurse=False)
+    }
+    layers = dict(model.named_modules())
+    return [
+        name
+        for name in empty
+        if any(w.untyped_storage().data_ptr() not in filled for w in layers[name].parameters(recurse=False))
+    ]

@@ -1,0 +1,15 @@
+"""vLLM's entry point (`vllm.general_plugins`): loaded in every process of an engine."""
+
+from services.rollout.vllm.parent import end_with_parent
+
+
+def register() -> None:
+    """Registers the weight-transfer engine `quartet`, and lets the process end with the one that started it.
+
+    vLLM loads plugins several times in a process; further calls do nothing.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    if "quartet" not in Factory._registry:
+        Factory.register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
+    end_with_parent()

@@ -1,0 +1,91 @@
+"""vLLM's scheduler with each response handed over once instead of token by token.
+
+The service sends whole samples. vLLM's engine, written for chat, sends every token and its log-prob to the serving
+process in a separate message, which for small models takes a quarter of the engine's time. This scheduler holds the
+messages back until the response is finished. Scheduling itself stays as it is.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+
+
+class WholeResponseScheduler(AsyncScheduler):
+    """Sends a request's outputs together: when it finishes, and when the engine is paused.
+
+    At a pause too, because the engine labels outputs with the version of the weights at the time of sending, and
+    weights change only during a pause: tokens of the old weights have to be sent before.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[str, _Held] = {}
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        """Client -> outputs of one step, without those of unfinished requests, which are held back."""
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
+        for client, message in messages.items():
+            message.outputs = [whole for output in message.outputs if (whole := self._hold(client, output))]
+        if self.pause_state == PauseState.PAUSED_ALL:
+            for held in self._held.values():
+                messages.setdefault(held.client, EngineCoreOutputs(outputs=[])).outputs.append(held.joined())
+            self._held.clear()
+        return {client: message for client, message in messages.items() if _says_something(message)}
+
+    def has_requests(self) -> bool:
+        """True if another step is needed. A pause is complete only when no output is held back."""
+        return super().has_requests() or (self.pause_state == PauseState.PAUSED_ALL and bool(self._held))
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
+        """Ends cancelled or aborted requests, and drops their held outputs, which have no reader any more."""
+        ended: list[Request] = super().finish_requests(request_ids, *args, **kwargs)
+        for request in ended:
+            self._held.pop(request.request_id, None)
+        return ended
+
+    def _hold(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        held = self._held.get(output.request_id)
+        if held is None:
+            if output.finished:
+                return output
+            self._held[output.request_id] = _Held(client, output)
+            return None
+        held.parts.append(output)
+        if not output.finished:
+            return None
+        del self._held[output.request_id]
+        return held.joined()
+
+
+class _Held:
+    """Outputs of one request, in order."""
+
+    __slots__ = ("client", "parts")
+
+    def __init__(self, client: int, first: EngineCoreOutput) -> None:
+        self.client = client
+        self.parts = [first]
+
+    def joined(self) -> EngineCoreOutput:
+        """The last output extended by the tokens of those before it."""
+        whole = self.parts[-1]
+        lists = [part.new_logprobs for part in self.parts if part.new_logprobs is not None]
+        whole.new_token_ids = [token for part in self.parts for token in part.new_token_ids]
+        whole.prefill_stats = self.parts[0].prefill_stats
+        if lists:
+            whole.new_logprobs = LogprobsLists(
+                np.concatenate([part.logprob_token_ids for part in lists]),
+                np.concatenate([part.logprobs for part in lists]),
+                np.concatenate([part.sampled_token_ranks for part in lists]),
+            )
+        return whole
+
+
+def _says_something(message: EngineCoreOutputs) -> bool:
+    return bool(message.outputs or message.finished_requests or message.scheduler_stats)

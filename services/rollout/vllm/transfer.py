@@ -1,0 +1,159 @@
+"""vLLM's side of a push: one transfer engine for all backends.
+
+It stages the weights, then swaps them in: all buckets are kept beside the model until `finish`, so that an
+interrupted transfer leaves the serving weights intact. That takes one more copy of the weights in host memory, kept
+from push to push (with ipc it is the learner's copy). Streaming needs no copy, but an interrupted transfer leaves a
+model that can only receive again. vLLM's own transfer engines load weights before they are verified, and have no
+deadlines.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from services.common.models.device import gpu_uuid
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.memory.buckets import checksum, digest
+from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
+from services.rollout.vllm.loading import Loading
+
+NAME = "quartet"
+"""Name under which plugin.py registers the engine with vLLM."""
+
+
+@dataclass
+class JoiningInfo(Joining, WeightTransferInitInfo):
+    """Everything that a replica's workers need to join a push; `rank` is the first worker's."""
+
+    streaming: bool = False
+    """True to load each bucket into the model as it arrives."""
+
+
+@dataclass
+class PackedUpdateInfo(WeightTransferUpdateInfo):
+    """The fields of a Manifest as plain lists."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bucket_bytes: int
+
+
+class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
+    """Receives and verifies weights, and loads them at the commit."""
+
+    init_info_cls = JoiningInfo
+    update_info_cls = PackedUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.checksum = ""
+        """Checksum of the bytes received last."""
+        self._loading = Loading(self.model, self.model_config, self.device)
+        self._backend = ""
+        self._receiver: GroupReceiver | SharedReceiver | None = None
+        self._stream: GroupReceiver | None = None
+        """The receiver, if weights are streamed."""
+        self._manifest: Manifest | None = None
+
+    @property
+    def stale(self) -> list[str]:
+        """Layers that the last update brought no weights for."""
+        return self._loading.stale
+
+    def init_transfer_engine(self, init_info: JoiningInfo) -> None:
+        """Joins the members of a new group, leaving the one before."""
+        self.shutdown()
+        if self._receiver is None or init_info.backend != self._backend:
+            self._receiver, self._backend = make_receiver(init_info.backend, self.device), init_info.backend
+        fields = {name: getattr(init_info, name) for name in Joining.__dataclass_fields__}
+        self._receiver.join(Joining(**fields | {"rank": init_info.rank + self.parallel_config.rank}))
+        receiver = self._receiver
+        self._stream = receiver if init_info.streaming and isinstance(receiver, GroupReceiver) else None
+
+    def start_weight_update(self) -> None:
+        """Opens the model's layers if weights are streamed; otherwise the model stays as it is until the finish."""
+        if self._stream is not None:
+            self._loading.take_apart()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receives the weights, without the base class's synchronisation of an accelerator, which a CPU lacks."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
+        """Receives every bucket and computes the checksum.
+
+        Raises:
+            RuntimeError: a sender or another member is gone, or a bucket took too long.
+        """
+        if self._receiver is None:
+            raise RuntimeError("no transfer group: prepare comes before transfer")
+        self._manifest = manifest = Manifest.from_fields(vars(update_info))
+        try:
+            if self._stream is None:
+                received = self._receiver.receive(manifest)
+            else:
+                received = self._load_arriving(self._stream, manifest)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.checksum = received
+
+    def _load_arriving(self, stream: GroupReceiver, manifest: Manifest) -> str:
+        digests = {}
+        for number, bucket, data in stream.arriving(manifest):
+            digests[number] = digest(data)
+            self._loading.load(manifest, [(bucket, data)])
+        return checksum(digests)
+
+    def finish_weight_update(self) -> None:
+        """Loads the received weights, or closes the layers after streaming. RuntimeError if the weights changed
+        meanwhile; the model can then only receive again."""
+        assert self._receiver is not None
+        assert self._manifest is not None
+        if self._stream is None:
+            self._loading.take_apart()
+            self._loading.load(self._manifest, self._receiver.buckets())
+            self._receiver.check()
+        self._loading.put_together()
+
+    def discard(self) -> bool:
+        """Ends a push without its weights; whether the model is whole, with the weights it had."""
+        self.shutdown()
+        return self._loading.discard()
+
+    def shutdown(self) -> None:
+        """Leaves the group."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, in addition to its own calls for weight transfer."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def gpu(self) -> str:
+        """UUID of this worker's GPU; empty on a CPU."""
+        return gpu_uuid(self.weight_transfer_engine.device)
+
+    def weights_checksum(self) -> str:
+        """Checksum of the bytes that this worker received last."""
+        return str(self.weight_transfer_engine.checksum)
+
+    def stale_weights(self) -> list[str]:
+        """Layers that the last update brought no weights for."""
+        return list(self.weight_transfer_engine.stale)
+
+    def abort_weight_update(self) -> bool:
+        """Ends a push without its weights; whether the model is whole, with the weights it had. vLLM's own flag says
+        no more than that an update is open: it clears it when an update fails, with half of the weights loaded."""
+        self._weight_update_active = False
+        return bool(self.weight_transfer_engine.discard())

@@ -1,0 +1,57 @@
+"""How the tests are divided among the processes of `pytest -n`; a plugin of pytest.
+
+Most of the time of the larger tests is waiting for services, so several processes share the cores. What takes long to
+start is started once: all tests of a folder that shares it run in one process, in their order. Elsewhere a file's
+tests stay together.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+_SHARING = ("e2e", "integration", "engine")
+"""Folders of tests/ whose tests share what takes long to start: a quartet each, and a process for engines."""
+_NICENESS = {"unit": 15, "engine": 15}
+"""Tests that compute, by folder: they share the cores evenly with services, which Ray runs at 15, and give way to
+tests that wait for deadlines."""
+
+
+def together(test: str) -> str:
+    """The name of the group that a test, given by its id, belongs to."""
+    folder = _folder(test)
+    return folder if folder in _SHARING else test.split("::", 1)[0]
+
+
+def _folder(test: str) -> str:
+    """The folder of tests/ that a test is in."""
+    return test.split("/", 2)[1]
+
+
+class Division(LoadScopeScheduling):  # type: ignore[misc]  # xdist's classes come untyped
+    """Hands out groups of tests in the order of their collection: those of services, the longest, first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return together(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Division:
+    """Replaces what `--dist` names."""
+    config.option.loadscopereorder = False
+    return Division(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of every folder but `unit`: all of them start processes or use a quartet."""
+    for item in items:
+        if _folder(item.nodeid) != "unit":
+            item.add_marker("processes")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lowers this process's priority, for good, where its tests compute."""
+    niceness = _NICENESS.get(_folder(item.nodeid), 0)
+    if "PYTEST_XDIST_WORKER" in os.environ and niceness > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)

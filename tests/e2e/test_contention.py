@@ -1,0 +1,84 @@
+"""Two runs that want the same services: one is told, or takes over and the other ends without having changed more."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import yaml
+
+from orchestrator.commands.run_folder import RUN_ID
+from protos import common_pb2
+from protos import rollout_pb2 as pb
+from services.common.wire.errors import LeaseLost
+from services.rollout.sample import Sampling
+from tests.cluster import Quartet, command
+from tests.runs import PATIENCE_S, Run
+
+PROMPTS = [np.asarray([4, 5], np.int32)]
+LONG = 500
+"""Steps that nobody waits for."""
+
+
+def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 6) -> Run:
+    run = Run(quartet, name)
+    raw = yaml.safe_load(run.config.read_text())
+    raw["orchestrator"] |= {"steps": steps, "timeouts": {"lease_s": lease_s}}
+    run.config.write_text(yaml.safe_dump(raw))
+    return run
+
+
+@pytest.fixture
+def first(quartet: Quartet) -> Iterator[Run]:
+    run = lasting(quartet, "first", LONG)
+    yield run
+    run.end()
+
+
+def run_id(run: Run) -> str:
+    return (run.folder / RUN_ID).read_text().strip()
+
+
+async def test_of_two_runs_one_is_told_and_taking_over_ends_the_other(quartet: Quartet, first: Run) -> None:
+    process = first.start()
+    first.wait(first.reached(1), process)
+    second = lasting(quartet, "second", 2)
+
+    refused = await asyncio.to_thread(command, quartet.folder, "train", str(second.config))
+    assert refused.returncode == 1
+    told = " ".join(refused.stderr.split())
+    assert f"run {run_id(first)} is training with these services: stop it first" in told
+    assert not (second.folder / RUN_ID).exists()
+    # The first has not noticed.
+    first.wait(first.reached(len(first.steps()) + 1), process)
+
+    taken = await asyncio.to_thread(command, quartet.folder, "train", str(second.config), "--take-over")
+    assert taken.returncode == 0, taken.stderr
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+    log = " ".join(first.log.read_text().split())
+    assert re.search(rf"run {run_id(first)} of \w+ \(lease \d", log)
+    assert re.search(rf"run {run_id(second)} of \w+ \(lease \d", log)
+    assert "Traceback" not in log
+
+    # A late call of the first, as one that was held up in the network.
+    services, critic, last_step = quartet.services, quartet.critic, (await quartet.critic.info(30)).last_step
+    older = common_pb2.Lease(run_id=run_id(first), number=1)
+    critic.lease = services.rollout.lease = older
+    with pytest.raises(LeaseLost, match=f"run {run_id(first)} .* run {run_id(second)} .* nothing was changed"):
+        await critic.restore_checkpoint("first/checkpoints/step-000000/critic", 60)
+    with pytest.raises(LeaseLost, match=f"run {run_id(first)} .* run {run_id(second)} "):
+        await anext(services.rollout.generate(PROMPTS, Sampling(max_new_tokens=2), max_version=9, timeout_s=60))
+    with pytest.raises(LeaseLost, match=f"run {run_id(second)} "):
+        await services.rollout.update_weights(10, commit=pb.Commit(membership=1, policy_version=1))
+    info = await critic.info(30)
+    assert (info.last_step, info.held.left_s) == (last_step, 0)
+
+
+async def test_a_crashed_runs_services_are_free_when_its_lease_ends(quartet: Quartet) -> None:
+    first = lasting(quartet, "crashing", LONG, lease_s=60)  # longer than it takes to start the next
+    first.killed(first.reached(1))
+    third = lasting(quartet, "third", 1)
+    done = await asyncio.to_thread(command, quartet.folder, "train", str(third.config))
+    assert done.returncode == 0, done.stderr
+    assert f"run {run_id(first)} was alive a moment ago" in " ".join(done.stderr.split())

@@ -1,0 +1,126 @@
+"""The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.push.pusher import PushFailed
+from protos import rollout_pb2 as pb
+from services.rollout.interface import LOST
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.engine_process import EngineProcess
+from tests.models import make_policy
+from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push
+
+PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
+GREEDY = Sampling(max_new_tokens=40, temperature=0)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine, and the model it was loaded from in transformers."""
+
+    model: Any
+    engine: EngineProcess
+
+    async def greedy(self) -> list[list[int]]:
+        samples = await self.engine.generate(PROMPTS, GREEDY)
+        return [sample.response_ids.tolist() for sample in samples]
+
+    async def check(self, version: int) -> None:
+        """Greedy tokens equal transformers', sampled tokens' log-probs too, and all are of this version."""
+        assert await self.greedy() == plain.greedy(self.model, PROMPTS, GREEDY.max_new_tokens)
+        for temperature in (1.0, 0.7):
+            samples = await self.engine.generate(PROMPTS, Sampling(max_new_tokens=40, temperature=temperature))
+            expected = plain.logprobs(self.model, PROMPTS, [s.response_ids for s in samples], temperature)
+            assert plain.furthest([sample.logprobs for sample in samples], expected) < 1e-4
+            assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True)],
+    ids=["llama", "llama-tied", "qwen2", "qwen2-tied"],
+)
+async def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine: EngineProcess
+) -> Loaded:
+    """An engine with each kind of model."""
+    kind, tied = request.param
+    folder: Path = make_policy(tmp_path_factory.mktemp("engine") / "policy", kind=kind, tied=tied, seed=5)
+    await engine.start(folder)
+    return Loaded(plain.language_model(folder), engine)
+
+
+async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded) -> None:
+    await loaded.check(version=0)
+    before = await loaded.greedy()
+    source = ModelSource(loaded.model)
+    for version in (3, 4):
+        perturbed(loaded.model, seed=version)
+        report = await push(loaded.engine, source, version)
+        assert (report.policy_version, report.replicas, report.attempts) == (version, ("only",), 1)
+        await loaded.check(version)
+        after = await loaded.greedy()
+        assert after != before
+        before = after
+
+
+async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
+    """In the middle; then the same weights arrive with the next push."""
+    [old] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
+    seeded = Sampling(max_new_tokens=40)
+    before = await loaded.engine.generate(PROMPTS, seeded)
+    perturbed(loaded.model, seed=99)
+    source = ModelSource(loaded.model)
+    source.midway = source.leave
+    with pytest.raises(PushFailed, match=r"version 50 after 1 attempts: only: transfer: \w+"):
+        await push(loaded.engine, source, 50)
+    after = await loaded.engine.generate(PROMPTS, seeded)
+    for left, right in zip(before, after, strict=True):
+        assert np.array_equal(left.response_ids, right.response_ids)
+        assert np.array_equal(left.logprobs, right.logprobs)
+        assert right.policy_version == old.policy_version
+    report = await push(loaded.engine, source, 51)
+    assert report.attempts == 1
+    await loaded.check(version=51)
+
+
+async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
+    perturbed(loaded.model, seed=101)
+    one = await push(loaded.engine, ModelSource(loaded.model), 70)
+    two = await push(loaded.engine, ModelSource(loaded.model, senders=2), 71)
+    assert two.checksum == one.checksum
+    await loaded.check(version=71)
+
+
+async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeated(loaded: Loaded) -> None:
+    """It has no copy to go back to. The repetition mends it."""
+    perturbed(loaded.model, seed=102)
+    source = ModelSource(loaded.model)
+    await push(loaded.engine, source, 80, streaming=True)
+    await loaded.check(version=80)
+    perturbed(loaded.model, seed=103)
+    source.midway = source.leave
+    with pytest.raises(PushFailed, match=r"version 81 after 1 attempts: only: transfer: \w+"):
+        await push(loaded.engine, source, 81, streaming=True)
+    [lost] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
+    assert lost.policy_version == LOST
+    await push(loaded.engine, source, 82, streaming=True)
+    await loaded.check(version=82)
+    perturbed(loaded.model, seed=104)
+    await push(loaded.engine, source, 83)
+    await loaded.check(version=83)
+
+
+async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
+    perturbed(loaded.model, seed=100)
+    source = ModelSource(loaded.model)
+    source.midway = source.leave
+    report = await push(loaded.engine, source, 60, attempts=2)
+    assert report.attempts == 2
+    await loaded.check(version=60)

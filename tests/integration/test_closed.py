@@ -1,0 +1,92 @@
+"""What of the four services can be reached from another machine, and what it answers there."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from orchestrator.deployment.listeners import listeners, unguarded
+from services.common.security.credentials import VARIABLE
+from services.common.security.local import FOLDER
+from tests.cluster import Quartet, refused
+from tests.configuration import REPO
+from tests.strangers import NEEDS, Stranger, stranger
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Stranger]:
+    with stranger() as caller:
+        if not caller.namespace:
+            print(f"asking at {caller.host} from this machine itself: {NEEDS}")
+        yield caller
+
+
+def test_the_http_port_hands_nothing_on(quartet: Quartet) -> None:
+    url = f"http://127.0.0.1:{quartet.raw['http_options']['port']}/reward"
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        urllib.request.urlopen(url, data=b"{}", timeout=10)
+    assert caught.value.read() == b"the services answer over gRPC only\n"
+
+
+async def test_another_user_of_this_machine_gets_nothing_and_cannot_read_the_token(quartet: Quartet) -> None:
+    """Over loopback, which every user reaches: each service's methods, health and reflection."""
+    folder = quartet.folder / FOLDER
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "token")] == [0o700, 0o600]
+    asked = [("Reward", "Score"), ("Critic", "Train"), ("Rollout", "UpdateWeights"), ("Reference", "Info")]
+    methods = [f"/quartet.v1.{service}/{method}" for service, method in asked]
+    metadata = (("application", "reward"),)
+    async with grpc.aio.insecure_channel(quartet.target) as channel:
+        for method in (*methods, "/grpc.health.v1.Health/Check"):
+            for proof in ((), (("authorization", "Bearer guessed"),)):
+                answer = channel.unary_unary(method)(b"", metadata=(*metadata, *proof), timeout=30)
+                assert (await refused(answer))[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert (await quartet.services.reward.info(30)).model.vocab_size > 0
+
+
+def test_a_program_in_the_folder_calls_as_the_readme_shows(quartet: Quartet) -> None:
+    shown = (REPO / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    program = shown.replace("127.0.0.1:19000", quartet.target)
+    assert program != shown
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=quartet.folder,
+        env={name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model:" in done.stdout
+
+
+@pytest.mark.usefixtures("on_ray")
+async def test_a_stranger_on_another_machine_gets_nothing(
+    quartet: Quartet, elsewhere: Stranger, tmp_path: Path
+) -> None:
+    """Every process of the head, and this one, which has joined it."""
+    found = listeners([psutil.Process(), *quartet.cluster.processes()])
+    beyond = [listener for listener in found if not listener.on_loopback]
+    ports = {listener.port for listener in found}
+    assert quartet.raw["grpc_options"]["port"] in ports
+    answers = elsewhere.asks(sorted(ports), tmp_path / "planted")
+    reached = {port: answer for port, answer in answers.items() if answer != "unreachable"}
+    opened = await asyncio.to_thread(unguarded, found)
+    print(
+        f"{len(found)} listeners, {len(beyond)} off loopback, {len(reached)} reached from "
+        f"{'another network namespace' if elsewhere.namespace else 'this machine'}, "
+        f"{len(opened)} unauthenticated off loopback"
+    )
+    assert opened == []
+    # Of all of Ray only the replicas' own ports; they refuse before they look at the message.
+    assert set(reached) == {listener.port for listener in beyond}
+    assert set(reached.values()) <= {"UNAUTHENTICATED"}
+    assert all(listener.process.startswith("ray::ServeReplica") for listener in beyond)
+    assert not (tmp_path / "planted").exists()

@@ -1,0 +1,186 @@
+"""Members of a push that die or freeze at every point of it. Each test prints how long the push took in all.
+
+The members are processes of their own with the replica's real part in a push over real gloo; they are ended with
+SIGKILL and frozen with SIGSTOP. The same through Serve and vLLM, where it takes minutes: test_faults.py.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.pusher import PushReport, WeightPusher
+from protos import rollout_pb2 as pb
+from services.common.weight_transfer.place import Place, machine
+from services.common.weight_transfer.registry import Applicant, Ticket
+from services.common.wire.errors import Internal, Unavailable
+from tests.members import LEASE, Fleet, Hook, weights
+from tests.sources import LocalSource
+
+MIB = 64
+STALL_S = 2.0
+CONTROL_S = 1.0
+TIMEOUT_S = 8.0
+COMMIT_S = 3.0
+
+
+HERE = Place(machine())
+
+
+class Stage:
+    """Three members at version 1, and the pusher that brought them there."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.fleet = Fleet(backend)
+        # Each tensor a bucket of its own.
+        self.source = LocalSource(weights(0, MIB), bucket_bytes=MIB << 17, stall_s=STALL_S, backend=backend)
+        config = WeightsConfig(
+            timeout_s=TIMEOUT_S,
+            stall_s=STALL_S,
+            control_s=CONTROL_S,
+            commit_s=COMMIT_S,
+            attempts=3,
+            patience_s=30,
+        )
+        self.pusher = WeightPusher(self.fleet, self.source, backend, config)  # type: ignore[arg-type]
+
+    async def push(self, version: int) -> PushReport:
+        """Other weights each time; everyone who answers afterwards holds the bytes that were sent."""
+        self.source.tensors = weights(version, MIB)
+        report = await self.pusher.push(version)
+        print(f"\npush of version {version}: {report.seconds:.2f} s, attempt {report.attempts}")
+        return report
+
+    def send(self, name: str, number: signal.Signals) -> Hook:
+        """Sends a member a signal, when it is called."""
+
+        async def hook() -> None:
+            self.fleet.members[name].signal(number)
+
+        return hook
+
+
+@pytest.fixture(params=["gloo", "ipc"])
+async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    stage = Stage(request.param)
+    await stage.fleet.add("a", "b", "c")
+    assert (await stage.push(1)).replicas == ("a", "b", "c")
+    yield stage
+    await stage.fleet.end()
+
+
+FAULTS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+PHASES = ["discover", "prepare", "transfer", "commit"]
+SILENCE_S = {"discover": CONTROL_S, "prepare": STALL_S + CONTROL_S, "transfer": TIMEOUT_S, "commit": COMMIT_S}
+"""A dead member's connections break at once. A frozen one is found by the silence of its phase, which has a deadline
+of its own."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(stage: Stage, phase: str, fault: str) -> None:
+    stage.fleet.before = {phase: stage.send("b", FAULTS[fault])}
+    report = await stage.push(2)
+    assert report.replicas == ("a", "c")
+    assert report.attempts <= 2
+    found = SILENCE_S[phase] + 1 if fault == "frozen" else 0
+    assert report.seconds < found + CONTROL_S + 15
+    assert await stage.fleet.versions() == {"a": 2, "c": 2}
+    # And on it goes, at once.
+    again = await stage.push(3)
+    assert (again.attempts, again.replicas) == (1, ("a", "c"))
+    assert await stage.fleet.versions() == {"a": 3, "c": 3}
+
+
+@pytest.mark.parametrize("stage", ["gloo"], indirect=True)  # ipc has no middle
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(stage: Stage, fault: str) -> None:
+    """Its silence is noticed at weights.stall_s, not at the end of the phase."""
+    stage.source.midway = lambda: stage.fleet.members["b"].signal(FAULTS[fault])
+    report = await stage.push(2)
+    assert (report.attempts, report.replicas) == (2, ("a", "c"))
+    found = {"killed": 0.0, "frozen": STALL_S + CONTROL_S + 1}[fault]
+    assert report.seconds < found + 15
+    assert await stage.fleet.versions() == {"a": 2, "c": 2}
+    assert (await stage.push(3)).attempts == 1
+
+
+async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> None:
+    """In between it serves the version it had, and says so."""
+    stage.fleet.before = {"transfer": stage.send("b", signal.SIGSTOP)}
+    assert (await stage.push(2)).replicas == ("a", "c")
+    stage.fleet.members["b"].signal(signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    assert await stage.fleet.versions() == {"a": 2, "b": 1, "c": 2}
+    assert (await stage.push(3)).replicas == ("a", "b", "c")
+    assert await stage.fleet.versions() == {"a": 3, "b": 3, "c": 3}
+
+
+async def test_all_members_lost_at_once_are_waited_for(stage: Stage) -> None:
+    for name in "abc":
+        stage.fleet.members[name].signal(signal.SIGKILL)
+    pushing = asyncio.create_task(stage.push(2))
+    await asyncio.sleep(1)
+    await stage.fleet.add("d")
+    assert (await pushing).replicas == ("d",)
+    assert await stage.fleet.versions() == {"d": 2}
+
+
+async def test_the_call_that_is_lost_with_its_replica_is_made_again(stage: Stage) -> None:
+    """The replica that took the control call dies with it: for the caller, the call fails as a whole."""
+
+    async def lose() -> None:
+        stage.fleet.members["b"].signal(signal.SIGKILL)
+        raise Unavailable("rollout.UpdateWeights(transfer): connection reset")
+
+    stage.fleet.before = {"transfer": lose}
+    report = await stage.push(2)
+    assert (report.attempts, report.replicas) == (2, ("a", "c"))
+    assert await stage.fleet.versions() == {"a": 2, "c": 2}
+
+
+async def test_forming_a_group_again_takes_less_than_half_a_second(stage: Stage) -> None:
+    """Beyond the detection, here of a death: roll-back, prepare, transfer and commit of a second attempt together,
+    less a push that nothing befalls. Measured, and bounded by weights.control_s alone on a machine this busy."""
+    plain = min([(await stage.push(version)).seconds for version in (2, 3, 4)])
+    stage.fleet.before = {"prepare": stage.send("b", signal.SIGKILL)}
+    report = await stage.push(5)
+    assert report.attempts == 2
+    print(f"forming the group again: {report.seconds - plain:.2f} s")
+    assert report.seconds - plain < CONTROL_S
+
+
+async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_harms_nobody(stage: Stage) -> None:
+    await stage.fleet.add("d", "e")
+
+    async def join(tickets: dict[str, Ticket | None]) -> None:
+        for name, ticket in tickets.items():
+            assert ticket is not None
+            steps = {"prepare": pb.Prepare, "transfer": pb.Transfer, "commit": pb.Commit}
+            joining.append(asyncio.create_task(receive(name, ticket, steps)))
+
+    async def receive(name: str, ticket: Ticket, steps: dict[str, Any]) -> None:
+        for step, message in steps.items():
+            phase = {step: message.FromString(getattr(ticket, step))}
+            answer = await stage.fleet.members[name].carry_out(pb.WeightPhase(timeout_s=5, lease=LEASE, **phase))
+            report = pb.WeightReport.FromString(answer)
+            assert report.ok, report.error
+
+    joining: list[asyncio.Task[None]] = []
+    await stage.pusher.admit({"d": Applicant(1, HERE)}, join)
+    await asyncio.gather(*joining)
+    joining.clear()
+    stage.fleet.members["e"].signal(signal.SIGSTOP)
+    # Where weights are sent, the sender finds out; shared memory is there for whoever comes.
+    with pytest.raises(Internal) if stage.backend == "gloo" else nullcontext():
+        await stage.pusher.admit({"e": Applicant(1, HERE)}, join)
+    stage.fleet.members["e"].signal(signal.SIGKILL)
+    await asyncio.gather(*joining, return_exceptions=True)
+    assert await stage.fleet.versions() == {"a": 1, "b": 1, "c": 1, "d": 1}
+    report = await stage.push(2)
+    assert (report.attempts, report.replicas) == (1, ("a", "b", "c", "d"))

@@ -1,0 +1,105 @@
+"""Runs of `quartet train` on the shared quartet that may be killed and begun again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load_file
+
+from orchestrator.monitoring.metrics import read_metrics
+from tests.cluster import Quartet, command
+from tests.configuration import REPO
+
+STEPS, EVERY = 8, 2
+PATIENCE_S = 300
+
+
+class Run:
+    """One run, whose process may be killed and begun anew."""
+
+    def __init__(self, quartet: Quartet, name: str, without: Collection[str] = (), **ppo: Any) -> None:
+        """`without` names applications to leave out of its file, `ppo` holds keys of the algorithm."""
+        self.quartet = quartet
+        self.folder = quartet.folder / "runs" / name
+        self.config = quartet.folder / f"{name}.yaml"
+        raw: dict[str, Any] = quartet.raw | {"orchestrator": quartet.raw["orchestrator"] | {"name": name}}
+        # Everything is kept, so that another run can begin where this one did, with the samples that it had.
+        kept = raw["orchestrator"]["checkpoint"] | {"every": EVERY, "keep": 100}
+        raw["orchestrator"] |= {"steps": STEPS, "checkpoint": kept}
+        raw["orchestrator"] |= {"evaluation": {"every": 0}, "ppo": raw["orchestrator"]["ppo"] | ppo}
+        raw["applications"] = [each for each in raw["applications"] if each["name"] not in without]
+        self.config.write_text(yaml.safe_dump(raw))
+        self.log = quartet.folder / f"{name}.log"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def finish(self, *options: str) -> None:
+        done = command(self.quartet.folder, "train", str(self.config), *options)
+        assert done.returncode == 0, done.stderr
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("quartet")), "train", str(self.config), *options],
+                cwd=self.quartet.folder,
+                env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        """Whatever a failed test left running."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def killed(self, when: Callable[[], bool], *options: str) -> None:
+        """Starts it, and kills it at a moment of its life."""
+        process = self.start(*options)
+        self.wait(when, process, pause_s=0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def wait(self, when: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.02) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not when():
+            assert process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(pause_s)
+
+    def steps(self) -> list[int]:
+        """Those that were measured so far."""
+        metrics = self.folder / "metrics.jsonl"
+        return [int(line["step"]) for line in read_metrics(metrics)] if metrics.exists() else []
+
+    def reached(self, step: int) -> Callable[[], bool]:
+        return lambda: step in self.steps()
+
+    def went_back_before(self, step: int) -> Callable[[], bool]:
+        return lambda: step not in self.steps()
+
+    def measured(self) -> list[dict[str, float]]:
+        """All but the times."""
+        return [
+            {
+                name: value
+                for name, value in line.items()
+                if not name.startswith(("seconds/", "tokens_per_s/", "time"))
+            }
+            for line in read_metrics(self.folder / "metrics.jsonl")
+        ]
+
+
+def assert_same(run: Run, straight: Run) -> None:
+    """The same weights and measurements, bit for bit."""
+    assert run.measured() == straight.measured()
+    found, wanted = (load_file(one.folder / "policy" / "model.safetensors") for one in (run, straight))
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == wanted[name]).all() for name in wanted)

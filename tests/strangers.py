@@ -1,0 +1,132 @@
+"""A caller on another machine: a network namespace of its own, joined to this one by a pair of virtual devices.
+
+    python -m tests.strangers '{"host": "10.213.0.1", "ports": [40059]}'
+
+says what each port answers to a caller without token and certificate that sends it a pickle.
+"""
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+REPO = Path(__file__).parents[1]
+NEEDS = "a network namespace takes root, with NET_ADMIN and SYS_ADMIN, and the commands ip, unshare and nsenter"
+_HERE, _THERE = "10.213.0.1", "10.213.0.2"
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """Where a caller from elsewhere runs, and the address at which it finds this machine."""
+
+    host: str
+    enter: tuple[str, ...]
+    """Before a command that is to run there."""
+    namespace: bool
+    """Whether it is really elsewhere."""
+
+    def asks(self, ports: list[int], planted: Path) -> dict[int, str]:
+        """What each port answers. A pickle that is loaded makes the file `planted`."""
+        asked = json.dumps({"host": self.host, "ports": ports, "planted": str(planted)})
+        done = subprocess.run(
+            [*self.enter, sys.executable, "-m", "tests.strangers", asked],
+            cwd=REPO,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return {int(port): answer for port, answer in json.loads(done.stdout).items()}
+
+
+@contextmanager
+def stranger() -> Iterator[Stranger]:
+    """A caller in a namespace of its own; where none can be made, one at this machine's own outside address."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+        yield Stranger(own_address(), (), False)
+        return
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+    device = f"qt{os.getpid()}"
+    enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
+    try:
+        _await_namespace(holder.pid)
+        _run("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        _run("ip", "address", "add", f"{_HERE}/30", "dev", device)
+        _run("ip", "link", "set", device, "up")
+        _run(*enter, "ip", "address", "add", f"{_THERE}/30", "dev", "eth0")
+        _run(*enter, "ip", "link", "set", "eth0", "up")
+        yield Stranger(_HERE, enter, True)
+    finally:
+        holder.kill()  # the devices go with the namespace
+        holder.wait()
+
+
+def _await_namespace(pid: int) -> None:
+    own = os.readlink("/proc/self/ns/net")
+    while os.readlink(f"/proc/{pid}/ns/net") == own:
+        pass
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}\n{NEEDS}"
+
+
+def own_address() -> str:
+    """The address under which this machine would speak to others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self._path, "w")
+
+
+async def _answer(host: str, port: int, planted: str) -> str:
+    """`unreachable`, `silent` for what does not speak gRPC, or the code of its answer."""
+    from ray.serve.generated.serve_pb2 import ASGIRequest
+
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 3)
+    except (OSError, TimeoutError):
+        return "unreachable"
+    writer.close()
+    poison = pickle.dumps(Planted(planted))
+    request = ASGIRequest(pickled_request_metadata=poison, request_args=poison).SerializeToString()
+    async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            await channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(request, timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return "silent" if error.code() is grpc.StatusCode.UNAVAILABLE else str(error.code().name)
+    return "OK"
+
+
+async def main() -> None:
+    asked = json.loads(sys.argv[1])
+    answers = [_answer(asked["host"], port, asked["planted"]) for port in asked["ports"]]
+    print(json.dumps(dict(zip(asked["ports"], await asyncio.gather(*answers), strict=True))))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,77 @@
+"""Helpers that start a critic in this process and call it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protos import common_pb2
+from protos import critic_pb2 as pb
+from services.common.config.learner import OptimizerConfig
+from services.common.ranks.group import RankGroup
+from services.common.wire.codec import pack_floats, pack_pairs, unpack_floats, unpack_metrics
+from services.critic.config import CriticConfig
+from services.critic.replica import Critic
+from tests.unit.contexts import Context
+from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
+from tests.unit.thread_rank import ThreadRank
+
+
+async def start(model: Path, root: Path) -> Any:
+    made = object.__new__(Critic.func_or_class)  # type: ignore[attr-defined]
+    config = CriticConfig(model=str(model), optimizer=OptimizerConfig(learning_rate=1e-3), root=str(root))
+    await made.__init__(config, lambda _: RankGroup("critic", [ThreadRank(60)]))
+    return made
+
+
+OURS = common_pb2.Lease(run_id="ours", number=4)
+
+
+OLDER, NEWER = common_pb2.Lease(run_id="older", number=3), common_pb2.Lease(run_id="newer", number=5)
+
+
+async def adopt(critic: Any, last_step: int = 0, lease: common_pb2.Lease = OURS) -> None:
+    await critic.Adopt(pb.AdoptRequest(lease=lease, last_step=last_step), Context())
+
+
+async def values(critic: Any, min_step: int | None = None, lease: common_pb2.Lease = OURS) -> np.ndarray:
+    reply = await critic.Values(pb.ValuesRequest(pairs=PAIRS, min_step=min_step, lease=lease), Context())
+    return unpack_floats(reply.values, "values")
+
+
+async def claim(critic: Any, lease: common_pb2.Lease, **claim: Any) -> common_pb2.Held:
+    asked = pb.ClaimRequest(lease=lease, claim=common_pb2.Claim(**{"ttl_s": 60} | claim))
+    reply: pb.ClaimResponse = await critic.Claim(asked, Context())
+    return reply.held
+
+
+PAIRS = pack_pairs(arrays(PROMPTS), arrays(RESPONSES))
+
+
+async def train(
+    critic: Any, step: int, last_step: int | None = None, *, lease: common_pb2.Lease = OURS, returns: float = 1
+) -> dict[str, float]:
+    ones = pack_floats(np.ones(TOKENS, np.float32))
+    request = pb.TrainRequest(
+        step=step,
+        pairs=PAIRS,
+        values=ones,
+        returns=pack_floats(np.full(TOKENS, returns, np.float32)),
+        last_step=last_step,
+        epochs=1,
+        minibatch_size=2,
+        seed=step,
+        lease=lease,
+    )
+    return unpack_metrics((await critic.Train(request, Context())).metrics)
+
+
+async def save(critic: Any, name: str, lease: common_pb2.Lease = OURS) -> str:
+    return str((await critic.Save(pb.SaveRequest(name=name, lease=lease), Context())).name)
+
+
+async def checkpoint(
+    critic: Any, which: str, name: str = "critic", last_step: int = 0, lease: common_pb2.Lease = OURS
+) -> int:
+    request = pb.CheckpointRequest(name=name, last_step=last_step, lease=lease)
+    return int((await getattr(critic, f"{which}Checkpoint")(request, Context())).last_step)

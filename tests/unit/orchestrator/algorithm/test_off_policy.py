@@ -1,0 +1,107 @@
+"""Off-policy corrections by hand."""
+
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.algorithm.off_policy import correction_weights, dis_loss, measures, segments_of
+
+# Two responses, of three tokens and of one. Ratios of the learner to the engine: 2, 0.25, 1.2; 8.
+MASK = torch.tensor([[True, True, True], [True, False, False]])
+K = torch.tensor([[2.0, 0.25, 1.2], [8.0, nan, nan]])
+ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, nan, nan]])
+OLD = ENGINE + K.log()
+NONE = {"cap": None, "band": None}
+
+
+def weights(kind: Any, **options: Any) -> list[list[float]]:
+    rows: list[list[float]] = correction_weights(kind, OLD, ENGINE, MASK, **{"cap": 2.0} | options).tolist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("tis", {}, [[2, 0.25, 1.2], [2, 1, 1]]),
+        ("tis", {"cap": None}, [[1, 1, 1], [1, 1, 1]]),
+        # 2 * 0.25 * 1.2 = 0.6; 8, truncated.
+        ("tis-sequence", {}, [[0.6, 0.6, 0.6], [2, 1, 1]]),
+        ("icepop", {}, [[2, 0, 1.2], [0, 1, 1]]),
+        ("icepop", {"band": (0.2, 1.5)}, [[0, 0.25, 1.2], [0, 1, 1]]),
+        # 0.6 ** (1 / 3) = 0.843; 8.
+        ("geometric", {}, [[0, 0, 0], [0, 1, 1]]),
+        ("geometric", {"band": (0.8, 1.25)}, [[1, 1, 1], [0, 1, 1]]),
+        ("decoupled", {}, [[2, 0.25, 1.2], [0, 1, 1]]),
+        ("decoupled", {"cap": None}, [[2, 0.25, 1.2], [8, 1, 1]]),
+        ("dis", {}, [[1, 1, 1], [1, 1, 1]]),
+    ],
+)
+def test_weights(kind: str, options: dict[str, Any], expected: list[list[float]]) -> None:
+    for row, wanted in zip(weights(kind, **options), expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tis", "tis-sequence", "icepop", "geometric", "decoupled"])
+@pytest.mark.parametrize("band", [None, (0.8, 1.25)])
+def test_responses_that_share_a_row_are_weighed_apart(kind: Any, band: Any) -> None:
+    """Packed as learners pack: both responses in one row, their tokens counted from 0."""
+    segments = segments_of(torch.tensor([[0, 1, 2, 0]]))
+    assert segments.tolist() == [[0, 0, 0, 1]]
+    if kind in ("tis", "tis-sequence", "decoupled"):
+        band = None
+    packed = correction_weights(
+        kind,
+        OLD[MASK][None],
+        ENGINE[MASK][None],
+        torch.ones(1, 4, dtype=torch.bool),
+        cap=2.0,
+        band=band,
+        segments=segments,
+    )
+    padded = correction_weights(
+        kind, OLD, ENGINE, MASK, cap=2.0, band=band, segments=segments_of(torch.arange(3)[None])
+    )
+    assert packed[0].tolist() == pytest.approx(padded[MASK].tolist())
+
+
+@pytest.mark.parametrize("kind", ["tis", "tis-sequence", "icepop", "geometric", "decoupled"])
+def test_on_policy_nothing_is_corrected(kind: Any) -> None:
+    same = correction_weights(kind, ENGINE, ENGINE, MASK, cap=2.0)
+    assert same.tolist() == [[1.0] * 3] * 2
+    assert measures(kind, ENGINE, ENGINE, MASK, cap=2.0, band=None)["corrected"] == 0
+
+
+def test_double_sided_importance_sampling_and_its_gradient() -> None:
+    # r = 2, 0.1 (below the band), 1; 5 (above). A = 1, 1, -3; 2. Over four tokens: -(2 * 1 + 1 * -3) / 4 = 0.25.
+    r = torch.tensor([[2.0, 0.1, 1.0], [5.0, nan, nan]])
+    new = (torch.where(MASK, ENGINE, 0.0) + torch.where(MASK, r, 1.0).log()).requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, -3.0], [2.0, nan, nan]])
+    found = dis_loss(new, ENGINE, advantages, MASK, band=None, denominator=4)
+    found.loss.backward()  # type: ignore[no-untyped-call]
+    assert float(found.loss.detach()) == pytest.approx(0.25)
+    # d(r A) / d(log pi) = r A where r is inside the band, and nothing outside.
+    assert new.grad is not None
+    assert new.grad.tolist() == [pytest.approx([-0.5, 0.0, 0.75]), [0.0, 0.0, 0.0]]
+    assert (float(found.clip_fraction_low), float(found.clip_fraction_high)) == (0.25, 0.25)
+    assert float(found.ratio_mean) == pytest.approx(8.1 / 4)
+    assert float(found.ratio_max) == pytest.approx(5)
+
+
+def test_measures_by_hand() -> None:
+    # k: 0.25, 1.2, 2, 8: sum 11.45, squares 69.5025.
+    found = measures("tis", OLD, ENGINE, MASK, cap=2.5, band=None)
+    assert found["ess"] == pytest.approx(11.45**2 / (69.5025 * 4), rel=1e-5)
+    assert found["ratio_p50"] == pytest.approx(1.6, rel=1e-5)
+    assert found["ratio_p01"] == pytest.approx(0.25 + 0.03 * 0.95, rel=1e-4)
+    assert found["ratio_p99"] == pytest.approx(2 + 0.97 * 6, rel=1e-4)
+    shares = {"tis": 0.25, "tis-sequence": 0.25, "icepop": 0.5, "geometric": 1.0, "decoupled": 0.25, "dis": 0.25}
+    for kind, share in shares.items():
+        assert measures(kind, OLD, ENGINE, MASK, cap=2.5, band=None)["corrected"] == share  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0), (-0.1, 2.0), (0.5, 0.7)])
+def test_a_band_holds_one(band: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="band must hold 1, got"):
+        correction_weights("icepop", OLD, ENGINE, MASK, cap=None, band=band)

@@ -1,0 +1,134 @@
+"""orchestrator.algorithm by hand, against the slow reference, and by its laws: advantages and their whitening."""
+
+import math
+
+import pytest
+import torch
+
+from orchestrator.algorithm.advantages import gae, rewards_to_go, rloo, whiten
+from services.common.models.numerics import response_mask
+from tests.unit import reference_ppo as ref
+from tests.unit.reference_ppo import close, doubles
+
+NAN = math.nan
+SEEDS = range(5)
+LN2 = math.log(2)
+
+
+def test_gae_by_hand() -> None:
+    rewards, values = doubles([[1.0, 0.0, 2.0, NAN]]), doubles([[0.5, 0.4, 0.3, NAN]])
+    mask = response_mask(torch.tensor([3]), 4)
+    # deltas 1 + 0.9 * 0.4 - 0.5 = 0.86; 0.9 * 0.3 - 0.4 = -0.13; 2 - 0.3 = 1.7; gamma lambda = 0.45
+    # A = 1.7; -0.13 + 0.45 * 1.7 = 0.635; 0.86 + 0.45 * 0.635 = 1.14575
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
+    close(advantages, [[1.14575, 0.635, 1.7, 0.0]])
+    close(returns, [[1.64575, 1.035, 2.0, 0.0]])
+    # bootstrap 1: last delta 1.7 + 0.9 = 2.6; A = 2.6; -0.13 + 0.45 * 2.6 = 1.04; 0.86 + 0.45 * 1.04 = 1.328
+    advantages, _ = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5, bootstrap=doubles([1.0]))
+    close(advantages, [[1.328, 1.04, 2.6, 0.0]])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (1.0, 1.0)])
+def test_gae_against_the_reference(seed: int, gamma: float, lam: float) -> None:
+    rewards, values = (ref.random_rows(seed + k, ref.random_lengths(seed)) for k in (0, 10))
+    ends = ref.random_rows(seed + 20, [len(values)])[0]
+    args = (ref.pad(rewards), ref.pad(values), ref.mask_of(values))
+    for bootstrap, tensor in (([0.0] * len(ends), None), (ends, doubles(ends))):
+        expected = ref.pad(ref.gae(rewards, values, gamma, lam, bootstrap), fill=0.0)
+        advantages, returns = gae(*args, gamma=gamma, gae_lambda=lam, bootstrap=tensor)
+        close(advantages, expected)
+        close(returns, expected + ref.pad(values, fill=0.0))
+
+
+def test_gae_with_gamma_and_lambda_one_is_reward_to_go_less_value() -> None:
+    rewards, values = (ref.random_rows(k, [9, 1, 5]) for k in range(2))
+    to_go = ref.pad([[sum(row[t:]) for t in range(len(row))] for row in rewards], fill=0.0)
+    args = (ref.pad(rewards), ref.pad(values), ref.mask_of(values))
+    advantages, returns = gae(*args, gamma=1.0, gae_lambda=1.0)
+    close(returns, to_go)
+    close(advantages, to_go - ref.pad(values, fill=0.0))
+
+
+def test_gae_steps_over_a_gap() -> None:
+    gap = torch.tensor([[True, False, True, True, False]])
+    rewards, values = doubles([[1.0, NAN, 0.0, 2.0, NAN]]), doubles([[0.5, NAN, 0.4, 0.3, NAN]])
+    advantages, returns = gae(rewards, values, gap, gamma=0.9, gae_lambda=0.5)
+    close(advantages, [[1.14575, 0.0, 0.635, 1.7, 0.0]])  # as by hand above
+    close(returns, [[1.64575, 0.0, 1.035, 2.0, 0.0]])
+
+
+def test_gae_refuses_bad_input() -> None:
+    one, mask = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"gamma must lie in 0\.\.1, got 1\.5"):
+        gae(one, one, mask, gamma=1.5, gae_lambda=1.0)
+    with pytest.raises(ValueError, match=r"gae_lambda must lie in 0\.\.1, got -0\.1"):
+        gae(one, one, mask, gamma=1.0, gae_lambda=-0.1)
+    with pytest.raises(ValueError, match=r"bootstrap is \[1\], should be \[2\]"):
+        gae(one, one, mask, gamma=1.0, gae_lambda=1.0, bootstrap=torch.ones(1))
+    with pytest.raises(ValueError, match=r"values is \[2\], should be \[2, 1\]"):
+        gae(one, one[:, 0], mask, gamma=1.0, gae_lambda=1.0)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # Totals 1, 2, 6 of the first prompt and 4, 0, 0.5 of the second. Means of the others: 4, 3.5, 1.5; 0.25, 2.25, 2.
+    rewards = doubles([[0.5, 0.5], [2, NAN], [-1, 7], [4, NAN], [1, -1], [0.5, NAN]])
+    mask = response_mask(torch.tensor([2, 1, 2, 1, 2, 1]), 2)
+    wanted = [[-3.0, -3.0], [-1.5, 0.0], [4.5, 4.5], [3.75, 0.0], [-2.25, -2.25], [-1.5, 0.0]]
+    close(rloo(rewards, mask, group=3), wanted)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("group", [2, 4])
+def test_leave_one_out_against_the_reference(seed: int, group: int) -> None:
+    lengths = (ref.random_lengths(seed) * 8)[: 2 * group]
+    rewards = ref.random_rows(seed, lengths)
+    found = rloo(ref.pad(rewards), ref.mask_of(rewards), group=group)
+    close(found, ref.pad(ref.rloo(rewards, group), fill=0.0))
+    # What one response gains the others of its prompt lose.
+    close(found[:, 0].view(-1, group).sum(dim=1), torch.zeros(2))
+
+
+def test_leave_one_out_needs_whole_groups_of_two_or_more() -> None:
+    one, mask = torch.ones(6, 1), torch.ones(6, 1, dtype=torch.bool)
+    for group in (1, 4):
+        with pytest.raises(ValueError, match=f"group must be 2 or more and divide the 6 responses, got {group}"):
+            rloo(one, mask, group=group)
+    with pytest.raises(ValueError, match=r"rewards is \[6\], should be \[6, 1\]"):
+        rloo(one[:, 0], mask, group=2)
+
+
+def test_rewards_to_go_by_hand() -> None:
+    rewards, mask = doubles([[1.0, 0.0, 4.0], [3.0, NAN, NAN]]), response_mask(torch.tensor([3, 1]), 3)
+    close(rewards_to_go(rewards, mask, gamma=0.5), [[2.0, 2.0, 4.0], [3.0, 0.0, 0.0]])
+    close(rewards_to_go(rewards, mask, gamma=1.0), [[5.0, 4.0, 4.0], [3.0, 0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"gamma must lie in 0\.\.1, got 2"):
+        rewards_to_go(rewards, mask, gamma=2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_rewards_to_go_against_the_reference(seed: int, gamma: float) -> None:
+    rewards = ref.random_rows(seed, ref.random_lengths(seed))
+    found = rewards_to_go(ref.pad(rewards), ref.mask_of(rewards), gamma=gamma)
+    close(found, ref.pad(ref.rewards_to_go(rewards, gamma), fill=0.0))
+
+
+def test_whitening_by_hand() -> None:
+    advantages, mask = doubles([[2.0, 4.0, NAN], [6.0, NAN, NAN]]), response_mask(torch.tensor([2, 1]), 3)
+    # mean 4, unbiased variance (4 + 0 + 4) / 2 = 4
+    close(whiten(advantages, mask), [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], 1e-8)
+    same = whiten(torch.full((1, 7), 0.1), torch.ones(1, 7, dtype=torch.bool))
+    assert float(same.abs().max()) < 1e-3  # nothing to tell apart, and no division by zero
+    with pytest.raises(ValueError, match="at least two"):
+        whiten(advantages, response_mask(torch.tensor([1, 0]), 3))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whitening_against_the_reference(seed: int) -> None:
+    rows = [[5 + 3 * x for x in row] for row in ref.random_rows(seed, ref.random_lengths(seed))]
+    mask = ref.mask_of(rows)
+    white = whiten(ref.pad(rows), mask)
+    close(white, ref.pad(ref.whiten(rows), fill=0.0))
+    close(white[mask].var(), 1.0, 1e-6)
+    close(white[mask].mean(), 0.0)

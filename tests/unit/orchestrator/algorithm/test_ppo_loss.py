@@ -1,0 +1,185 @@
+"""The policy loss and its importance weights by hand, against the slow reference, and by their laws."""
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from orchestrator.algorithm.kl import KLKind, kl_estimate
+from orchestrator.algorithm.loss import PolicyLoss, importance_weights, mismatch, policy_loss, surrogate
+from services.common.models.numerics import response_mask
+from tests.unit import reference_ppo as ref
+from tests.unit.reference_ppo import close, doubles, gradient
+
+NAN = math.nan
+SEEDS = range(5)
+LN2 = math.log(2)
+
+
+def test_importance_weights_by_hand() -> None:
+    behaviour = doubles([[-1.0, -1.0, -1.0, NAN]])
+    old = doubles([[-1.0 + LN2, -1.0 - LN2, 800.0, NAN]]).requires_grad_()  # ratios 2, 1/2, beyond floats
+    mask = response_mask(torch.tensor([3]), 4)
+    weights = importance_weights(old, behaviour, mask, cap=1.5)
+    close(weights, [[1.5, 0.5, 1.5, 1.0]])
+    assert not weights.requires_grad
+    close(importance_weights(old, behaviour, mask, cap=None), [[1.0, 1.0, 1.0, 1.0]])
+    for cap in (0.5, -1.0, NAN):
+        with pytest.raises(ValueError, match="cap must be >= 1"):
+            importance_weights(old, behaviour, mask, cap=cap)
+
+
+def test_mismatch_by_hand() -> None:
+    behaviour, old = doubles([[-1.0, -2.0, NAN]]), doubles([[-1.0 + LN2, -2.0, NAN]])
+    mask = response_mask(torch.tensor([2]), 3)
+    # differences ln 2 and 0; k3 = (2 - 1 - ln 2) and 0; ratios 2 and 1
+    found = mismatch(behaviour, old, mask, cap=1.5)
+    expected = {"mean_abs": LN2 / 2, "max_abs": LN2, "kl": (1 - LN2) / 2, "capped": 0.5}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert mismatch(behaviour, old, mask, cap=None)["capped"] == 0
+    with pytest.raises(ValueError, match="mask is empty"):
+        mismatch(behaviour, old, torch.zeros_like(mask), cap=None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_and_mismatch_against_the_reference(seed: int) -> None:
+    old, behaviour = (ref.random_rows(seed + k, ref.random_lengths(seed)) for k in (0, 10))
+    args = (ref.pad(old), ref.pad(behaviour), ref.mask_of(old))
+    expected = ref.pad(ref.importance_weights(old, behaviour, 2.0), fill=1.0)
+    close(importance_weights(*args, cap=2.0), expected)
+    found = mismatch(args[1], args[0], args[2], cap=2.0)
+    assert found == pytest.approx(ref.mismatch(behaviour, old, 2.0), rel=1e-6)
+
+
+CLIPS: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+
+
+def test_policy_loss_by_hand() -> None:
+    old = doubles([[-2.0, -2.0, -2.0], [-2.0, NAN, NAN]])
+    new = old + doubles([[1.5, 0.5, 0.5], [4.0, NAN, NAN]]).log()
+    advantages = doubles([[1.0, 1.0, -2.0], [-1.0, NAN, NAN]])
+    weights = doubles([[1.0, 2.0, 0.5], [1.0, NAN, NAN]])
+    mask = response_mask(torch.tensor([3, 1]), 3)
+    # objectives min(1.5, 1.28); min(0.5, 0.8); min(-1, -1.6); min(-4, -1.28), with dual clip 3 at least -3
+    # weighted: 1.28 + 2 * 0.5 - 0.5 * 1.6 - 3 = -1.52, without the dual clip -2.52; denominator 8
+    args = (new, old, advantages, mask)
+    got = policy_loss(*args, **CLIPS, dual_clip=3.0, weights=weights, denominator=8)
+    close(got.loss, 1.52 / 8)
+    for share in (got.clip_fraction_low, got.clip_fraction_high, got.dual_clip_fraction):
+        close(share, 1 / 8)
+    # (0.5 - ln 1.5) + 2 (-0.5 + ln 2) + (3 - ln 4) = 0.094535 + 0.386294 + 1.613706 = 2.094535
+    close(got.approx_kl, 2.094535 / 8, 1e-6)
+    close(got.ratio_mean, 6.5 / 8)
+    close(got.ratio_max, 4.0)
+    plain = policy_loss(*args, **CLIPS, dual_clip=None, weights=weights, denominator=8)
+    close(plain.loss, 2.52 / 8)
+    assert plain.dual_clip_fraction == 0
+    # unweighted: 1.28 + 0.5 - 1.6 - 4 = -3.82
+    close(policy_loss(*args, **CLIPS, dual_clip=None, weights=None, denominator=8).loss, 3.82 / 8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dual", [None, 1.7])
+def test_policy_loss_and_gradient_against_the_reference(seed: int, dual: float | None) -> None:
+    lengths = ref.random_lengths(seed)
+    new, old, advantages, logw = (ref.random_rows(seed + 10 * k, lengths, scale=0.6) for k in range(4))
+    weights = [[math.exp(x) for x in row] for row in logw]
+    leaf, mask = ref.pad(new).requires_grad_(), ref.mask_of(new)
+    args = (leaf, ref.pad(old), ref.pad(advantages), mask)
+    got = policy_loss(*args, **CLIPS, dual_clip=dual, weights=ref.pad(weights), denominator=17.0)
+    expected, slopes = ref.policy_loss(new, old, advantages, weights, (0.2, 0.28, dual), 17.0)
+    found = dict(zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True))
+    assert {k: float(v.detach()) for k, v in found.items()} == pytest.approx(expected, rel=1e-6)
+    assert all(not v.requires_grad for k, v in found.items() if k != "loss")
+    close(
+        gradient(got.loss, leaf),
+        ref.pad([slopes], 0.0).new_zeros(mask.shape).masked_scatter(mask, doubles(slopes)),
+    )
+
+
+def test_the_reference_meets_every_bound() -> None:
+    cases = [ref.objective(math.exp(r), a, 0.2, 0.28, 1.7)[1] for r in (-1.0, 0.0, 1.0) for a in (-1.0, 1.0)]
+    assert set(cases) == {"low", "high", "dual", ""}
+
+
+def test_policy_gradient_at_ratio_one_is_the_weighted_score_function() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    ids, mask = torch.randint(5, (2, 3)), response_mask(torch.tensor([3, 2]), 3)
+    advantages, weights = torch.randn(2, 2, 3, dtype=torch.float64)
+    logp = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    args = (logp, logp.detach(), advantages, mask)
+    loss = policy_loss(*args, **CLIPS, dual_clip=3.0, weights=weights.abs(), denominator=5).loss
+    # grad log softmax = onehot - p, so d loss / d logits = -w A (onehot - p) / 5 in the mask
+    onehot = torch.nn.functional.one_hot(ids, 5)
+    per_token = (weights.abs() * advantages * mask / 5).unsqueeze(-1)
+    close(gradient(loss, logits), -per_token * (onehot - logits.softmax(-1)).detach())
+
+
+def test_policy_loss_passes_gradcheck() -> None:
+    torch.manual_seed(0)
+    new = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    old, advantages = torch.randn(2, 3, 4, dtype=torch.float64)
+    mask = response_mask(torch.tensor([4, 2, 1]), 4)
+    options = CLIPS | {"dual_clip": 2.0, "weights": None, "denominator": 7}
+    assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages, mask, **options).loss, new)
+    for kind in get_args(KLKind):
+        assert torch.autograd.gradcheck(lambda x, k=kind: kl_estimate(x, old, k, mask), new)
+
+
+def test_policy_loss_adds_up_over_micro_batches() -> None:
+    torch.manual_seed(0)
+    old, advantages, noise, logw = torch.randn(4, 8, 6, dtype=torch.float64)
+    leaf = (old + 0.5 * noise).requires_grad_()
+    mask = response_mask(torch.tensor([6, 1, 0, 3, 2, 5, 4, 6]), 6)
+
+    def part(rows: slice) -> PolicyLoss:
+        args = (leaf[rows], old[rows], advantages[rows], mask[rows])
+        weights = logw[rows].exp()
+        return policy_loss(*args, **CLIPS, dual_clip=1.5, weights=weights, denominator=mask.sum())
+
+    whole = part(slice(None))
+    parts = [part(slice(*rows)) for rows in ((0, 2), (2, 3), (3, 8))]  # the second has no token
+    for name in set(PolicyLoss._fields) - {"ratio_max"}:
+        assert getattr(whole, name) != 0
+        close(sum(getattr(p, name) for p in parts), getattr(whole, name), 1e-6)
+    assert max(p.ratio_max for p in parts) == whole.ratio_max
+    close(sum(gradient(p.loss, leaf) for p in parts), gradient(whole.loss, leaf))
+
+
+def test_the_dual_clip_bites_only_at_negative_advantages() -> None:
+    ratio = torch.linspace(0.1, 10, 100, dtype=torch.float64)
+    for advantage in (2.0, 0.0, -2.0):
+        advantages = torch.full_like(ratio, advantage)
+        plain, dual = (surrogate(ratio, advantages, 0.2, 0.2, c) for c in (None, 3.0))
+        assert torch.equal(plain != dual, (ratio > 3) & (advantages < 0))
+    assert float(dual.min()) == -6.0
+
+
+def test_log_probs_gone_astray_leave_the_loss_finite() -> None:
+    new = torch.tensor([[900.0, -900.0, 0.0]], requires_grad=True)
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        options = CLIPS | {"dual_clip": None, "weights": None, "denominator": 3}
+        got = policy_loss(new, old, torch.full((1, 3), sign), mask, **options)
+        assert all(x.isfinite() for x in got)
+        close(gradient(got.loss, new), [[0.0, 0.0, -sign / 3]], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("clip_eps_low", 0.0, "clip_eps_low must lie in"),
+        ("clip_eps_low", 1.1, "clip_eps_low must lie in"),
+        ("clip_eps_high", -0.1, "clip_eps_high be > 0"),
+        ("dual_clip", 1.0, "dual_clip must be > 1"),
+        ("weights", torch.ones(2), r"weights is \[2\], should be \[1, 2\]"),
+        ("denominator", 0, "denominator must be"),
+    ],
+)
+def test_policy_loss_refuses_bad_input(option: str, value: Any, message: str) -> None:
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    options = CLIPS | {"dual_clip": None, "weights": None, "denominator": 1} | {option: value}
+    with pytest.raises(ValueError, match=message):
+        policy_loss(x, x, x, mask, **options)

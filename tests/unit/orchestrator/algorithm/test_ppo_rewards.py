@@ -1,0 +1,196 @@
+"""orchestrator.algorithm by hand, against the slow reference, and by its laws: KL, rewards, their normaliser."""
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
+from orchestrator.algorithm.rewards import RunningNormaliser, shape_rewards
+from services.common.models.numerics import response_mask
+from tests.unit import reference_ppo as ref
+from tests.unit.reference_ppo import close, doubles, gradient
+
+NAN = math.nan
+SEEDS = range(5)
+LN2 = math.log(2)
+
+
+def test_kl_estimates_by_hand() -> None:
+    # log r = -ln 2, r = 1/2: k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = 1/2 - 1 + ln 2. Then log r = ln 2, r = 2.
+    logprobs, ref_logprobs = doubles([[-1.0, -3.0]]), doubles([[-1.0 - LN2, -3.0 + LN2]])
+    close(kl_estimate(logprobs, ref_logprobs, "k1"), [[0.693147, -0.693147]], 1e-6)
+    close(kl_estimate(logprobs, ref_logprobs, "k2"), [[0.240227, 0.240227]], 1e-6)
+    close(kl_estimate(logprobs, ref_logprobs, "k3"), [[0.193147, 0.306853]], 1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", get_args(KLKind))
+def test_kl_estimates_against_the_reference(seed: int, kind: KLKind) -> None:
+    lengths = ref.random_lengths(seed)
+    pi, base = ref.random_rows(seed, lengths), ref.random_rows(seed + 10, lengths)
+    leaf, mask = ref.pad(pi).requires_grad_(), ref.mask_of(pi)
+    estimate = kl_estimate(leaf, ref.pad(base), kind, mask)
+    pairs = [zip(*rows, strict=True) for rows in zip(pi, base, strict=True)]
+    close(estimate, ref.pad([[ref.kl(x, y, kind) for x, y in row] for row in pairs], fill=0.0))
+    assert torch.equal(estimate[mask], kl_estimate(leaf, ref.pad(base), kind, None)[mask])
+    assert (gradient(estimate.sum(), leaf)[~mask] == 0).all()
+
+
+def test_kl_estimates_of_samples_average_to_the_kl() -> None:
+    torch.manual_seed(0)
+    log_pi, log_ref = torch.randn(2, 8, dtype=torch.float64).mul(0.5).log_softmax(-1)
+    true = float((log_pi.exp() * (log_pi - log_ref)).sum())
+    tokens = torch.multinomial(log_pi.exp(), 1_000_000, replacement=True).unsqueeze(0)
+    k1, k2, k3 = (kl_estimate(log_pi[tokens], log_ref[tokens], k) for k in get_args(KLKind))
+    for unbiased in (k1, k3):
+        standard_error = float(unbiased.std()) / 1000
+        assert abs(float(unbiased.mean()) - true) < 4 * standard_error < 0.05 * true
+    assert abs(float(k2.mean()) / true - 1) < 0.2  # biased
+    assert (k3 >= 0).all()
+    assert k3.std() < k1.std()
+    assert (k1 < 0).any()
+
+
+def test_kl_gradients_in_expectation_are_those_documented() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    log_pi, log_ref = logits.log_softmax(-1), torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    reverse = gradient((log_pi.exp() * (log_pi - log_ref)).sum(), logits)
+    forward = gradient((log_ref.exp() * (log_ref - logits.log_softmax(-1))).sum(), logits)
+    expected: dict[KLKind, Tensor] = {"k1": torch.zeros(6), "k2": reverse, "k3": forward}
+    for kind, wanted in expected.items():
+        log_pi = logits.log_softmax(-1)
+        estimate = kl_estimate(log_pi.unsqueeze(0), log_ref.unsqueeze(0), kind)[0]
+        close(gradient((log_pi.detach().exp() * estimate).sum(), logits), wanted)
+    assert float((reverse - forward).abs().max()) > 0.1
+
+
+def test_kl_of_far_apart_log_probs_is_finite() -> None:
+    leaf = torch.tensor([[-500.0, 0.0]], requires_grad=True)
+    k3 = kl_estimate(leaf, torch.tensor([[0.0, -500.0]]), "k3")
+    close(k3, [[math.exp(20) - 1 - 500, -1.0 + 500]], 1e-6)
+    close(gradient(k3.sum(), leaf), [[1.0, 1.0]])  # through log r alone
+
+
+def test_tiny_kl_is_not_lost_and_never_negative() -> None:
+    delta = torch.logspace(-7, 1, 2000).unsqueeze(0)  # float32
+    for sign in (1, -1):
+        k3 = kl_estimate(torch.zeros_like(delta), sign * delta, "k3")
+        assert (k3 >= 0).all()
+        close(k3[0, 1000], 0.5e-6, 0.01)  # delta = 1e-3: delta^2 / 2, where exp(delta) - 1 - delta is all noise
+
+
+def test_an_unknown_kl_names_the_choices() -> None:
+    kind: Any = "k4"
+    with pytest.raises(ValueError, match="'k1', 'k2' or 'k3', got 'k4'"):
+        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), kind)
+
+
+def test_kl_controllers_by_hand() -> None:
+    assert FixedKL(0.1).update(kl=99.0, samples=128) == FixedKL(0.1)
+    start = AdaptiveKL(coef=0.2, target=6.0, horizon=10_000)
+    # error 9 / 6 - 1 = 0.5, clipped to 0.2: 0.2 * (1 + 0.2 * 256 / 10000) = 0.2 * 1.00512
+    # error 5.4 / 6 - 1 = -0.1: 0.2 * 0.99744; error -1, clipped to -0.2: 0.2 * 0.99488; error 0
+    for kl, coef in ((9.0, 0.201024), (5.4, 0.199488), (0.0, 0.198976), (6.0, 0.2)):
+        close(start.update(kl, 256).coef, coef)
+    assert start.coef == 0.2
+    with pytest.raises(FrozenInstanceError):
+        start.coef = 1.0  # type: ignore[misc]
+
+
+def test_the_adaptive_coefficient_brings_the_kl_to_its_target() -> None:
+    controller = AdaptiveKL(coef=0.01, target=4.0, horizon=1000)
+    for _ in range(200):
+        controller = controller.update(kl=1 / controller.coef, samples=256)  # more penalty, less KL
+    close(controller.coef, 1 / 4, 1e-3)
+
+
+@pytest.mark.parametrize("field", ["coef", "target", "horizon"])
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, math.inf])
+def test_kl_controllers_refuse_bad_numbers(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be > 0"):
+        AdaptiveKL(**{"coef": 0.1, "target": 6.0, "horizon": 100.0} | {field: value})
+    controller = AdaptiveKL(0.1, 6.0, 100.0)
+    with pytest.raises(ValueError, match=r"horizon must be > 0\.2 \* 500 samples, got 100"):
+        controller.update(6.0, 500)
+    with pytest.raises(ValueError, match="kl must be finite"):
+        controller.update(NAN, 1)
+    with pytest.raises(ValueError, match="coef must be >= 0"):
+        FixedKL(-0.1)
+
+
+def test_rewards_by_hand() -> None:
+    kl, scores = doubles([[0.1, 0.2, 0.3], [0.4, NAN, NAN]]), doubles([1.0, -7.0])
+    mask = response_mask(torch.tensor([3, 1]), 3)
+    # -0.5 kl, and 1 at token 2 of the first; -7 clipped to -5 at token 0 of the second
+    rewards = shape_rewards(scores, kl, mask, kl_coef=0.5, clip=5.0)
+    close(rewards, [[-0.05, -0.1, 0.85], [-5.2, 0.0, 0.0]])
+    assert float(shape_rewards(scores, kl, mask, kl_coef=0.5, clip=None)[1, 0]) == -7.2
+    gap = torch.tensor([[True, False, True], [True, True, False]])
+    close(shape_rewards(scores, torch.zeros(2, 3), gap, kl_coef=1.0, clip=None), [[0, 0, 1], [0, -7, 0]])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rewards_against_the_reference(seed: int) -> None:
+    kl = ref.random_rows(seed, ref.random_lengths(seed))
+    scores = ref.random_rows(seed + 10, [len(kl)], scale=3.0)[0]
+    args = (doubles(scores), ref.pad(kl), ref.mask_of(kl))
+    for clip in (None, 2.0):
+        rewards = shape_rewards(*args, kl_coef=0.3, clip=clip)
+        close(rewards, ref.pad(ref.shape_rewards(scores, kl, 0.3, clip), fill=0.0))
+    close(shape_rewards(*args, kl_coef=0.0, clip=None).sum(dim=1), doubles(scores))
+
+
+@pytest.mark.parametrize(
+    ("scores", "rows", "clip", "message"),
+    [
+        ([1.0, 2.0, 3.0], [1, 1], None, r"scores is \[3\], should be \[2\]"),
+        ([1.0, NAN], [1, 1], None, "scores must be finite"),
+        ([1.0, math.inf], [1, 1], 5.0, "scores must be finite"),
+        ([1.0, 2.0], [1, 0], None, "row without a response token"),
+        ([1.0, 2.0], [1, 1], 0.0, "clip must be > 0"),
+    ],
+)
+def test_rewards_refuse_bad_input(scores: list[float], rows: list[int], clip: float | None, message: str) -> None:
+    mask = response_mask(torch.tensor(rows), 2)
+    with pytest.raises(ValueError, match=message):
+        shape_rewards(torch.tensor(scores), torch.zeros(2, 2), mask, kl_coef=0.1, clip=clip)
+
+
+def test_the_normaliser_by_hand() -> None:
+    fresh = RunningNormaliser()
+    one = fresh.update(torch.tensor([1.0]))
+    for too_early in (fresh, one):
+        close(too_early.normalise(torch.tensor([5.0, -5.0])), torch.tensor([5.0, -5.0]))
+    three = one.update(torch.tensor([2.0, 4.0]))
+    # mean 7/3, squares about it 42/9, variance 7/3; (4 - 7/3) / sqrt(7/3) = 1.091089
+    assert three.count == 3
+    close(three.mean, 7 / 3)
+    close(three.m2, 42 / 9)
+    close(three.normalise(torch.tensor([4.0, 7 / 3])), torch.tensor([1.091089, 0.0]), 1e-6)
+    assert three.update(torch.empty(0)) == three
+    assert fresh == RunningNormaliser(0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_normaliser_in_parts_equals_the_statistics_of_the_whole(seed: int) -> None:
+    rows = [[1e4 + x for x in row] for row in ref.random_rows(seed, ref.random_lengths(seed))]
+    parts = RunningNormaliser()
+    for row in rows:
+        parts = parts.update(doubles(row))
+    close(parts.mean, ref.mean(rows))
+    close(parts.m2 / (parts.count - 1), ref.variance(rows), 1e-8)
+    normal = parts.normalise(doubles(ref.flat(rows)))
+    close(normal.mean(), 0.0, 1e-6)
+    close(normal.std(), 1.0, 1e-6)
+
+
+def test_equal_scores_normalise_to_zero_and_bad_ones_are_refused() -> None:
+    normaliser = RunningNormaliser().update(torch.full((8,), 0.1))
+    assert float(normaliser.normalise(torch.full((8,), 0.1)).abs().max()) < 1e-6
+    with pytest.raises(ValueError, match="scores must be finite"):
+        normaliser.update(torch.tensor([1.0, NAN]))

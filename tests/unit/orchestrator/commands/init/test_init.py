@@ -1,0 +1,178 @@
+"""`quartet init`: what it writes is accepted as it is, and what it refuses is named by its flag."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from orchestrator.commands.check import preflight
+from orchestrator.commands.init.machine import Machine
+from orchestrator.commands.init.write import Wanted, init
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import ConfigError
+from tests.families import FAMILIES
+from tests.models import make_policy, make_reward, make_tokenizer
+from tests.untidy import make_untidy
+
+HERE = Machine(cores=2, memory_gib=24)
+GPU = Machine(cores=16, memory_gib=128, gpus=1, gpu_gib=79)
+FUNCTION = "tests.scorers:count"
+
+
+def write_prompts(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    return write_prompts(tmp_path / "prompts.jsonl", [{"prompt": f"w{4 + i} w{5 + i}"} for i in range(40)])
+
+
+def written(folder: Path, wanted: Wanted, machine: Machine = HERE) -> dict[str, Any]:
+    """The file as plain values, once `quartet check`'s own function has accepted it."""
+    file = folder / "mine.yaml"
+    init(file, wanted, machine)
+    preflight(Deployment.load(file, check_services=True))
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text())
+    return loaded
+
+
+def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
+    return found
+
+
+def test_a_critic_starts_from_the_reward_model(
+    policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path
+) -> None:
+    raw = written(tmp_path, Wanted(str(policy_folder), str(reward_folder), prompts))
+    assert args(raw, "critic")["model"] == args(raw, "reward")["scorer"]["model"] == str(reward_folder)
+    run = raw["orchestrator"]
+    # 36 of 40 prompts, of three tokens; the models take 128.
+    assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (32, 8)
+    assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (8, 120)
+    assert (run["data"]["prompt_split"], run["data"]["eval_split"]) == ("train[:90%]", "train[90%:]")
+    assert run["policy"]["packing"] is True
+    assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
+    assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt2", "gemma2", "phi3", "unigram"])
+def test_a_function_scores_models_of_any_family(name: str, prompts: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name].make(tmp_path / name)
+    raw = written(tmp_path, Wanted(str(folder), FUNCTION, prompts))
+    assert args(raw, "reward")["scorer"] == {"kind": "function", "function": FUNCTION}
+    assert args(raw, "critic")["model"] == str(folder)
+    packs = FAMILIES[name].packs
+    assert (raw["orchestrator"]["policy"]["packing"], args(raw, "critic")["packing"]) == (packs, packs)
+
+
+def test_chat_models_get_their_template_and_labels_travel(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(20)]
+    folder = make_untidy(tmp_path / "untidy")
+    raw = written(tmp_path, Wanted(str(folder), FUNCTION, write_prompts(tmp_path / "sums.jsonl", rows)))
+    data = raw["orchestrator"]["data"]
+    assert (data["input_key"], data["label_key"], data["chat_template"]) == ("question", "answer", True)
+
+
+def test_a_split_of_its_own_is_held_out(policy_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_prompts(tmp_path / "data" / "train.jsonl", [{"prompt": "w4"}])
+    write_prompts(tmp_path / "data" / "test.jsonl", [{"prompt": "w5"}])
+    data = written(tmp_path, Wanted(str(policy_folder), FUNCTION, str(tmp_path / "data")))["orchestrator"]["data"]
+    assert (data["prompt_split"], data["eval_split"], data["split_seed"]) == ("train", "test", None)
+
+
+def test_a_single_prompt_is_trained_on_and_nothing_held_out(policy_folder: Path, tmp_path: Path) -> None:
+    one = write_prompts(tmp_path / "one.jsonl", [{"prompt": "w4"}])
+    run = written(tmp_path, Wanted(str(policy_folder), FUNCTION, one))["orchestrator"]
+    assert (run["batch_size"], run["ppo"]["minibatch_size"], run["evaluation"]["every"]) == (1, 1, 0)
+
+
+def test_long_prompts_leave_half_of_the_room_to_responses(policy_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "w4 w5"}, {"prompt": "w5"}, {"prompt": "w6 " * 127}]
+    file = tmp_path / "mine.yaml"
+    wanted = Wanted(str(policy_folder), FUNCTION, write_prompts(tmp_path / "long.jsonl", rows * 20))
+    notes = init(file, wanted, HERE)
+    run = yaml.safe_load(file.read_text())["orchestrator"]
+    assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (64, 64)
+    assert any("are longer than data.max_prompt_length and left out" in note for note in notes)
+
+
+def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path) -> None:
+    raw = written(tmp_path, Wanted(str(policy_folder), str(reward_folder), prompts), GPU)
+    run = raw["orchestrator"]
+    shares = [a["deployments"][0]["ray_actor_options"]["num_gpus"] for a in raw["applications"]]
+    assert sum(shares) + run["policy"]["num_gpus"] == pytest.approx(1)
+    assert (run["policy"]["dtype"], run["policy"]["zero_stage"], run["gpu_gib"]) == ("bfloat16", 1, 79)
+
+
+def test_a_file_is_not_overwritten_unasked(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
+    file, wanted = tmp_path / "mine.yaml", Wanted(str(policy_folder), FUNCTION, prompts)
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match=r"mine\.yaml exists; give --overwrite to replace it"):
+        init(file, wanted, HERE)
+    assert file.read_text() == "kept"
+    init(file, wanted, HERE, overwrite=True)
+    assert "orchestrator:" in file.read_text()
+
+
+def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
+    policy, labels = str(policy_folder), str(make_reward(tmp_path / "labels", labels=3))
+    t5 = str(tmp_path / "t5")
+    AutoConfig.for_model("t5", num_layers=1).save_pretrained(t5)
+    other = tmp_path / "other"
+    make_reward(other)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(other)
+    columns = write_prompts(tmp_path / "columns.jsonl", [{"a": "w4", "b": "w5"}])
+    empty = write_prompts(tmp_path / "empty.jsonl", [])
+    for wanted, says in (
+        (Wanted("no/such", FUNCTION, prompts), "--policy: should be a model's folder, but no/such does not exist"),
+        (Wanted(str(tmp_path), FUNCTION, prompts), f"--policy: model: {tmp_path} does not describe a language model"),
+        (Wanted(t5, FUNCTION, prompts), f"--policy: model: {t5} does not describe a language model"),
+        (Wanted(policy, "judge.py", prompts), "--reward: should be a model's folder, but judge.py does not exist"),
+        (
+            Wanted(policy, "tests.scorers:absent", prompts),
+            "--reward: 'tests.scorers:absent' should be package.module",
+        ),
+        (Wanted(policy, labels, prompts), f"--reward: {labels} gives 3 numbers to a text; it should be"),
+        (Wanted(policy, str(other), prompts), f"--reward: the tokenizer of {other} is not the policy's"),
+        (Wanted(policy, FUNCTION, "none.jsonl"), "--prompts: data.path: no such file or folder: none.jsonl"),
+        (Wanted(policy, FUNCTION, empty), "--prompts: split 'train' holds no rows"),
+        (Wanted(policy, FUNCTION, columns), "--prompts: which column is the prompt? Name it by --input-key: a, b"),
+        (
+            Wanted(policy, FUNCTION, columns, input_key="c"),
+            "--prompts: --input-key: no column 'c'; the columns are a,",
+        ),
+        (Wanted(policy, FUNCTION, prompts, max_new_tokens=128), "--max-new-tokens: should be less than the 128"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            init(tmp_path / "mine.yaml", wanted, HERE)
+        assert str(caught.value).startswith(says)
+        assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_model_without_room_for_responses_is_refused(prompts: str, tmp_path: Path) -> None:
+    short = make_policy(tmp_path / "short", kind="llama", tied=False, max_position_embeddings=8)
+    with pytest.raises(ConfigError, match="--policy: takes 8 tokens in all, which is too few to train"):
+        init(tmp_path / "mine.yaml", Wanted(str(short), FUNCTION, prompts), HERE)
+
+
+def test_the_command_writes_for_this_machine_and_check_says_fine(
+    policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "a run.yaml")
+    flags = ("--policy", str(policy_folder), "--reward", str(reward_folder), "--prompts", prompts)
+    done = CliRunner().invoke(app, ["init", file, *flags])
+    assert (done.exit_code, done.exception) == (0, None)
+    assert CliRunner().invoke(app, ["check", file]).exit_code == 0
+    assert yaml.safe_load(Path(file).read_text())["orchestrator"]["name"] == "a-run"

@@ -1,0 +1,59 @@
+"""The folder of a run: one process at a time, and what changed in its configuration."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.commands.run_folder import differences, keep_run_id, locked, run_id
+from services.common.config.base import ConfigError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from orchestrator.commands.run_folder import locked
+with locked(Path(sys.argv[1]), Path(sys.argv[2])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_process_at_a_time_trains_a_run_and_a_killed_one_no_longer_does(tmp_path: Path) -> None:
+    root = Path(__file__).parents[4]
+    run, checkpoints = tmp_path / "run", tmp_path / "shared" / "checkpoints"
+    command = [sys.executable, "-c", HOLDER, str(run), str(checkpoints)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        for folder, mine in ((run, (run, tmp_path / "a")), (checkpoints, (tmp_path / "b", checkpoints))):
+            with pytest.raises(ConfigError, match=f"{folder} is in use by another training process"), locked(*mine):
+                pass
+        holder.kill()
+        holder.wait()
+        with locked(run, checkpoints):
+            # Nor does it make what would be taken for a run's.
+            assert not checkpoints.exists()
+
+
+def test_what_a_configuration_says_now_is_told_key_by_key() -> None:
+    before = {"steps": 10, "ppo": {"gamma": 1.0, "kl": {"coef": 0.1}}, "gone": True}
+    now = {"steps": 20, "ppo": {"gamma": 1.0, "kl": {"coef": 0.2}}, "new": [1]}
+    assert differences(before, now) == [
+        "gone: true when the run began, null now",
+        "new: null when the run began, [1] now",
+        "ppo.kl.coef: 0.1 when the run began, 0.2 now",
+        "steps: 10 when the run began, 20 now",
+    ]
+    assert differences(now, now) == []
+
+
+def test_a_run_keeps_its_id_when_it_is_resumed_and_a_new_one_in_its_folder_is_another(tmp_path: Path) -> None:
+    first = run_id(tmp_path, resume=False)
+    assert first.startswith(f"{tmp_path.name}-")
+    keep_run_id(tmp_path, first)
+    assert run_id(tmp_path, resume=True) == first
+    assert run_id(tmp_path, resume=False) != first
+    # One from before ids were kept.
+    (tmp_path / "run_id").unlink()
+    assert run_id(tmp_path, resume=True) not in ("", first)

@@ -1,0 +1,72 @@
+"""A gradient that is not finite changes nothing on any rank, in any layout; weights that are not leave no learner."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.learner import LoraConfig, TensorParallelConfig
+from services.common.ranks.group import RankGroup
+from tests.unit.layouts import Bench, furthest
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 500
+BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": BY_LAYERS,
+    "bfloat16, zero 1": {"zero_stage": 1, "dtype": "bfloat16"},
+    "bfloat16, zero 2": {"zero_stage": 2, "dtype": "bfloat16"},
+    "bfloat16, zero 3": {"dtype": "bfloat16"} | BY_LAYERS,
+    "running mean, zero 0": {"ema_decay": 0.9},
+    "adapters, zero 0": {"lora": LoraConfig(rank=4)},
+    "adam offload": {"adam_offload": True, "zero_stage": 2},
+    "both offloads": {"adam_offload": True, "param_offload": True} | BY_LAYERS,
+}
+
+
+async def check_skipping(bench: RankGroup, layout: dict[str, Any], which: str) -> None:
+    found, wanted, said = await bench.call(Bench.skipping, TIMEOUT_S, layout, which)
+    assert said[:2] == [{"skipped_steps": 1, "skipped_in_a_row": n} for n in (1, 2)]
+    assert said[2] == {"skipped_in_a_row": 0}
+    assert found["steps"] == wanted["steps"]
+    assert furthest(found["weights"], wanted["weights"]) == 0
+    assert all((a == b).all() for a, b in zip(found["averages"], wanted["averages"], strict=True))
+
+
+MORE = pytest.mark.exhaustive
+# Of each kind of optimizer one, on two ranks, is in `make test`; fp32 at ZeRO 0, which is ours to skip, on one too.
+ALWAYS = {("zero 0", 1), ("zero 0", 2), ("zero 2", 2), ("zero 3", 2), ("bfloat16, zero 1", 2), ("both offloads", 2)}
+CASES = [
+    pytest.param(name, ranks, marks=() if (name, ranks) in ALWAYS else MORE) for name in LAYOUTS for ranks in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+async def test_a_gradient_that_is_not_finite_changes_nothing(
+    benches: dict[int, RankGroup], name: str, ranks: int
+) -> None:
+    for which in ("policy", "critic"):
+        await check_skipping(benches[ranks], LAYOUTS[name] | {"ranks": ranks}, which)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["zero 0", "zero 3", "bfloat16, zero 1", "both offloads"])
+async def test_weights_that_are_not_finite_on_one_rank_are_refused_on_all(
+    benches: dict[int, RankGroup], tmp_path: Path, name: str, ranks: int
+) -> None:
+    said = await benches[ranks].call(Bench.refusing, TIMEOUT_S, LAYOUTS[name] | {"ranks": ranks}, tmp_path)
+    assert len(said) == 3
+    assert all("weights are not finite" in text for text in said)
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "snapshot").exists()
+
+
+# Last: DeepSpeed remembers in a process that layers were divided.
+@pytest.mark.parametrize("layout", [{}, {"zero_stage": 2}], ids=["zero 0", "zero 2"])
+async def test_nor_where_layers_are_divided(benches: dict[int, RankGroup], layout: dict[str, Any]) -> None:
+    divided = {"ranks": 2, "tensor_parallel": TensorParallelConfig(size=2)} | layout
+    await check_skipping(benches[2], divided, "policy")

@@ -1,0 +1,139 @@
+"""`quartet evaluate`: what it asks before it generates anything, and what it makes of the file."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.clients import Services
+from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, rollout_config
+from orchestrator.deployment.applications import env_vars
+from orchestrator.deployment.file import Deployment
+from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import ConfigError
+from services.common.wire.errors import Unavailable
+from services.common.wire.identity import tokenizer_hash
+from tests.models import make_tokenizer
+
+ROLLOUT = {"name": "rollout", "import_path": "services.rollout.replica:build"}
+
+
+def load(folder: Path, policy: Path, applications: Any, **section: Any) -> Deployment:
+    path = folder / "a.yaml"
+    least = {
+        "name": "run",
+        "data": {"path": str(folder / "prompts.jsonl"), "prompt_split": "train[:1]", "eval_split": "train[1:]"},
+        "policy": {"model": str(policy), "optimizer": {"learning_rate": 1e-4}},
+    }
+    path.write_text(yaml.safe_dump({"applications": applications, "orchestrator": least | section}))
+    (folder / "prompts.jsonl").write_text('{"prompt": "w4"}\n{"prompt": "w5"}\n')
+    return Deployment.load(path)
+
+
+class FakeClient:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def info(self, timeout_s: float) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer, timeout_s
+
+    async def reachable(self, timeout_s: float) -> bool:
+        return True
+
+    async def close(self) -> None:
+        self.answer = None
+
+
+class FakeInfo(FakeClient):
+    async def info(self, timeout_s: float) -> Any:
+        return self.answer
+
+
+def make_services(rollout: Any = "rollout", reference: Any = "reference") -> Services:
+    silent = FakeClient(AssertionError("asked"))
+    return Services(FakeClient(rollout), FakeClient("reward"), FakeClient(reference), silent)  # type: ignore[arg-type]
+
+
+async def test_all_that_take_part_are_asked_and_the_critic_is_not() -> None:
+    reward, reference = ("reward", 3), ("reference", 3)
+    asked = await ask(make_services(), 3, with_rollout=True)
+    assert asked == {"rollout": ("rollout", 3), "reward": reward, "reference": reference}
+    silent = AssertionError("asked")
+    assert await ask(make_services(rollout=silent), 3, with_rollout=False) == {
+        "reward": reward,
+        "reference": reference,
+    }
+    with pytest.raises(ExceptionGroup) as caught:
+        await ask(make_services(reference=Unavailable("reference.Info: gone")), 3, with_rollout=True)
+    assert [str(error) for error in caught.value.exceptions] == ["reference.Info: gone"]
+
+
+async def test_services_that_are_down_are_said_to_be(policy_folder: Path, tmp_path: Path) -> None:
+    deployment = load(tmp_path, policy_folder, [], target="127.0.0.1:1", timeouts={"info_s": 0.5})
+    message = (
+        "no answer at 127.0.0.1:1 (orchestrator.target) within 0.5 s; are the services up? "
+        f"quartet up {deployment.path}"
+    )
+    with pytest.raises(Unavailable, match=re.escape(message)):
+        await evaluate_model(deployment, "current", "train", None)
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward", "reference"])
+async def test_a_service_with_another_tokenizer_is_named(name: str, policy_folder: Path, tmp_path: Path) -> None:
+    same: dict[str, Any] = {"tokenizer_hash": tokenizer_hash(make_tokenizer()), "max_length": 4096, "vocab_size": 64}
+    models = {each: common_pb2.ModelInfo(path=each, **same) for each in ("rollout", "reward", "reference")}
+    models[name].tokenizer_hash = "?"
+    clients = [
+        FakeInfo(rollout_pb2.RolloutInfo(model=models["rollout"])),
+        FakeInfo(reward_pb2.RewardInfo(model=models["reward"])),
+        FakeInfo(reference_pb2.ReferenceInfo(model=models["reference"])),
+        FakeInfo(None),
+    ]
+    deployment = load(tmp_path, policy_folder, [])
+    message = f"{name}: the tokenizer of {name} is not that of orchestrator.policy.model ({policy_folder})"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        await evaluate_model(deployment, "current", "train", None, lambda config, purpose: Services(*clients))  # type: ignore[arg-type]
+    assert clients[1].answer is None  # the connection was closed
+
+
+@pytest.mark.parametrize("applications", [None, []])
+def test_another_model_needs_a_rollout_application(applications: Any, policy_folder: Path, tmp_path: Path) -> None:
+    deployment = load(tmp_path, policy_folder, applications)
+    message = f"{deployment.path}: applications: none has the import_path services.rollout.replica:build"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        OfflineRollout(str(policy_folder), deployment, make_tokenizer())
+
+
+def test_what_is_null_in_the_rollout_section_is_left_to_its_defaults(policy_folder: Path, tmp_path: Path) -> None:
+    deployment = load(tmp_path, policy_folder, [ROLLOUT | {"args": None, "runtime_env": None}])
+    assert rollout_config(deployment, str(policy_folder)).model == str(policy_folder)
+    OfflineRollout(str(policy_folder), deployment, make_tokenizer())
+    for runtime_env, variables in ((None, {}), ({"env_vars": None}, {}), ({"env_vars": {"A": "1"}}, {"A": "1"})):
+        assert env_vars(ROLLOUT | {"runtime_env": runtime_env}, "applications.rollout") == variables
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"args": [1]}, "applications.rollout.args: should be a mapping, got [1]"),
+        ({"runtime_env": "x"}, "applications.rollout.runtime_env: should be a mapping, got 'x'"),
+        (
+            {"runtime_env": {"env_vars": ["A"]}},
+            "applications.rollout.runtime_env.env_vars: should be a mapping, got ['A']",
+        ),
+        (
+            {"runtime_env": {"env_vars": {"A": 1}}},
+            "applications.rollout.runtime_env.env_vars.A: should be text, got 1; put it in quotes",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_rollout_section_is_named(
+    section: dict[str, Any], message: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    deployment = load(tmp_path, policy_folder, [ROLLOUT | section])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        OfflineRollout(str(policy_folder), deployment, make_tokenizer())

@@ -1,0 +1,87 @@
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from orchestrator.data.tables import open_split
+from services.common.config.base import ConfigError
+
+
+def jsonl(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def fails(message: str) -> Any:
+    return pytest.raises(ConfigError, match=re.escape(message))
+
+
+def test_every_kind_of_storage(tmp_path: Path) -> None:
+    content = [{"prompt": "a", "label": 1}, {"prompt": "b b", "label": None}]
+    dataset = Dataset.from_list(content)
+    jsonl(tmp_path / "lines.jsonl", content)
+    (tmp_path / "array.json").write_text(json.dumps(content))
+    jsonl(tmp_path / "lines.json", content)
+    dataset.to_parquet(tmp_path / "table.parquet")
+    dataset.with_format("numpy").save_to_disk(tmp_path / "saved")
+    for name in ("lines.jsonl", "array.json", "lines.json", "table.parquet", "saved"):
+        table = open_split(str(tmp_path / name), "train")
+        assert table.columns == ["prompt", "label"], name
+        assert [dict(row) for row in table.rows] == content, name
+
+
+def test_json_values_stay_as_written_and_columns_may_be_absent(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "p.jsonl", [{"a": "2024-05-01"}, {"b": 2}, {"a": 3.5}])
+    table = open_split(str(data), "train")
+    assert table.columns == ["a", "b"]
+    assert table.rows == [{"a": "2024-05-01", "b": None}, {"a": None, "b": 2}, {"a": 3.5, "b": None}]
+
+
+def test_folders_hold_a_split_per_file_and_saved_dicts_theirs(tmp_path: Path) -> None:
+    folder, saved = tmp_path / "folder", tmp_path / "saved"
+    folder.mkdir()
+    jsonl(folder / "train.jsonl", [{"prompt": "a"}])
+    Dataset.from_list([{"prompt": "b"}]).to_parquet(folder / "eval.parquet")
+    (folder / "README.md").write_text("not data")
+    splits = {"train": Dataset.from_list([{"prompt": "a"}]), "eval": Dataset.from_list([{"prompt": "b"}])}
+    DatasetDict(splits).save_to_disk(saved)
+    for path in (folder, saved):
+        assert open_split(str(path), "train").rows[0] == {"prompt": "a"}
+        assert open_split(str(path), "eval").rows[0] == {"prompt": "b"}
+        with fails(f"data.path {path}: no split 'test'; the splits there are eval, train"):
+            open_split(str(path), "test")
+
+
+def test_paths_that_hold_no_data(tmp_path: Path) -> None:
+    with fails(f"data.path: no such file or folder: {tmp_path / 'none.jsonl'}"):
+        open_split(str(tmp_path / "none.jsonl"), "train")
+    with fails(f"data.path {tmp_path}: holds no .jsonl, .json, .parquet file and no saved data set"):
+        open_split(str(tmp_path), "train")
+    (tmp_path / "rows.csv").write_text("prompt\na\n")
+    with fails("rows.csv: should end in one of .jsonl, .json, .parquet"):
+        open_split(str(tmp_path / "rows.csv"), "train")
+    (tmp_path / "rows.parquet").write_text("not parquet")
+    with fails("rows.parquet: not valid Parquet"):
+        open_split(str(tmp_path / "rows.parquet"), "train")
+    jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    with fails("rows.jsonl and rows.parquet are both split 'rows'; keep one"):
+        open_split(str(tmp_path), "rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": \n', "p.jsonl, line 3: not valid JSON"),
+        ("p.jsonl", '{"prompt": "a"}\n"b"\n', "p.jsonl, line 2: should be a JSON object, got str"),
+        ("p.json", '[{"prompt": "a"}, 7]', "p.json, element 2: should be a JSON object, got int"),
+        ("p.json", '[{"prompt": "a"}', "p.json: not valid JSON"),
+    ],
+)
+def test_files_that_are_not_json_objects(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with fails(message):
+        open_split(str(tmp_path / name), "train")

@@ -1,0 +1,211 @@
+"""The services' and Serve's sections: what Serve would pass over in silence, or refuse once everything starts."""
+
+import importlib
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.deployment.applications import SERVICES
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import ConfigError
+from services.common.config.serve import SECTIONS
+from services.reward.config import RewardConfig
+from services.rollout.config import RolloutConfig
+
+ROOT = Path(__file__).parents[4]
+Change = Callable[[Any], Any]
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    """deploy/ppo.yaml with model folders that exist."""
+    (tmp_path / "config.json").write_text("{}")
+    text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{tmp_path}", (ROOT / "deploy" / "ppo.yaml").read_text())
+    loaded: dict[str, Any] = deepcopy(yaml.safe_load(text))
+    return loaded
+
+
+def problems(raw: dict[str, Any], folder: Path) -> list[str]:
+    path = folder / "a.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError) as caught:
+        Deployment.load(path, check_services=True)
+    return str(caught.value).replace(f"{path}: ", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_replica": 2},
+            ".num_replica: unknown field; known: autoscaling_config, [^;]*; did you mean num_replicas?",
+        ),
+        ({"num_replicas": 0}, ".num_replicas: should be more than 0, got 0"),
+        ({"num_replicas": "many"}, ': `num_replicas` must be an int or "auto", but got: many'),
+        (
+            {"ray_actor_options": {"num_cpu": 1}},
+            ".ray_actor_options.num_cpu: unknown field; [^;]*; did you mean num_cpus?",
+        ),
+        (
+            {"num_replicas": None, "autoscaling_config": {"min_replicas": 3, "max_replicas": 1}},
+            ".autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (3)!",
+        ),
+        (
+            {"num_replicas": None, "autoscaling_config": {"max_replica": 3}},
+            ".autoscaling_config.max_replica: unknown field; known: [^;]*; did you mean max_replicas?",
+        ),
+    ],
+)
+def test_settings_of_a_deployment_that_cannot_be(
+    raw: dict[str, Any], values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw["applications"][0]["deployments"][0] |= values
+    (line,) = problems(raw, tmp_path)
+    pattern = re.escape(f"applications.rollout.deployments.Rollout{message}").replace(re.escape("[^;]*"), "[^;]*")
+    assert re.fullmatch(pattern, line)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a[0].update(rout_prefix="/"), "applications.rollout.rout_prefix: unknown field; known: "),
+        (
+            lambda a: a[0].update(import_path=3),
+            "applications.rollout.import_path: should be text, got 3; put it in quotes",
+        ),
+        (lambda a: a[0].pop("import_path"), "applications.rollout.import_path: required"),
+        (lambda a: a[0].update(deployments=None), "applications.rollout.deployments: should be a list, got null"),
+        (lambda a: a[0].update(runtime_env=None), "applications.rollout.runtime_env: should be a mapping, got null"),
+        (
+            lambda a: a[0].update(route_prefix="/reward"),
+            "applications: Found duplicate applications for route prefix",
+        ),
+        (
+            lambda a: a[0].update(runtime_env={"env_vars": {"OMP_NUM_THREADS": 1}}),
+            "applications.rollout.runtime_env.env_vars.OMP_NUM_THREADS: should be text, got 1; put it in quotes",
+        ),
+        (
+            lambda a: a[0].update(deployments=["Rollout"]),
+            "applications.rollout.deployments.0: should be a mapping of fields to values, got 'Rollout'",
+        ),
+        (lambda a: a[0].pop("name"), "applications.0.name: required\napplications: none is named rollout"),
+        (lambda a: a.append(a[0]), "applications: more than one is named rollout"),
+        (
+            lambda a: a[0]["deployments"][0].update(name="Rollouts"),
+            "applications.rollout.deployments.Rollouts: no such deployment; the only one here is Rollout",
+        ),
+        (lambda a: a[0]["deployments"][0].pop("name"), "applications.rollout.deployments.0.name: required"),
+        (
+            lambda a: a[0]["deployments"].append(deepcopy(a[0]["deployments"][0])),
+            "applications.rollout.deployments: should hold Rollout once",
+        ),
+        (
+            lambda a: a[3]["deployments"][0].update(num_replicas=2),
+            "applications.critic.deployments.Critic.num_replicas: should be 1, got 2; its weights are trained, in",
+        ),
+        (
+            lambda a: a[3]["deployments"][0].update(num_replicas="auto"),
+            "applications.critic.deployments.Critic.num_replicas: should be 1, got 'auto'",
+        ),
+        (
+            lambda a: a[3]["deployments"][0].update(num_replicas=None, autoscaling_config={"max_replicas": 2}),
+            "applications.critic.deployments.Critic.autoscaling_config: should be left out; its weights are trained",
+        ),
+    ],
+)
+def test_applications_that_cannot_be(raw: dict[str, Any], change: Change, message: str, tmp_path: Path) -> None:
+    change(raw["applications"])
+    said = problems(raw, tmp_path)
+    assert "\n".join(said).startswith(message)
+    assert len(said) == message.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda raw: raw.update(proxy_location="here"),
+            "proxy_location: should be 'Disabled', 'HeadOnly' or 'EveryNode'",
+        ),
+        (
+            lambda raw: raw.update(http_options=None),
+            "http_options: should be a mapping of fields to values, got null",
+        ),
+        (lambda raw: raw["http_options"].update(prt=1), "http_options.prt: unknown field; known: "),
+        (
+            lambda raw: raw["http_options"].update(port=True),
+            "http_options.port: should be a port from 1 to 65535, got true",
+        ),
+        (
+            lambda raw: raw["grpc_options"].update(port=65536),
+            "grpc_options.port: should be a port from 1 to 65535, got 65536",
+        ),
+        (
+            lambda raw: raw["grpc_options"].update(port="19000"),
+            "grpc_options.port: should be a port from 1 to 65535, got '19000'",
+        ),
+        (
+            lambda raw: raw["grpc_options"].update(port=18000),
+            "http_options.port and grpc_options.port: should differ, got 18000, 18000",
+        ),
+        (
+            lambda raw: raw["grpc_options"].update(grpc_servicer_functions="f"),
+            "grpc_options.grpc_servicer_functions: should be a list, got 'f'",
+        ),
+        (lambda raw: raw.update(orchestrater={}), "orchestrater: unknown section; known: "),
+    ],
+)
+def test_sections_of_serve_that_cannot_be(raw: dict[str, Any], change: Change, message: str, tmp_path: Path) -> None:
+    change(raw)
+    (line,) = problems(raw, tmp_path)
+    assert line.startswith(message)
+
+
+def test_rollout_replicas_may_scale_by_themselves(raw: dict[str, Any], tmp_path: Path) -> None:
+    deployment = raw["applications"][0]["deployments"][0]
+    del deployment["num_replicas"]
+    deployment["autoscaling_config"] = {"min_replicas": 1, "max_replicas": 4}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
+    loaded = Deployment.load(tmp_path / "a.yaml", check_services=True)
+    assert set(loaded.services) == set(SERVICES)
+
+
+def test_a_service_at_a_target_of_its_own_need_not_be_in_the_file(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["applications"] = [entry for entry in raw["applications"] if entry["name"] != "reward"]
+    assert problems(raw, tmp_path) == ["applications: none is named reward"]
+    raw["orchestrator"]["services"] = {"reward": {"application": "judge"}}
+    assert problems(raw, tmp_path) == ["applications: none is named judge"]
+    raw["orchestrator"]["services"] = {"reward": {"target": "elsewhere:19000", "application": "judge"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
+    loaded = Deployment.load(tmp_path / "a.yaml", check_services=True)
+    assert set(loaded.services) == {"rollout", "reference", "critic"}
+    assert loaded.orchestrator.services.reward.application == "judge"
+
+
+def test_a_service_whose_model_is_on_another_machine_is_left_out(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["applications"][0]["args"]["model"] = "/no/such/folder"
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
+    loaded = Deployment.load(tmp_path / "a.yaml")
+    assert set(loaded.services) == {"reward", "reference", "critic"}
+    assert isinstance(loaded.services["reward"], RewardConfig)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_is_known_of_a_service_is_true(name: str) -> None:
+    service = SERVICES[name]
+    module, _, build = service.import_path.partition(":")
+    replica = importlib.import_module(module)
+    assert getattr(replica, service.deployment).name == service.deployment
+    assert callable(getattr(replica, build))
+    assert RolloutConfig is SERVICES["rollout"].config
+
+
+def test_the_sections_are_those_of_serve() -> None:
+    from orchestrator.deployment.file import _SERVE_KEYS
+
+    assert _SERVE_KEYS == SECTIONS

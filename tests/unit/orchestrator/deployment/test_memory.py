@@ -1,0 +1,143 @@
+"""GPU memory of a deployment, against sums by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from orchestrator.deployment.memory import (
+    CHUNKS,
+    CONTEXT,
+    GIB,
+    GRAPHS,
+    Part,
+    Shape,
+    engine_bytes,
+    frozen_bytes,
+    learner_bytes,
+    most_on_one,
+    parts_of,
+    shortage,
+)
+from services.common.config.learner import LearnerConfig
+from services.rollout.config import RolloutConfig
+from tests.gpu_requests import load
+
+SMALL = Shape(parameters=1000, layers=2, hidden=4, intermediate=16, vocabulary=50)
+
+
+class Configs:
+    """Sections about a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def learner(self, **fields: Any) -> LearnerConfig:
+        given = {"optimizer": {"learning_rate": 1e-5}, "micro_batch_tokens": 10}
+        return LearnerConfig.parse(given | fields | {"model": self._folder}, "policy")
+
+    def engine(self, **fields: Any) -> RolloutConfig:
+        return RolloutConfig.parse(fields | {"model": self._folder}, "rollout")
+
+
+@pytest.fixture
+def configs(policy_folder: Path) -> Configs:
+    return Configs(policy_folder)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "layers", "heads", "groups", "tied", "parameters"),
+    [
+        (896, 4864, 24, 14, 2, True, 494_032_768),  # Qwen2.5-0.5B
+        (1536, 8960, 28, 12, 2, True, 1_543_714_304),  # 1.5B
+        (3584, 18944, 28, 28, 4, False, 7_615_616_512),  # 7B, whose vocabulary is 152064
+    ],
+)
+def test_shapes_are_counted_without_allocating(
+    hidden: int, intermediate: int, layers: int, heads: int, groups: int, tied: bool, parameters: int
+) -> None:
+    config = Qwen2Config(
+        vocab_size=151_936 if tied else 152_064,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=tied,
+    )
+    assert Shape.of(config) == Shape(parameters, layers, hidden, intermediate, config.vocab_size)
+
+
+def test_a_learner_holds_sixteen_bytes_a_parameter_and_its_activations(configs: Configs) -> None:
+    layer = 10 * (10 * 4 + 4 * 16)  # tokens x numbers: 1040
+    logits = 2 * 10 * 50
+    bf16 = {"dtype": "bfloat16", "zero_stage": 1}
+    assert (
+        learner_bytes(configs.learner(), SMALL, logits=True) == 16_000 + 4 * (2 * layer + logits) + CHUNKS + CONTEXT
+    )
+    assert learner_bytes(configs.learner(**bf16), SMALL, logits=False) == 16_000 + 2 * 2 * layer + CONTEXT
+    checkpointed = configs.learner(**bf16, gradient_checkpointing=True)
+    assert learner_bytes(checkpointed, SMALL, logits=False) == 16_000 + 2 * (layer + 2 * 10 * 4) + CONTEXT
+
+
+def test_a_learner_holds_less_where_ranks_divide_or_the_host_takes_over(configs: Configs) -> None:
+    def held(**fields: Any) -> int:
+        kept = 2 * 2 * 10 * (10 * 4 + 4 * 16) + CONTEXT
+        return learner_bytes(configs.learner(dtype="bfloat16", **fields), SMALL, logits=False) - kept
+
+    assert held(zero_stage=1, ranks=2) == 2000 + 2000 + 6000
+    assert held(zero_stage=2, ranks=2) == 2000 + 1000 + 6000
+    assert held(zero_stage=3, ranks=2) == 1000 + 1000 + 6000
+    assert held(zero_stage=1, adam_offload=True) == 4000
+    # Rank 8: 2 layers x 8 x (8 x 4 + 3 x 20) = 1472 parameters of 2 + 12 bytes.
+    assert held(zero_stage=1, lora={"rank": 8}) == 2000 + 1472 * 14
+
+
+def test_frozen_models_and_engines(configs: Configs) -> None:
+    assert frozen_bytes(SMALL, "bfloat16", 10, logits=False) == 2000 + 2 * 1040 + CONTEXT
+    assert frozen_bytes(SMALL, "bfloat16", 10, logits=True) == 2000 + 2 * 1040 + 2 * 10 * 50 + CHUNKS + CONTEXT
+    told = configs.engine(kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7)
+    step = 100 * 2 * (4 * 4 + 2 * 16)
+    expected = 2000 + (3 << 20) + step + 3 * 7 * 50 * 4 + GRAPHS + CONTEXT
+    assert engine_bytes(told, SMALL, gpu=80 * GIB) == expected
+    # Without a size of its own the cache takes what its share of the GPU leaves.
+    assert engine_bytes(configs.engine(gpu_memory_utilization=0.9), SMALL, gpu=80 * GIB) == 72 * GIB
+
+
+QWEN = {
+    "0.5B": Shape(494_032_768, 24, 896, 4864, 151_936),
+    "1.5B": Shape(1_543_714_304, 28, 1536, 8960, 151_936),
+    "3B": Shape(3_085_938_688, 36, 2048, 11_008, 151_936),
+    "7B": Shape(7_615_616_512, 28, 3584, 18_944, 152_064),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "lora", "expected"), [("0.5B", False, 52), ("1.5B", False, 94), ("3B", False, 152), ("7B", True, 122)]
+)
+def test_the_sums_at_the_head_of_the_file_for_one_gpu(size: str, lora: bool, expected: int, tmp_path: Path) -> None:
+    file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
+    if lora:
+        text = file.read_text().replace("# lora:", "lora:")
+        (tmp_path / "lora").mkdir()
+        file = tmp_path / "lora" / "ppo-1gpu.yaml"
+        file.write_text(text)
+    parts = parts_of(load(file, tmp_path), 139 * GIB, lambda folder: QWEN[size])
+    assert [part.name for part in parts] == ["rollout", "reward", "reference", "critic", "policy"]
+    assert round(sum(part.size for part in parts) / GIB) == expected
+    assert bool(list(shortage(parts, 139 * GIB))) == (expected > 139)
+
+
+def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:
+    rollout, policy = Part("rollout", 0.4, 20 * GIB), Part("policy", 0.3, 40 * GIB)
+    critic, reward, whole = Part("critic", 0.7, 50 * GIB), Part("reward", 0.1, 5 * GIB), Part("w", 1, 60 * GIB)
+    assert most_on_one([rollout, policy, critic, reward, whole]) == (policy, critic)
+    assert most_on_one([rollout, policy, reward]) == (rollout, policy, reward)
+    assert most_on_one([]) == ()
+    assert list(shortage([rollout, policy, reward], 65 * GIB)) == []
+    assert list(shortage([rollout, policy, reward], 64 * GIB)) == [
+        "one GPU may have to hold rollout 20.0 + policy 40.0 + reward 5.0 = 65.0 GiB, and has 64.0"
+    ]
+    # What asks for no GPU computes elsewhere.
+    assert list(shortage([Part("reference", 0, 99 * GIB)], GIB)) == []

@@ -1,0 +1,153 @@
+"""The journal of experience on disk."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from orchestrator.data.prompts import Prompt
+from orchestrator.experience.collector import Collected, Experience
+from orchestrator.experience.journal import ExperienceJournal
+from tests.unit.fakes import make_config, make_prompts, respond
+
+PROMPTS = make_prompts(3)
+FIRST = 6
+"""The number of the first sample."""
+
+
+def prompt(number: int) -> Prompt:
+    return PROMPTS[number - FIRST]
+
+
+def collected(version: int = 1) -> Collected:
+    draw = np.random.default_rng(version)
+    rows = []
+    for index, asked in enumerate(PROMPTS):
+        sample = respond(index, asked.prompt_ids, version)
+        ref_logprobs, values = (draw.normal(size=len(sample.response_ids)).astype(np.float32) for _ in range(2))
+        score = float(np.float32(draw.normal()))
+        rows.append(Experience(FIRST + index, asked, sample, score, ref_logprobs, values))
+    return Collected(rows, 1.25, 0.1, repeated=4)
+
+
+def same(found: Collected | None, wanted: Collected) -> bool:
+    assert found is not None
+    for a, b in zip(found.experiences, wanted.experiences, strict=True):
+        assert (a.number, a.prompt) == (b.number, b.prompt)
+        assert (a.score, a.sample.spans, a.sample.finish_reason) == (b.score, b.sample.spans, b.sample.finish_reason)
+        for name in ("ref_logprobs", "values"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist()
+        assert a.sample.response_ids.tolist() == b.sample.response_ids.tolist()
+        assert a.sample.logprobs.tolist() == b.sample.logprobs.tolist()
+    return (found.generate_s, found.score_s, found.repeated) == (wanted.generate_s, wanted.score_s, wanted.repeated)
+
+
+def journal(folder: Path, policy: Path, **section: Any) -> ExperienceJournal:
+    return ExperienceJournal(folder / "journal", make_config(policy, **section))
+
+
+def test_what_was_kept_comes_back_bit_for_bit(tmp_path: Path, policy_folder: Path) -> None:
+    for step in (1, 2):
+        journal(tmp_path, policy_folder).write(step, collected(step))
+    for step in (1, 2):
+        assert same(journal(tmp_path, policy_folder).read(step, prompt), collected(step))
+    assert journal(tmp_path, policy_folder).read(3, prompt) is None
+
+
+def test_it_forgets_what_a_checkpoint_holds(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    for step in range(1, 12):
+        kept.write(step, collected())
+    kept.forget(9)
+    assert [step for step in range(1, 12) if kept.read(step, prompt)] == [10, 11]
+
+
+@pytest.mark.parametrize("section", [{"seed": 1}, {"ppo": {"minibatch_size": 1, "gamma": 0.5}}])
+def test_another_configurations_samples_are_left_alone(
+    tmp_path: Path, policy_folder: Path, section: dict[str, Any]
+) -> None:
+    journal(tmp_path, policy_folder).write(1, collected())
+    assert journal(tmp_path, policy_folder, **section).read(1, prompt) is None
+    # What has nothing to do with the samples may change.
+    assert journal(tmp_path, policy_folder, timeouts={"train_s": 5}).read(1, prompt)
+
+
+def test_other_prompts_samples_are_left_alone(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    kept.write(1, collected())
+    assert kept.read(1, lambda number: PROMPTS[::-1][number - FIRST]) is None
+    assert kept.read(1, lambda number: replace(prompt(number), label="other")) is None
+    assert kept.read(1, prompt)
+
+
+@pytest.mark.parametrize("left", [b"", b"\x81", b"\x93\x01\x02\x03", b"no msgpack at all"])
+def test_a_broken_step_is_told_and_sampled_again(tmp_path: Path, policy_folder: Path, left: bytes) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    (tmp_path / "journal" / "step-000001.msgpack").write_bytes(left)
+    assert kept.read(1, prompt) is None
+    assert "step 1 is sampled again" in notes[0]
+
+
+@pytest.mark.parametrize("field", ["score", "ref_logprobs", "values", "logprobs"])
+def test_a_number_that_is_not_finite_is_told_and_sampled_again(
+    tmp_path: Path, policy_folder: Path, field: str
+) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    step = collected()
+    rows = step.experiences
+    wrong = np.full(2, np.nan, np.float32)
+    if field == "logprobs":
+        rows[1] = replace(rows[1], sample=replace(rows[1].sample, logprobs=wrong))
+    else:
+        changed: dict[str, Any] = {field: np.nan if field == "score" else wrong}
+        rows[1] = replace(rows[1], **changed)
+    kept.write(1, step)
+    assert kept.read(1, prompt) is None
+    assert "it holds nan" in notes[0]
+    assert "step 1 is sampled again" in notes[0]
+
+
+def test_a_full_disk_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    (tmp_path / "journal" / ".writing").symlink_to("/dev/full")
+    kept.write(1, collected())
+    assert "No space left on device" in notes[0]
+
+
+def test_what_follows_a_step_that_is_kept_anew_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    for step in (1, 2, 3):
+        kept.write(step, collected(step))
+    kept.write(2, collected(5))
+    assert kept.read(1, prompt)
+    assert same(kept.read(2, prompt), collected(5))
+    assert kept.read(3, prompt) is None
+
+
+def test_a_step_half_written_is_not_there(tmp_path: Path, policy_folder: Path) -> None:
+    kept = journal(tmp_path, policy_folder)
+    kept.write(1, collected())
+    (tmp_path / "journal" / "step-000001.msgpack").rename(tmp_path / "journal" / ".writing")
+    assert journal(tmp_path, policy_folder).read(1, prompt) is None
+
+
+def test_a_file_from_before_samples_had_numbers_is_told_and_sampled_again(
+    tmp_path: Path, policy_folder: Path
+) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    kept.write(1, collected())
+    path = tmp_path / "journal" / "step-000001.msgpack"
+    raw = msgpack.unpackb(path.read_bytes())
+    del raw["format"]
+    path.write_bytes(msgpack.packb(raw))
+    assert kept.read(1, prompt) is None
+    assert notes == [
+        f"{path} cannot be read (an earlier version wrote it, which gave samples no numbers); step 1 is sampled again"
+    ]

@@ -1,0 +1,85 @@
+"""Policy and critic as learners: what each is asked in an update, in a checkpoint and in a restart."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.learners.critic import CriticLearner
+from orchestrator.learners.learner import Update
+from orchestrator.learners.policy import PolicyLearner
+from orchestrator.policy.trainer import PolicyBatch
+from services.common.config.base import ConfigError
+from tests.unit.fakes import make_config
+
+ROWS = [np.ones(2, np.float32)]
+VALUES, RETURNS = [np.zeros(2, np.float32)], [np.full(2, 3, np.float32)]
+BATCH = PolicyBatch([np.asarray([7], np.int32)], [np.asarray([8, 9], np.int32)], ROWS, ROWS, None, ROWS, 0.0)
+UPDATE = Update(step=3, seed=41, batch=BATCH, values=VALUES, returns=RETURNS)
+
+
+class Recorder:
+    """Any client: notes each method that is called and its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def called(*arguments: Any, **named: Any) -> dict[str, float]:
+            self.calls.append((name, arguments, named))
+            return {"loss": 0.5}
+
+        return called
+
+
+async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(tmp_path: Path) -> None:
+    policy = Recorder()
+    learner = PolicyLearner(policy)  # type: ignore[arg-type]
+    assert await learner.train(UPDATE) == {"loss": 0.5}
+    await learner.take_snapshot(tmp_path, 3, copies=True)
+    await learner.write_snapshot(tmp_path)
+    await learner.restore(tmp_path)
+    folder = str(tmp_path / "policy")
+    assert policy.calls == [
+        ("train", (BATCH, 41), {}),
+        ("take_snapshot", (folder, 3, True), {}),
+        ("write_snapshot", (), {}),
+        ("restore", (folder,), {}),
+    ]
+
+
+async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_under_the_root(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    """Trained for 100 steps before: step 3 of this run is its 103rd."""
+    ppo = {"epochs": 3, "minibatch_size": 1}
+    section = {"ppo": ppo, "timeouts": {"train_s": 21}, "checkpoint": {"root": str(tmp_path), "timeout_s": 9}}
+    critic = Recorder()
+    learner = CriticLearner(critic, make_config(policy_folder, **section), first_step=100)  # type: ignore[arg-type]
+    checkpoint = tmp_path / "demo" / "step-000003"
+    assert await learner.train(UPDATE) == {"loss": 0.5}
+    await learner.take_snapshot(checkpoint, 3, copies=False)
+    await learner.write_snapshot(checkpoint)
+    await learner.restore(checkpoint)
+    trained = (103, BATCH.prompts, BATCH.responses, VALUES, RETURNS)
+    schedule = {"epochs": 3, "minibatch_size": 1, "seed": 41, "last_step": 102, "timeout_s": 21}
+    name = "demo/step-000003/critic"
+    assert critic.calls == [
+        ("train", trained, schedule),
+        ("take_checkpoint", (name, 103, 9), {"copies": False}),
+        ("write_checkpoint", (name, 9), {}),
+        ("restore_checkpoint", (name, 9), {}),
+    ]
+
+
+async def test_a_critic_writes_nowhere_but_under_its_root(policy_folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    config = make_config(policy_folder, checkpoint={"root": str(root)})
+    critic = Recorder()
+    learner = CriticLearner(critic, config, first_step=0)  # type: ignore[arg-type]
+    expected = f"orchestrator.checkpoint.folder: {tmp_path}/other is not under orchestrator.checkpoint.root, {root};"
+    with pytest.raises(ConfigError, match=expected):
+        await learner.take_snapshot(tmp_path / "other", 1, copies=True)
+    assert critic.calls == []

@@ -1,0 +1,251 @@
+"""Checkpoints: whole or not there, the last few kept, training going on while they are written."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.checkpoint import CheckpointConfig
+from orchestrator.loop.checkpoint import Checkpoints
+from orchestrator.loop.checkpoint_folder import latest
+from orchestrator.policy.ranks import PolicyError
+from services.common.wire.errors import (
+    Internal,
+    NotFinite,
+    ServiceError,
+)
+from services.critic.client import CriticReset
+from tests.unit.train_states import state
+
+
+class FakeLearner:
+    """The policy's part or the critic's; writing waits for `gate`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.taken: list[tuple[str, int]] = []
+        self.folders: list[Path] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures: dict[str, Exception] = {}
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        self.copies = copies
+        self.fail("take")
+        self.taken.append((self.name, step))
+        self.folders.append(checkpoint / self.name)
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        assert checkpoint / self.name == self.folders[-1]
+        await self.gate.wait()
+        self.fail("write")
+        self.folders[-1].mkdir()
+        (self.folders[-1] / "layout.json").write_text("{}")
+
+    def fail(self, when: str) -> None:
+        if when in self.failures:
+            raise self.failures.pop(when)
+
+
+class FakeJournal:
+    forgotten = -1
+
+    def forget(self, step: int) -> None:
+        self.forgotten = step
+
+
+class Stage:
+    """Checkpoints in a folder, with fakes around them."""
+
+    def __init__(self, folder: Path, with_critic: bool = True, **config: Any) -> None:
+        self.folder = folder
+        self.policy, self.critic, self.journal = FakeLearner("policy"), FakeLearner("critic"), FakeJournal()
+        learners: Any = [self.policy, self.critic] if with_critic else [self.policy]
+        self.notes: list[str] = []
+        self.checkpoints = Checkpoints(
+            folder,
+            CheckpointConfig(**{"every": 10, "keep": 2} | config),
+            learners,
+            self.journal,  # type: ignore[arg-type]
+            self.notes.append,
+        )
+
+    def there(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+async def test_one_is_taken_before_the_first_step_and_when_due(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+        assert stage.there() == ["step-000000"]
+        for step in range(1, 31):
+            await checkpoints.take_if_due(state(step))
+    assert stage.policy.taken == [("policy", step) for step in (0, 10, 20, 30)]
+    assert stage.critic.taken == [("critic", step) for step in (0, 10, 20, 30)]
+    assert stage.there() == ["step-000020", "step-000030"]
+    # Whoever goes back may go back to the older one.
+    assert stage.journal.forgotten == 20
+    found = latest(tmp_path)
+    assert found is not None
+    assert (found.folder, found.state) == (tmp_path / "step-000030", state(30))
+
+
+async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_good_one(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+        for step in range(1, 65):
+            skipped = 3 if 15 <= step < 62 else 0
+            await checkpoints.take_if_due(state(step).model_copy(update={"skipped_in_a_row": skipped}))
+    # The one that was due at 20 is taken with the first step that is good.
+    assert [step for _, step in stage.policy.taken] == [0, 10, 62]
+    assert stage.there() == ["step-000010", "step-000062"]
+    assert stage.checkpoints.last_step() == 62
+    assert stage.journal.forgotten == 10
+
+
+async def test_weights_that_are_not_finite_make_no_checkpoint(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+        for step in range(10, 60, 10):
+            stage.critic.failures["take"] = NotFinite("weights are not finite")
+            await checkpoints.take_if_due(state(step))
+    assert stage.there() == ["step-000000"]
+    assert stage.notes == ["checkpoint failed: weights are not finite; the last one is of step 0"] * 5
+
+
+async def test_a_run_without_a_critic_checkpoints_its_policy_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, with_critic=False)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+    assert sorted(path.name for path in (tmp_path / "step-000000").iterdir()) == ["policy", "state.json"]
+    assert stage.critic.taken == []
+
+
+async def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, every=1)
+    async with stage.checkpoints as checkpoints:
+        stage.critic.gate.clear()
+        await checkpoints.take_if_due(state(1))
+        await asyncio.sleep(0.05)
+        # Not there until all of it is.
+        [aside] = stage.there()
+        assert aside.startswith(".step-000001.")
+        assert latest(tmp_path) is None
+        # The next waits for it: there is one copy of the state.
+        second = asyncio.create_task(checkpoints.take_if_due(state(2)))
+        await asyncio.sleep(0.1)
+        assert len(stage.policy.taken) == 1
+        stage.critic.gate.set()
+        await second
+        assert 0.1 <= checkpoints.waited_s() < 1
+        assert checkpoints.waited_s() == 0
+    assert stage.there() == ["step-000001", "step-000002"]
+
+
+async def test_in_the_foreground_training_waits(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, every=1, background=False)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.take_if_due(state(1))
+        assert stage.there() == ["step-000001"]
+        assert not stage.policy.copies
+        assert not stage.critic.copies
+
+
+async def test_never_means_never(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, every=0)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.first(state(0))
+        await checkpoints.take_if_due(state(10))
+    assert stage.there() == []
+
+
+@pytest.mark.parametrize(
+    ("who", "when", "last", "whole"),
+    [("policy", "take", "1", [1, 3]), ("critic", "take", "1", [1, 3]), ("policy", "write", "none", [2, 3])],
+)
+async def test_one_that_fails_is_told_and_costs_nothing_else(
+    tmp_path: Path, who: str, when: str, last: str, whole: list[int]
+) -> None:
+    stage = Stage(tmp_path, every=1)
+    async with stage.checkpoints as checkpoints:
+        await checkpoints.take_if_due(state(1))
+        getattr(stage, who).failures[when] = Internal("No space left on device")
+        await checkpoints.take_if_due(state(2))
+        await checkpoints.take_if_due(state(3))
+    assert stage.notes == [f"checkpoint failed: No space left on device; the last one is of step {last}"]
+    # Nothing of it takes room any more.
+    assert stage.there() == [f"step-{n:06d}" for n in whole]
+
+
+async def test_without_the_first_a_run_does_not_begin(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    async with stage.checkpoints as checkpoints:
+        stage.policy.failures["write"] = Internal("No space left on device")
+        with pytest.raises(ExceptionGroup) as caught:
+            await checkpoints.first(state(0))
+    assert isinstance(caught.value.exceptions[0], Internal)
+
+
+@pytest.mark.parametrize("loss", [CriticReset("replaced"), PolicyError("rank 0 died")])
+async def test_a_lost_learner_is_not_passed_over(tmp_path: Path, loss: Exception) -> None:
+    stage = Stage(tmp_path, every=1)
+    async with stage.checkpoints as checkpoints:
+        stage.critic.failures["take"] = loss
+        with pytest.raises(ExceptionGroup) as caught:
+            await checkpoints.take_if_due(state(1))
+    assert caught.value.exceptions[0] is loss
+
+
+async def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+
+    async def elsewhere(checkpoint: Path) -> None:
+        """Writes where nobody else sees it."""
+
+    stage.critic.write_snapshot = elsewhere  # type: ignore[method-assign]
+    async with stage.checkpoints as checkpoints:
+        with pytest.raises(ExceptionGroup) as caught:
+            await checkpoints.first(state(0))
+    [error] = caught.value.exceptions
+    assert isinstance(error, ServiceError)
+    assert "checkpoint.root, and the root of a critic, must be one folder, on a disk that all nodes" in str(error)
+
+
+async def test_what_a_killed_run_left_half_done_is_cleared_away(tmp_path: Path) -> None:
+    for name in (".step-000004.writing", ".step-000001.removing", "step-000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "policy").mkdir()
+    (tmp_path / "step-000002" / "state.json").write_text(state(2).model_dump_json())
+    async with Stage(tmp_path).checkpoints:
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
+
+
+async def test_a_run_that_fails_does_not_wait_for_the_writing(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, every=1)
+    stage.policy.gate.clear()
+
+    async def run() -> None:
+        async with asyncio.timeout(5), stage.checkpoints as checkpoints:
+            await checkpoints.take_if_due(state(1))
+            raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        await run()
+    assert latest(tmp_path) is None
+
+
+def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
+    from orchestrator.algorithm.rewards import RunningNormaliser
+
+    kept = state(3).model_copy(update={"kl_coef": 0.1 / 3, "normaliser": RunningNormaliser(7, 1e-17 / 3, 2 / 7)})
+    folder = tmp_path / "step-000003"
+    folder.mkdir()
+    (folder / "state.json").write_text(kept.model_dump_json(indent=1))
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.state == kept

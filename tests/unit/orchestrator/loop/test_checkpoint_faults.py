@@ -1,0 +1,30 @@
+"""A checkpoint whose writer is killed or finds the disk full leaves one that can be restored, and room for the next.
+
+`python -m benchmarks.checkpoint_faults` does it at 200 points.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_faults import KINDS, Scene
+
+pytestmark = pytest.mark.processes
+
+TRIALS = 20
+
+
+def test_a_kill_or_a_full_disk_at_any_point_leaves_a_checkpoint_to_restore(
+    tmp_path: Path, policy_folder: Path, reward_folder: Path
+) -> None:
+    scene = Scene(tmp_path, policy_folder, reward_folder, seed=1)
+    outcomes = [scene.trial(number, KINDS[number % len(KINDS)]) for number in range(TRIALS)]
+    assert [outcome for outcome in outcomes if not outcome.whole] == []
+    found = Counter(outcome.step for outcome in outcomes)
+    print(f"\n{found[1]} times the old one, {found[2]} times the new one, of {TRIALS}")
+    # Every fault was felt: the writer died, or was told, or had just finished.
+    killed = {outcome.died for outcome in outcomes if outcome.kind.startswith("killed")}
+    told = {outcome.noted for outcome in outcomes if outcome.kind.startswith("full")}
+    assert (killed, told) == ({True}, {True})
+    assert found[1] > TRIALS / 4

@@ -1,0 +1,69 @@
+"""Folders of checkpoints that are read, and when a run may go back to one."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.commands.restarts import Restarts, is_loss
+from orchestrator.loop.checkpoint_folder import clear, latest
+from orchestrator.policy.ranks import PolicyError
+from services.common.config.base import ConfigError
+from services.common.wire.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
+from services.critic.client import CriticReset
+from tests.unit.train_states import state
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1]"])
+def test_a_broken_state_names_its_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-000003" / "state.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"step-000003/state.json: not what a checkpoint holds"):
+        latest(tmp_path)
+
+
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    for name in ("step-000003", "step-000009.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(state(3).model_dump_json())
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.folder.name == "step-000003"
+    clear(tmp_path, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000009.bak"]
+
+
+def test_an_earlier_runs_checkpoints_are_not_a_new_ones(tmp_path: Path) -> None:
+    clear(tmp_path / "none", overwrite=False)
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-000003" / "state.json").write_text(state(3).model_dump_json())
+    with pytest.raises(ConfigError, match="already holds checkpoints; choose another name, --resume"):
+        clear(tmp_path, overwrite=False)
+    clear(tmp_path, overwrite=True)
+    assert latest(tmp_path) is None
+
+
+def test_a_run_that_gets_further_may_go_back_again() -> None:
+    restarts = Restarts(2)
+    assert [restarts.spend(step) for step in (10, 10, 20, 20, 20)] == [True, True, True, True, False]
+    assert not Restarts(0).spend(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [
+        (PolicyError("rank 0 died"), True),
+        (CriticReset("replaced"), True),
+        (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
+        (Unavailable("no rollout replica answers"), True),
+        (InvalidArgument("prompts[3]: too long"), False),
+        (ConfigError("orchestrator.steps"), False),
+        (Internal("Score: internal error"), False),
+    ],
+)
+def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended: bool) -> None:
+    assert is_loss(error) is mended

@@ -1,0 +1,185 @@
+"""Rewards, advantages and returns of a batch of two responses, by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.algorithm.kl import AdaptiveKL, FixedKL
+from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.config.algorithm import KLConfig, PPOConfig
+from orchestrator.experience.collector import Experience
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
+from services.rollout.sample import FinishReason, Sample
+from tests.unit.fakes import make_config, make_prompts
+
+OLD = [np.asarray([-1.0, -2.0], np.float32), np.asarray([-0.5], np.float32)]
+
+
+def experience(row: int, logprobs: list[float], ref: list[float], values: list[float], score: float) -> Experience:
+    reason = FinishReason.LENGTH if row else FinishReason.STOP
+    count = len(logprobs)
+    sample = Sample(0, np.zeros(count, np.int32), np.asarray(logprobs, np.float32), reason, ((1, 0, count),))
+    return Experience(
+        row, make_prompts(2)[row], sample, score, np.asarray(ref, np.float32), np.asarray(values, np.float32)
+    )
+
+
+BATCH = [
+    # k1 of OLD to the reference: 0.5 and 0.3.
+    experience(0, [-1.1, -2.0], [-1.5, -2.3], [0.5, 1.0], 2.0),
+    # k1: 0.5.
+    experience(1, [-0.5], [-1.0], [0.0], -1.0),
+]
+
+
+def estimated(
+    experiences: list[Experience],
+    settings: PPOConfig,
+    kl_coef: float = 0.1,
+    normaliser: RunningNormaliser | None = None,
+) -> Advantages:
+    batch = Batch.of(experiences)
+    return estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
+
+
+def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **ppo: Any) -> Advantages:
+    settings = PPOConfig(**{"gae_lambda": 0.5, "whiten_advantages": False} | ppo)
+    return estimated(BATCH, settings, kl_coef, normaliser)
+
+
+def rows(values: list[Any]) -> list[list[float]]:
+    return [row.tolist() for row in values]
+
+
+def check(found: list[Any], expected: list[list[float]]) -> None:
+    assert [row.dtype for row in found] == [np.float32] * 2
+    for row, wanted in zip(rows(found), expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-6)
+
+
+def test_kl_in_the_reward() -> None:
+    # Rewards -0.05 and -0.03 + 2; -0.05 - 1. With lambda 1/2, from the back:
+    # 1.97 - 1 = 0.97, then -0.05 + 1 - 0.5 + 0.97 / 2 = 0.935; -1.05 - 0.
+    found = estimate()
+    check(found.advantages, [[0.935, 0.97], [-1.05]])
+    check(found.returns, [[1.435, 1.97], [-1.05]])
+    assert found.kl == pytest.approx((0.8 + 0.5) / 2)
+
+
+def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
+    # Rewards 0 and 2; -1. Advantages 2 - 1 = 1, then 0 + 1 - 0.5 + 1 / 2 = 1; -1 - 0.
+    found = estimate(kl=KLConfig(placement="loss", estimator="k2"))
+    check(found.advantages, [[1.0, 1.0], [-1.0]])
+    # k2: 0.5^2 / 2 + 0.3^2 / 2 = 0.17 and 0.5^2 / 2 = 0.125.
+    assert found.kl == pytest.approx((0.17 + 0.125) / 2)
+    assert found.metrics["kl/coef"] == 0.1
+
+
+def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
+    # Rewards 1.92 and -1.05 as above: each less the other, at every token. No critic, no returns.
+    found = estimate(advantages="rloo", samples_per_prompt=2)
+    check(found.advantages, [[2.97, 2.97], [-2.97]])
+    assert found.returns == []
+    assert found.metrics.keys() == estimate().metrics.keys() - {"value/explained_variance"}
+    assert found.kl == pytest.approx((0.8 + 0.5) / 2)
+
+
+def test_reinforce_with_the_batch_as_the_baseline() -> None:
+    # To go: -0.05 + 1.97 = 1.92, 1.97; -1.05. Their mean is 2.84 / 3, their unbiased variance as below.
+    found = estimate(advantages="reinforce++", whiten_advantages=True)
+    to_go = np.asarray([1.92, 1.97, -1.05])
+    scaled = ((to_go - to_go.mean()) / to_go.std(ddof=1)).tolist()
+    check(found.advantages, [scaled[:2], scaled[2:]])
+    assert found.returns == []
+
+
+def test_whitened_advantages_and_returns_that_are_not() -> None:
+    # Mean 0.285, unbiased variance (0.65^2 + 0.685^2 + 1.335^2) / 2 = 1.336975.
+    found = estimate(whiten_advantages=True)
+    scale = 1.336975**-0.5
+    check(found.advantages, [[0.65 * scale, 0.685 * scale], [-1.335 * scale]])
+    check(found.returns, [[1.435, 1.97], [-1.05]])
+
+
+def test_normalised_and_clipped_scores() -> None:
+    # Mean 0.5, unbiased standard deviation sqrt(4.5): 2 becomes 1.5 / 2.1213 = 0.7071, and -1 its negative.
+    found = estimate(kl_coef=0, normalise_scores=True)
+    check(found.returns, [[0.7071068 - 0.5 * (0.7071068 - 1), 0.7071068], [-0.7071068]])
+    assert (found.normaliser.count, found.normaliser.mean) == (2, 0.5)
+    assert found.metrics["score/mean"] == 0.5
+    found = estimate(kl_coef=0, normalise_scores=True, score_clip=0.5)
+    assert rows(found.returns)[0][-1] == pytest.approx(0.5)
+    assert rows(found.returns)[1] == pytest.approx([-0.5])
+    # Scores seen before count too: 0, 0, 2 and -1 have mean 0.25 and unbiased variance 4.75 / 3.
+    seen = RunningNormaliser().update(torch.zeros(2))
+    found = estimate(kl_coef=0, normalise_scores=True, normaliser=seen)
+    assert rows(found.returns)[1] == pytest.approx([-1.25 / (4.75 / 3) ** 0.5])
+    assert seen.count == 2
+
+
+def test_scores_are_not_normalised_unasked() -> None:
+    seen = RunningNormaliser().update(torch.zeros(2))
+    assert estimate(normaliser=seen).normaliser is seen
+
+
+def test_metrics_by_hand() -> None:
+    metrics = estimate().metrics
+    # Returns 1.435, 1.97, -1.05: squares about 0.785 add up to 5.193950; less the values 0.5, 1, 0 they are the
+    # advantages, whose squares about 0.285 add up to 2.673950.
+    expected = {
+        "score/mean": 0.5,
+        "score/std": 1.5,
+        "reward/mean": (-0.05 + 1.97 - 1.05) / 2,
+        "kl/reference": 0.65,
+        "kl/coef": 0.1,
+        "value/explained_variance": 1 - 2.673950 / 5.193950,
+        "response/length_mean": 1.5,
+        "response/length_max": 2,
+        "response/truncated": 0.5,
+        "mismatch/mean_abs": 0.1 / 3,
+        "mismatch/max_abs": 0.1,
+        # k3 of the one token that differs: log r = old - sampled = 0.1.
+        "mismatch/kl": (np.exp(0.1) - 1 - 0.1) / 3,
+        "mismatch/capped": 0,
+        # Ratios 1, 1 and exp(0.1).
+        "off_policy/ess": (2 + np.exp(0.1)) ** 2 / (3 * (2 + np.exp(0.2))),
+        "off_policy/ratio_p01": 1,
+        "off_policy/ratio_p50": 1,
+        "off_policy/ratio_p99": 1 + 0.98 * (np.exp(0.1) - 1),
+        "off_policy/corrected": 0,
+    }
+    assert metrics.keys() == expected.keys()
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
+    batch = Batch.of(BATCH)
+    assert [prompt.tolist() for prompt in batch.prompts] == [[10], [11]]
+    assert [response.tolist() for response in batch.responses] == [[0, 0], [0]]
+    assert batch.mask.tolist() == [[True, True], [True, False]]
+    assert batch.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    assert (batch.scores.tolist(), batch.truncated, len(batch)) == ([2.0, -1.0], 0.5, 2)
+    assert rows(batch.rows(batch.padded(OLD))) == rows(OLD)
+
+
+def test_controllers(policy_folder: Path) -> None:
+    fixed = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": {"coef": 0.3}})
+    assert make_controller(fixed.ppo, 0.7) == FixedKL(0.3)
+    kl = {"coef": 0.3, "target": 6, "horizon": 1000}
+    adaptive = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
+    assert make_controller(adaptive.ppo, 0.7) == AdaptiveKL(0.7, 6, 1000)
+
+
+def test_what_would_have_followed_a_cut_response_is_added_to_its_last_token() -> None:
+    # Reward -1.05 and 0.75 after it: 0.9 * 0.75 - 1.05 - 0.
+    cut = [BATCH[0], replace(BATCH[1], after=0.75)]
+    settings = PPOConfig(gae_lambda=0.5, gamma=0.9, whiten_advantages=False)
+    found = estimated(cut, settings)
+    assert found.advantages[1].tolist() == pytest.approx([-0.375], abs=1e-6)
+    whole = estimated(BATCH, settings)
+    assert found.advantages[0].tolist() == whole.advantages[0].tolist()

@@ -1,0 +1,128 @@
+"""What stands behind the services: kept with a run, compared when it goes on, accepted when that is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.clients import Infos
+from orchestrator.commands.beginning import first_state, resumed_state
+from orchestrator.experience.journal import ExperienceJournal
+from orchestrator.loop.identities import digests, identities
+from orchestrator.loop.state import TrainState
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import ConfigError
+from tests.unit.fakes import make_config, make_prompts
+
+
+def model(path: str) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(path=path, model_hash=f"{path}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
+
+
+def scorer(name: str, digest: str, **fields: Any) -> reward_pb2.ScorerIdentity:
+    return reward_pb2.ScorerIdentity(name=f"model:{name}", model_hash=digest + "0" * 40, **fields)
+
+
+def infos(
+    reward: reward_pb2.ScorerIdentity | None = None, reference: str = "policy", with_critic: bool = True
+) -> Infos:
+    return Infos(
+        rollout_pb2.RolloutInfo(model=model("policy"), policy_version=6),
+        reward_pb2.RewardInfo(model=model("policy"), scorer=reward or scorer("judge", "abc")),
+        reference_pb2.ReferenceInfo(model=model(reference)),
+        critic_pb2.CriticInfo(model=model("critic"), last_step=4) if with_critic else None,
+    )
+
+
+@pytest.fixture
+def kept(policy_folder: Path) -> TrainState:
+    """The state of a run that began with these services, as a checkpoint has it."""
+    notes: list[str] = []
+    state = first_state(make_config(policy_folder), infos(), notes.append)
+    assert (state.policy_version, state.critic_step, len(notes)) == (7, 4, 1)
+    return TrainState.model_validate_json(state.model_dump_json())
+
+
+def resume(state: TrainState, now: Infos, accept: bool = False) -> tuple[TrainState, list[str]]:
+    notes: list[str] = []
+    return resumed_state(state, identities(now), accept=accept, note=notes.append), notes
+
+
+def test_the_same_services_are_no_news(kept: TrainState) -> None:
+    assert resume(kept, infos()) == (kept, [])
+
+
+def test_another_reward_model_is_an_error_that_says_what_it_was_and_is(kept: TrainState) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resume(kept, infos(scorer("stricter", "def")))
+    first, last = str(caught.value).splitlines()
+    assert first == (
+        "reward.scorer: model:judge (abc000000000) when the checkpoint was taken, model:stricter (def000000000) now"
+    )
+    assert "--accept-changed-services" in last
+
+
+def test_every_change_is_told_and_a_new_path_of_the_same_model_is_none(kept: TrainState) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resume(kept, infos(scorer("judge", "def"), reference="other"))
+    places = [line.split(":")[0] for line in str(caught.value).splitlines()[:-1]]
+    assert places == ["reference.model", "reward.scorer"]
+    assert resume(kept, infos(scorer("moved/judge", "abc")))[1] == []
+
+
+def test_accepted_changes_are_told_and_are_what_the_next_checkpoint_holds(kept: TrainState) -> None:
+    now = infos(scorer("stricter", "def"))
+    state, notes = resume(kept, now, accept=True)
+    assert [note.split(":")[:2] for note in notes] == [["accepted", " reward.scorer"]]
+    assert resume(state, now) == (state, [])
+    assert state.model_copy(update={"services": kept.services}) == kept
+
+
+def test_a_run_that_loses_or_gains_a_critic_says_so(policy_folder: Path, kept: TrainState) -> None:
+    without = first_state(make_config(policy_folder), infos(with_critic=False), print)
+    assert (without.first_critic_step, without.critic_step) == (None, None)
+    assert TrainState.model_validate_json(without.model_dump_json()) == without
+    with pytest.raises(ConfigError, match=r"critic.model: critic \(.*\) when the checkpoint was taken, nothing now"):
+        resume(kept, infos(with_critic=False))
+    # Leaving it behind may be accepted; the training of one that never was cannot be restored.
+    assert resume(kept, infos(with_critic=False), accept=True)[0].critic_step is None
+    with pytest.raises(ConfigError, match=r"critic.model: nothing when the checkpoint was taken, critic \("):
+        resume(without, infos())
+    with pytest.raises(ConfigError, match=r"ppo.advantages: gae takes a critic's values, but the checkpoint is of a"):
+        resume(without, infos(), accept=True)
+
+
+def test_a_blend_is_compared_part_by_part_with_the_weights(kept: TrainState) -> None:
+    def blend(second: str, weight: float) -> Infos:
+        parts = [scorer("a", "a", weight=0.5), scorer("b", second, weight=weight)]
+        return infos(reward_pb2.ScorerIdentity(name="blend", parts=parts))
+
+    state, _ = resume(kept, blend("b", 0.5), accept=True)
+    assert resume(state, blend("b", 0.5))[1] == []
+    with pytest.raises(
+        ConfigError, match=r"^reward.scorer.parts.1: 0.5 of model:b \(b0+\) .*, 0.5 of model:b \(c0+\)"
+    ):
+        resume(state, blend("c", 0.5))
+    with pytest.raises(ConfigError, match=r"^reward.scorer.parts.1: 0.5 of model:b .*, 0.25 of model:b"):
+        resume(state, blend("b", 0.25))
+    with pytest.raises(ConfigError, match=r"reward.scorer.parts.0: 0.5 of model:a .* nothing now"):
+        resume(state, infos())
+
+
+def test_a_checkpoint_from_before_they_were_kept_says_nothing_of_them(kept: TrainState) -> None:
+    old = TrainState(step=3, first_version=1, first_critic_step=0, kl_coef=0.1)
+    state, notes = resume(old, infos())
+    assert (notes, state.services) == ([], kept.services)
+
+
+def test_scores_of_another_scorer_are_not_taken_from_the_journal(tmp_path: Path, policy_folder: Path) -> None:
+    from tests.unit.orchestrator.experience.test_journal import PROMPTS, collected, prompt
+
+    def journal(now: Infos) -> ExperienceJournal:
+        return ExperienceJournal(tmp_path, make_config(policy_folder), services=digests(identities(now)))
+
+    assert [prompt.row for prompt in PROMPTS] == [prompt.row for prompt in make_prompts(len(PROMPTS))]
+    journal(infos()).write(1, collected())
+    assert journal(infos()).read(1, prompt)
+    assert journal(infos(scorer("stricter", "def"))).read(1, prompt) is None
+    assert journal(infos(scorer("judge", "abc"))).read(1, prompt)

@@ -1,0 +1,108 @@
+"""What a run checks while it goes on: a service that becomes another one ends it, with a word on what changed."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.clients import Infos
+from orchestrator.loop.identities import identities
+from orchestrator.loop.watch import check_unchanged, repeating
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import ConfigError
+from services.common.wire.errors import Unavailable, leaves
+
+
+def model(path: str) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(path=path, model_hash=f"{path}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
+
+
+def scored_by(name: str) -> reward_pb2.RewardInfo:
+    scorer = reward_pb2.ScorerIdentity(name=f"model:{name}", model_hash=name + "0" * 40)
+    return reward_pb2.RewardInfo(model=model("policy"), scorer=scorer)
+
+
+BEGAN = Infos(
+    rollout_pb2.RolloutInfo(model=model("policy")),
+    scored_by("judge"),
+    reference_pb2.ReferenceInfo(model=model("policy")),
+    critic_pb2.CriticInfo(model=model("critic")),
+)
+
+
+class Services:
+    """Answers with `found`; fails with `failure` if there is one."""
+
+    def __init__(self) -> None:
+        self.found = BEGAN
+        self.failure: Exception | None = None
+
+    async def infos(self, timeout_s: float) -> Infos:
+        if self.failure:
+            raise self.failure
+        return self.found
+
+
+@pytest.fixture
+def services() -> Any:
+    return Services()
+
+
+async def check(services: Any) -> None:
+    await check_unchanged(services, identities(BEGAN))
+
+
+async def test_services_that_stay_what_they_are_or_are_away_are_no_news(services: Any) -> None:
+    # Training moves the rollout's version and the critic's step.
+    services.found = replace(BEGAN, rollout=rollout_pb2.RolloutInfo(model=model("policy"), policy_version=7))
+    await check(services)
+    services.failure = ExceptionGroup("", [Unavailable("reward.Info: being replaced")])
+    await check(services)
+
+
+async def test_a_reward_service_with_another_model_is_named_with_what_to_do(services: Any) -> None:
+    services.found = replace(BEGAN, reward=scored_by("stricter"))
+    with pytest.raises(ConfigError) as caught:
+        await check(services)
+    first, last = str(caught.value).splitlines()
+    assert first == "reward.scorer: model:judge (judge0000000) when the run began, model:stricter (stricter0000) now"
+    assert "--resume --accept-changed-services" in last
+
+
+async def test_what_goes_wrong_in_a_check_ends_the_block(services: Any) -> None:
+    reached: list[str] = []
+
+    async def block() -> None:
+        async with repeating(lambda: check(services), 0.02):
+            reached.append("begun")
+            services.found = replace(BEGAN, reward=scored_by("stricter"))
+            await asyncio.sleep(30)
+            reached.append("gone on")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(block(), 10)
+    [error] = leaves(caught.value)
+    assert (type(error), reached) == (ConfigError, ["begun"])
+
+
+async def test_a_check_that_fails_at_the_beginning_lets_nothing_begin(services: Any) -> None:
+    services.found = replace(BEGAN, reward=scored_by("stricter"))
+    with pytest.raises(ConfigError):
+        async with repeating(lambda: check(services), 30):
+            raise AssertionError("begun")
+
+
+async def test_checks_end_with_the_block(services: Any) -> None:
+    made = 0
+
+    async def count() -> None:
+        nonlocal made
+        made += 1
+
+    async with repeating(count, 0.01):
+        await asyncio.sleep(0.1)
+    assert made > 2
+    ended = made
+    await asyncio.sleep(0.05)
+    assert made == ended

@@ -1,0 +1,64 @@
+"""Models that are published with dropout: the update computes what the old log-probs were computed with."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.models.distribution import Distribution
+from services.common.models.loading import load_causal
+from services.critic.config import CriticConfig
+from services.critic.trainer import CriticBatch, CriticTrainer
+from tests import plain
+from tests.families import FAMILIES
+
+DROPPING = ("gpt2", "opt", "gpt-neox", "phi3")
+PROMPTS, RESPONSES = plain.random_pairs(8, seed=3, longest=20)
+
+
+@pytest.fixture(scope="module", params=DROPPING)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[request.param].make(tmp_path_factory.mktemp("dropout") / request.param)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_first_ratio_is_one(folder: Path, gradient_checkpointing: bool) -> None:
+    config = PolicyConfig(
+        model=str(folder),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
+    old = trainer.logprobs(PROMPTS, RESPONSES)
+    advantages = [np.linspace(-1, 1, len(row), dtype=np.float32) for row in old]
+    metrics = trainer.train(PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_critic_is_trained_as_it_values(folder: Path) -> None:
+    config = CriticConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4))
+    trainer = CriticTrainer(config)
+    values = trainer.values(PROMPTS, RESPONSES)
+    metrics = trainer.train(CriticBatch(PROMPTS, RESPONSES, values, values), epochs=1, minibatch_size=8, seed=0)
+    assert metrics["loss"] == pytest.approx(0, abs=1e-9)
+
+
+def test_activations_are_recomputed_where_asked(folder: Path) -> None:
+    """Layers in evaluation mode would keep them all, whatever is configured."""
+    config = PolicyConfig(
+        model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4), gradient_checkpointing=True
+    )
+    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
+    layers = [m for m in trainer._learner.module.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert layers
+    assert all(layer.training for layer in layers)
+
+
+def test_the_saved_configuration_keeps_its_dropout(folder: Path) -> None:
+    config = load_causal(str(folder), "float32").config.to_dict()  # type: ignore[operator, union-attr]
+    assert 0.1 in [rate for name, rate in config.items() if "drop" in name]

@@ -1,0 +1,163 @@
+"""The policy learner's log-probs, loss and training against straightforward computations."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.config.algorithm import KLConfig
+from orchestrator.policy.trainer import PolicyBatch
+from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions, language_model
+from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
+
+Rows = list[list[float]]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
+def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_batch_tokens: int) -> None:
+    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens)
+    found = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
+    with torch.no_grad():
+        expected = chosen(distributions(language_model(policy_folder), TEMPERATURE))
+    assert [row.dtype for row in found] == [np.float32] * 4
+    for row, wanted in zip(found, expected, strict=True):
+        assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None) -> torch.Tensor:
+    """PPO's loss over the whole batch: clip 0.2, importance weights capped at 2, over all ten tokens."""
+    logprobs = distributions(model, TEMPERATURE)
+    assert batch.ref_logprobs is not None
+    total = torch.zeros(())
+    for row, (every, new) in enumerate(zip(logprobs, chosen(logprobs), strict=True)):
+        old, sampled, ref, advantages = (
+            torch.from_numpy(values[row])
+            for values in (batch.old_logprobs, batch.logprobs, batch.ref_logprobs, batch.advantages)
+        )
+        ratio = (new - old).exp()
+        objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        total = total - ((old - sampled).exp().clamp(max=2) * objective).sum()
+        total = total + entropy_coef * (every.exp() * every).sum()
+        if kl == "k2":
+            total = total + batch.kl_coef * ((new - ref) ** 2 / 2).sum()
+        if kl == "k3":
+            total = total + batch.kl_coef * ((ref - new).exp() - 1 - (ref - new)).sum()
+    return total / TOKENS
+
+
+CASES = [
+    ({}, 0.0, None),
+    ({"entropy_coef": 0.2}, 0.2, None),
+    ({"kl": KLConfig(placement="loss", estimator="k2")}, 0.0, "k2"),
+    ({"kl": KLConfig(placement="loss", estimator="k3")}, 0.0, "k3"),
+    ({"kl": KLConfig(placement="reward", estimator="k2")}, 0.0, None),
+]
+
+
+@pytest.mark.parametrize(("ppo", "entropy_coef", "kl"), CASES)
+@pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
+def test_loss_and_gradient_equal_those_by_hand(
+    policy_folder: Path,
+    batch: PolicyBatch,
+    ppo: dict[str, Any],
+    entropy_coef: float,
+    kl: str | None,
+    micro_batch_tokens: int,
+) -> None:
+    model = language_model(policy_folder)
+    expected = loss_by_hand(model, batch, entropy_coef, kl)
+    wanted = torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(expected, list(model.parameters()))])
+    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, **ppo)
+    before = weights(trainer)
+    metrics = trainer.train(batch, seed=0)
+    assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-4)
+    torch.testing.assert_close(before - weights(trainer), wanted, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
+@pytest.mark.parametrize("correction", ["tis-sequence", "icepop", "geometric", "decoupled", "dis"])
+def test_every_correction_trains_alike_however_a_batch_is_cut(
+    policy_folder: Path, batch: PolicyBatch, correction: str, micro_batch_tokens: int
+) -> None:
+    """The loss by hand, response by response."""
+    band = (0.8, 1.25)
+    expected = 0.0
+    with torch.no_grad():
+        now = chosen(distributions(language_model(policy_folder), TEMPERATURE))
+    for row, new in enumerate(now):
+        old, engine, advantages = (
+            torch.from_numpy(values[row]) for values in (batch.old_logprobs, batch.logprobs, batch.advantages)
+        )
+        k, r = (old - engine).exp(), (new - engine).exp()
+        inside, within = (k >= 0.8) & (k <= 1.25), 0.8 <= float((old - engine).mean().exp()) <= 1.25
+        weight = {
+            "tis-sequence": k.prod().clamp(max=2).expand_as(k),
+            "icepop": torch.where(inside, k, 0.0),
+            "geometric": torch.full_like(k, float(within)),
+            "decoupled": torch.where(k <= 2, k, 0.0),
+        }
+        if correction == "dis":
+            expected -= float((((r >= 0.8) & (r <= 1.25)) * r * advantages).sum())
+        else:
+            ratio = (new - old).exp()
+            objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            expected -= float((weight[correction] * objective).sum())
+    trainer = make_trainer(
+        policy_folder, micro_batch_tokens=micro_batch_tokens, correction=correction, importance_band=band
+    )
+    assert trainer.train(batch, seed=0)["loss"] == pytest.approx(expected / TOKENS, abs=1e-5)
+
+
+def test_a_reference_that_weighs_nothing_need_not_be(policy_folder: Path, batch: PolicyBatch) -> None:
+    found = []
+    for reference in (batch.ref_logprobs, None):
+        trainer = make_trainer(policy_folder, kl=KLConfig(coef=0, placement="loss", estimator="k2"))
+        metrics = trainer.train(replace(batch, ref_logprobs=reference, kl_coef=0.0), seed=0)
+        found.append((metrics, weights(trainer).tolist()))
+    assert found[0] == found[1]
+
+
+def test_entropy_is_measured_without_a_bonus_and_raised_by_one(policy_folder: Path, batch: PolicyBatch) -> None:
+    with torch.no_grad():
+        every = distributions(language_model(policy_folder), TEMPERATURE)
+    entropy = -sum(float((row.exp() * row).sum()) for row in every) / TOKENS
+    quiet = replace(batch, advantages=[np.zeros_like(row) for row in batch.advantages])
+    without, with_bonus = (make_trainer(policy_folder, rate=0.1, entropy_coef=coef) for coef in (0.0, 0.5))
+    # What a step measures, it measures before its update.
+    assert [without.train(quiet, seed=0)["entropy"] for _ in range(2)] == pytest.approx([entropy] * 2, abs=1e-5)
+    measured = [with_bonus.train(quiet, seed=0)["entropy"] for _ in range(2)]
+    assert measured[0] == pytest.approx(entropy, abs=1e-5)
+    assert measured[1] > entropy + 0.02
+
+
+def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Path, batch: PolicyBatch) -> None:
+    trainer = make_trainer(policy_folder, rate=0.1)
+    before = trainer.logprobs(batch.prompts, batch.responses)
+    signs = [1.0, 1.0, -1.0, -1.0]
+    rows = {
+        "logprobs": before,
+        "old_logprobs": before,
+        "ref_logprobs": before,
+        "advantages": [np.full_like(row, sign) for row, sign in zip(before, signs, strict=True)],
+    }
+    metrics = trainer.train(PolicyBatch(batch.prompts, batch.responses, kl_coef=0, **rows), seed=0)  # type: ignore[arg-type]
+    after = trainer.logprobs(batch.prompts, batch.responses)
+    for sign, old, new in zip(signs, before, after, strict=True):
+        assert sign * float((new - old).sum()) > 0
+    assert metrics["learning_rate"] == 1e4
+    assert {"loss", "entropy", "grad_norm", "approx_kl", "clip_fraction_low", "ratio_max"} <= metrics.keys()
+    assert metrics["grad_norm"] > 0
+
+
+def test_the_first_step_of_a_batch_is_on_policy(policy_folder: Path, batch: PolicyBatch) -> None:
+    trainer = make_trainer(policy_folder)
+    old = trainer.logprobs(batch.prompts, batch.responses)
+    metrics = trainer.train(replace(batch, old_logprobs=old), seed=0)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0

@@ -1,0 +1,94 @@
+"""The task that lets newcomers in: what may mend itself is retried, anything else ends the run and is not silent."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from orchestrator.policy.ranks import PolicyError
+from orchestrator.push import newcomers
+from orchestrator.push.newcomers import admitting_newcomers
+from protos import common_pb2
+from services.common.weight_transfer.registry import Answer
+from services.common.wire.errors import Internal, LeaseLost, leaves
+
+LEASE = common_pb2.Lease(run_id="ours", number=4)
+
+
+class FakeRegistry:
+    """An actor of which one replica always asks for weights."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.applicants = self
+        self.answers: list[dict[str, Answer]] = []
+        self.answer = SimpleNamespace(remote=self.told)
+
+    async def told(self, answers: dict[str, Answer]) -> None:
+        self.answers.append(answers)
+
+    async def remote(self) -> dict[str, int]:
+        self.asked += 1
+        await asyncio.sleep(0.001)
+        return {"new": 1}
+
+
+class FakePusher:
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.admitted = asyncio.Event()
+
+    async def admit(self, applicants: Any, deliver: Any) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        await deliver(dict.fromkeys(applicants))
+        self.admitted.set()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomers, "RETRY_S", 0.01)
+
+
+@pytest.mark.parametrize(
+    "error", [Internal("policy.admit: gone"), PolicyError("rank 0 died"), RayActorError(), ConnectionResetError()]
+)
+async def test_what_may_mend_itself_is_tried_again(error: Exception) -> None:
+    pusher = FakePusher(error, error)
+    async with admitting_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+        async with asyncio.timeout(5):
+            await pusher.admitted.wait()
+
+
+@pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])
+async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> None:
+    async def run() -> None:
+        async with admitting_newcomers(FakePusher(error), FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+            await asyncio.sleep(60)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(5):
+            await run()
+    assert leaves(caught.value) == [error]
+
+
+async def test_a_run_that_ends_is_not_held_up() -> None:
+    registry = FakeRegistry()
+    admitting = admitting_newcomers(FakePusher(), registry, LEASE, 30)  # type: ignore[arg-type]
+    async with asyncio.timeout(5), admitting:
+        await asyncio.sleep(0.05)
+    asked = registry.asked
+    await asyncio.sleep(0.05)
+    assert registry.asked == asked > 0
+
+
+async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket() -> None:
+    """After a return to a checkpoint that is another one than when it applied: the timeline of what it will hold."""
+    registry = FakeRegistry()
+    for number in (4, 5):
+        pusher, lease = FakePusher(), common_pb2.Lease(run_id="ours", number=number)
+        async with asyncio.timeout(5), admitting_newcomers(pusher, registry, lease, 30):  # type: ignore[arg-type]
+            await pusher.admitted.wait()
+        assert registry.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}

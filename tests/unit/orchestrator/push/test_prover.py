@@ -1,0 +1,132 @@
+"""A push is proved by what its replicas compute."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from orchestrator.push.prover import PATIENCE, Prover, PushDisproved
+from protos import rollout_pb2 as pb
+from services.common.weight_transfer.place import Place
+from services.common.weight_transfer.probe import probe_sequences
+from services.common.weight_transfer.registry import Applicant, Ticket
+from services.common.wire.codec import Floats, Ints, pack_sequences
+from services.rollout.newcomer import _receive
+from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+
+SEQUENCES = probe_sequences(64, 128)
+PUSH = ["discover", "prepare", "transfer", "commit"]
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+def make_prover(source: FakeSource, every: int = 3) -> Prover:
+    return Prover(source, SEQUENCES, tolerance=1e-3, every=every)
+
+
+def test_the_sequences_are_the_same_for_every_run_and_fit_the_model() -> None:
+    again = probe_sequences(64, 128)
+    assert [row.tolist() for row in again] == [row.tolist() for row in SEQUENCES]
+    assert max(row.max() for row in SEQUENCES) < 64
+    # One token more is sampled after them.
+    assert {len(row) for row in probe_sequences(64, 8)} == {7}
+
+
+async def test_the_first_push_a_change_of_members_and_every_third_are_proved(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet, prover=make_prover(source))
+    proved = []
+    for version in range(1, 9):
+        if version == 5:
+            fleet.add(c=1)
+        fleet.phases.clear()
+        await pusher.push(version)
+        assert fleet.phases in (PUSH, [*PUSH, "probe"])
+        if "probe" in fleet.phases:
+            proved.append(version)
+    assert proved == [1, 4, 5, 8]
+    assert fleet.engines["c"].calls.count("score") == 2
+
+
+async def test_a_replica_that_computes_something_else_fails_the_push(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet, prover=make_prover(source, every=1))
+    await pusher.push(1)
+    fleet.engines["b"].off_by = 5e-4  # within the tolerance
+    await pusher.push(2)
+    fleet.engines["b"].off_by = 0.25
+    fleet.phases.clear()
+    expected = (
+        r"^version 3: b computes with other weights than were pushed: log-probs of 30 fixed tokens differ from the "
+        r"learner's by 0.25 nats in the mean and 0.25 at most, tolerance 0.001; these got no weights: lm_head$"
+    )
+    with pytest.raises(PushDisproved, match=expected):
+        await pusher.push(3)
+    assert fleet.phases == [*PUSH, "probe"]  # not tried again: that would not mend it
+
+
+async def test_numbers_that_are_none_prove_nothing(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.engines["a"].off_by = float("nan")
+    with pytest.raises(PushDisproved, match=r"by nan nats in the mean"):
+        await make_pusher(fleet, prover=make_prover(source)).push(1)
+
+
+async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it_owes(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.mute.add(("b", "probe"))
+    pusher = make_pusher(fleet, prover=make_prover(source))
+    for version in range(1, PATIENCE):
+        await pusher.push(version)
+    with pytest.raises(PushDisproved, match=r"3 pushes without proof: {'b': 'did not answer'}"):
+        await pusher.push(PATIENCE)
+    fleet.mute.clear()
+    await pusher.push(PATIENCE + 1)
+    fleet.phases.clear()
+    await pusher.push(PATIENCE + 2)
+    assert "probe" not in fleet.phases
+
+
+async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: FakeSource) -> None:
+    """Compared with what a member computes: the learner may have trained on."""
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, prover=make_prover(source))
+    await pusher.push(1)
+    fleet.add(b=1)
+    taken: dict[str, Ticket] = {}
+
+    async def deliver(tickets: dict[str, Ticket | None]) -> None:
+        taken.update({name: ticket for name, ticket in tickets.items() if ticket})
+
+    await pusher.admit({"b": Applicant(1, Place("m"))}, deliver)
+    assert await _receive(fleet.members["b"], taken["b"], fleet.lease) == ""
+    assert fleet.engines["b"].calls[-1] == "score"
+    fleet.engines["b"].off_by = 0.25
+    told = await _receive(fleet.members["b"], taken["b"], fleet.lease)
+    assert "computes with other weights than were pushed" in told
+
+
+async def test_a_push_without_proof_costs_the_learner_nothing(source: FakeSource) -> None:
+    asked = []
+
+    class Learner:
+        async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+            asked.append(len(sequences))
+            return await source.score(sequences)
+
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, prover=Prover(Learner(), SEQUENCES, tolerance=1e-3, every=3))
+    for version in range(1, 8):
+        await pusher.push(version)
+    assert len(asked) == 3
+
+
+async def test_ids_that_the_model_does_not_have_are_named(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    probe = pb.Probe(sequences=pack_sequences([np.asarray([1, 99], np.int32)]))
+    report = await fleet.members["a"].carry_out(pb.WeightPhase(timeout_s=1, lease=fleet.lease, probe=probe))
+    assert not report.ok
+    assert "99 is outside the vocabulary" in report.error

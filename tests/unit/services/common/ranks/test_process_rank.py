@@ -1,0 +1,123 @@
+"""A rank in a process of its own: its calls, its errors and its end."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+from services.common.ranks.group import RankDied, RankGroup
+from services.common.ranks.process_rank import ProcessRank
+from services.common.ranks.ranks import Ranks
+from services.common.wire.errors import InvalidArgument
+
+
+class Odd(Exception):
+    """It does not survive its own pickle."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+class Trainer:
+    """What runs there."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.seen = ranks, [0]
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def note(self, number: int, seconds: float = 0) -> list[int]:
+        time.sleep(seconds)
+        self.seen.append(number)
+        return self.seen
+
+    def fail(self, how: str) -> Any:
+        if how == "odd":
+            raise Odd("o", "dd")
+        if how == "lambda":
+            return lambda: None
+        raise InvalidArgument(how)
+
+
+@pytest.fixture
+async def rank() -> AsyncIterator[ProcessRank]:
+    os.environ["QUARTET_TEST"] = "7"
+    rank = ProcessRank(60)
+    del os.environ["QUARTET_TEST"]
+    await rank.call("start", None, Trainer)
+    yield rank
+    rank.kill()
+
+
+async def test_it_answers_in_turn_from_a_process_that_has_its_environment(rank: ProcessRank) -> None:
+    assert await rank.call("run", "Trainer.pid") != os.getpid()
+    assert await rank.call("run", "Trainer.variable", "QUARTET_TEST") == "7"
+    assert await rank.call("run", "Trainer.variable", "CUDA_VISIBLE_DEVICES") == ""  # as this process may use none
+    calls = [rank.call("run", "Trainer.note", number, seconds=0.1 / number) for number in (1, 2, 3)]
+    assert (await asyncio.gather(*calls))[-1] == [0, 1, 2, 3]
+
+
+async def test_what_runs_beside_does_not_wait(rank: ProcessRank) -> None:
+    slow = rank.call("run", "Trainer.note", 1, seconds=1)
+    assert await rank.call("run_beside", "Trainer.note", 2) == [0, 2]
+    assert await slow == [0, 2, 1]
+
+
+async def test_errors_arrive_as_they_are_or_as_what_can_be_sent(rank: ProcessRank) -> None:
+    with pytest.raises(InvalidArgument, match=r"^path$"):
+        await rank.call("run", "Trainer.fail", "path")
+    with pytest.raises(RuntimeError, match=r"^Odd: odd$"):
+        await rank.call("run", "Trainer.fail", "odd")
+    with pytest.raises(TypeError, match="the answer cannot be sent"):
+        await rank.call("run", "Trainer.fail", "lambda")
+    with pytest.raises(TypeError, match="the call cannot be sent"):
+        await rank.call("run", "Trainer.note", lambda: None)
+    assert await rank.call("run", "Trainer.note", 1) == [0, 1]
+
+
+async def test_its_death_ends_what_was_asked_and_everything_after(rank: ProcessRank) -> None:
+    pid = await rank.call("run", "Trainer.pid")
+    asked = rank.call("run", "Trainer.note", 1, seconds=60)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankDied, match="its process ended with exit code -9"):
+        await asked
+    with pytest.raises(RankDied, match="exit code -9"):
+        rank.call("run", "Trainer.pid")
+
+
+async def test_a_group_that_is_stopped_has_given_all_its_memory_back(rank: ProcessRank) -> None:
+    """Which a restoration counts on: it begins with a rank that is new."""
+    process = psutil.Process(await rank.call("run", "Trainer.pid"))
+    RankGroup("critic", [rank]).stop()
+    process.wait(5)
+    assert not process.is_running()
+
+
+def test_it_ends_with_the_process_that_made_it() -> None:
+    code = (
+        "import asyncio, os\n"
+        "from services.common.ranks.process_rank import ProcessRank\n"
+        "async def main():\n"
+        "    rank = ProcessRank(60)\n"
+        "    await rank.call('open')\n"
+        "    print(rank._process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    maker = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    assert maker.returncode == -9
+    end = time.monotonic() + 10
+    while psutil.pid_exists(int(maker.stdout)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(maker.stdout))

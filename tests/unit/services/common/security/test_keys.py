@@ -1,0 +1,164 @@
+"""What `quartet keys` makes, the policy file, and what a caller proves itself with."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from services.common.config.base import ConfigError
+from services.common.security.credentials import VARIABLE, connect
+from services.common.security.keys.folder import Keys
+from services.common.security.policy import digest, load_policy
+from services.common.security.port import HOST_VARIABLE, LOCAL_VARIABLE, POLICY_VARIABLE, Port
+
+TOKEN = {"role": "trainer", "tokens": [digest("secret")]}
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_the_command_makes_a_policy_that_opens_a_port(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    arguments = ["keys", str(keys), "--host", "10.0.0.5", "--client", "run-a=trainer", "--client", "e=judge-client"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    policy = Port("0.0.0.0", keys / "policy.yaml").checked()
+    assert policy is not None
+    assert {name: identity.role for name, identity in policy.identities.items()} == {
+        "run-a": "trainer",
+        "e": "judge-client",
+    }
+
+
+def test_making_keys_again_keeps_what_was_set_by_hand(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["10.0.0.5"], {"e": "judge-client"}, tokens=False)
+    values = yaml.safe_load(keys.policy.read_text())
+    values["identities"]["e"]["applications"] = ["reward"]
+    values["limits"] = {"other_message_bytes": 1000}
+    write(keys.policy, values)
+    server = (keys.folder / "server/server.pem").read_bytes()
+    keys.make([], {"run-a": "trainer"}, tokens=False)
+    policy = load_policy(keys.policy)
+    assert policy.identities["e"].applications == ("reward",)
+    assert policy.limits.other_message_bytes == 1000
+    assert policy.limits.of("/quartet.v1.Reward/Score") == 4 << 20
+    assert (keys.folder / "server/server.pem").read_bytes() == server
+
+
+@pytest.mark.parametrize("name", ["../run", "", "a b", "x" * 65, "anonymous"])
+def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError):
+        Keys(tmp_path / "keys", days=1).make(["10.0.0.5"], {name: "trainer"}, tokens=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ConfigError, match="holds something else"):
+        Keys(tmp_path, days=1).make(["10.0.0.5"], {"a": "trainer"}, tokens=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "reward.internal", "192.0.2.2"])
+def test_off_loopback_nothing_opens_without_tls_and_a_policy(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="no policy says who may call; set security"):
+        Port(host).checked()
+    plain = write(tmp_path / "policy.yaml", {"identities": {"a": TOKEN}})
+    with pytest.raises(ConfigError, match="tls: required"):
+        Port(host, plain).checked()
+    assert Port("127.0.0.1", plain).checked() is not None
+
+
+def test_the_port_travels_in_the_environment(tmp_path: Path) -> None:
+    port = Port("10.0.0.5", tmp_path / "policy.yaml")
+    assert Port.of(port.environment) == port
+    assert Port.of({}) == Port("127.0.0.1", None, "token")
+    assert Port().environment == {HOST_VARIABLE: "127.0.0.1", POLICY_VARIABLE: "", LOCAL_VARIABLE: "token"}
+    for same in (Port(), Port(local="open")):
+        assert Port.of(same.environment) == same
+
+
+def test_on_loopback_nothing_opens_either_until_something_says_who_may_call(tmp_path: Path) -> None:
+    says = r"QUARTET_POLICY: unset, so every user of this machine could call\. .* or QUARTET_LOCAL=open where"
+    with pytest.raises(ConfigError, match=says):
+        Port().opened()
+    assert Port(local="open").opened() is None
+    plain = write(tmp_path / "policy.yaml", {"identities": {"a": TOKEN}})
+    assert Port(policy=plain).opened() is not None
+    with pytest.raises(ConfigError, match="is open to other machines"):
+        Port("0.0.0.0", local="open").opened()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"identities": {}}, "identities: should have 1 or more items"),
+        ({"identities": {"a": {"role": "king"}}}, "identities.a.role: should be 'trainer'"),
+        ({"identities": {"a": {"role": "trainer"}}}, "none has tokens, and without tls.client_ca no certificate"),
+        ({"identities": {"a": TOKEN, "b": TOKEN}}, "the same entry of tokens is given more than once"),
+        ({"identities": {"a": TOKEN | {"tokens": ["secret"]}}}, "should be a SHA-256 digest"),
+        ({"identities": {"anonymous": TOKEN}}, "is for callers without credentials"),
+        ({"identities": {"a": TOKEN}, "limit": {}}, "did you mean limits?"),
+        ({"identities": {"a": TOKEN}, "tls": {"certificate": "no.pem", "key": "no.key"}}, "no.pem cannot be read"),
+    ],
+)
+def test_a_wrong_policy_is_refused_by_its_field(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(write(tmp_path / "policy.yaml", values))
+    assert says in str(caught.value)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["10.0.0.5"], {"a": "trainer"}, tokens=False)
+    (keys.folder / "server/server.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by other users; chmod 600"):
+        load_policy(keys.policy)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"plaintext": True, "token_file": "token"}, "10.0.0.5:1 is not on loopback"),
+        ({"certificate": "client.pem"}, "certificate, key: give both, or neither"),
+        ({"ca": "none.pem"}, "none.pem cannot be read"),
+        ({"plaintext": True, "ca": "ca.pem"}, "needs no ca"),
+        ({"targets": {"10.0.0.5:1": "elsewhere"}}, "elsewhere does not exist"),
+        ({"cert": "x"}, "unknown field"),
+    ],
+)
+async def test_credentials_that_cannot_work_are_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    (tmp_path / "token").write_text("secret")
+    with pytest.raises(ConfigError) as caught:
+        connect("10.0.0.5:1", {VARIABLE: str(write(tmp_path / "credentials.yaml", values))})
+    assert says in str(caught.value)
+
+
+async def test_a_credentials_file_that_is_not_there_is_an_error_and_not_plaintext(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"QUARTET_CREDENTIALS: .* does not exist"):
+        connect("10.0.0.5:1", {VARIABLE: str(tmp_path / "nothing")})
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_keys_are_for_their_owner_alone(tmp_path: Path, tokens: bool) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    before = os.umask(0)
+    try:
+        keys.make(["127.0.0.1"], {"run-a": "trainer", "run-b": "trainer"}, tokens=tokens)
+    finally:
+        os.umask(before)
+    found = [keys.folder, *keys.folder.rglob("*")]
+    modes = {path.relative_to(keys.folder).as_posix(): path.stat().st_mode & 0o777 for path in found}
+    assert {modes[name] for name in ("ca/ca.key", "server/server.key", "policy.yaml")} == {0o600}
+    assert {mode for path, mode in zip(found, modes.values(), strict=True) if path.is_dir()} == {0o700}
+    assert {mode for path, mode in zip(found, modes.values(), strict=True) if path.is_file()} == {0o600}
+    written = [path.read_text() for path in found if path.name == "token"]
+    assert not any(token in keys.policy.read_text() for token in written)
+    assert all(a != b for a, b in itertools.pairwise(written))

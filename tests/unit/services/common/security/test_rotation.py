@@ -1,0 +1,80 @@
+"""Keys, tokens, authorities and policies that are replaced while the port is open."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+from grpc import StatusCode
+
+from services.common.security.keys.folder import Keys
+from services.common.security.policy import digest
+from services.common.security.port import Port
+from services.common.security.watched import LOOK_EVERY_S
+from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
+
+
+async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
+    file = keys.folder / "clients/run-a/token"
+    async with front_door(Port(policy=keys.policy)) as (target, _), channel_of(keys, "run-a", target) as channel:
+
+        async def status() -> StatusCode:
+            await asyncio.sleep(LOOK_EVERY_S + 0.1)
+            return (await outcome(ask(channel, "Reward/Score")))[0]
+
+        first = file.read_text()
+        keys.make([], {"run-a": "trainer"}, tokens=True)
+        second = file.read_text()
+        assert first != second
+        assert await status() is StatusCode.OK  # the channel is the same and sends the new token
+        file.write_text(first)
+        assert await status() is StatusCode.OK  # the one before is valid until the next is made
+        keys.make([], {"run-a": "trainer"}, tokens=True)
+        file.write_text(first)
+        assert await status() is StatusCode.UNAUTHENTICATED
+        edit_identity(keys.policy, "run-a", tokens=[digest(first)])
+        assert await status() is StatusCode.OK
+        keys.policy.write_text("identities: {}")  # a slip: the last good policy stays
+        assert await status() is StatusCode.OK
+
+
+async def test_certificates_are_rotated_without_a_restart(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    async with front_door(Port(policy=keys.policy)) as (target, _):
+        before = await _certificate(keys, target)
+        keys.make(["127.0.0.1"], {"late": "prober"}, tokens=False)
+        await asyncio.sleep(LOOK_EVERY_S + 0.1)
+        assert await _certificate(keys, target) != before
+        for name in ("late", "pager"):  # one that has come since, and one that has been there
+            async with channel_of(keys, name, target) as channel:
+                assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.OK
+
+
+async def _certificate(keys: Keys, target: str) -> bytes:
+    """The server's, as a new connection is shown it."""
+    client, (host, port) = keys.folder / "clients/run-a", target.split(":")
+    context = ssl.create_default_context(cafile=keys.folder / "ca/ca.pem")
+    context.load_cert_chain(client / "client.pem", client / "client.key")
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return shown
+
+
+async def test_another_authority_is_accepted_as_soon_as_the_policy_has_it(tmp_path: Path) -> None:
+    keys, other = Keys(tmp_path / "keys", days=1), Keys(tmp_path / "other", days=1)
+    for made in (keys, other):
+        made.make(["127.0.0.1"], CALLERS, tokens=False)
+    (other.folder / "clients/run-a/ca.pem").write_bytes((keys.folder / "ca/ca.pem").read_bytes())
+    async with front_door(Port(policy=keys.policy)) as (target, _):
+        async with channel_of(other, "run-a", target) as channel:
+            assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.UNAVAILABLE
+        authorities = [(made.folder / "ca/ca.pem").read_bytes() for made in (keys, other)]
+        (keys.folder / "ca/ca.pem").write_bytes(b"".join(authorities))
+        await asyncio.sleep(LOOK_EVERY_S + 0.1)
+        for made in (keys, other):
+            async with channel_of(made, "run-a", target) as channel:
+                assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.OK

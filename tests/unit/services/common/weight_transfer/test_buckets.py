@@ -1,0 +1,73 @@
+"""Buckets of weights that are on a device: packed there, pinned here."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.memory.buckets import Buckets
+from services.common.weight_transfer.memory.pinning import pin
+
+CPU = torch.device("cpu")
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.full((9,), 2.0)}
+
+
+class Copies(TorchDispatchMode):
+    """Notes the bytes of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("sender", "senders", "sizes"), [(0, 1, [24, 6, 30, 36, 36]), (1, 2, [36, 36])])
+def test_a_bucket_is_packed_on_its_device_and_comes_in_one_copy(sender: int, senders: int, sizes: list[int]) -> None:
+    manifest = Manifest.of(WEIGHTS, bucket_bytes=32)  # a with b, and c
+    packed, plain = Buckets(manifest, sender, senders, device=CPU), Buckets(manifest, sender, senders)
+    with Copies() as copies:
+        assert list(packed.fill(WEIGHTS.items())) == packed.numbers
+    assert copies.sizes == sizes
+    assert list(plain.fill(WEIGHTS.items())) == plain.numbers
+    assert all(torch.equal(packed[number], plain[number]) for number in packed.numbers)
+
+
+class Runtime:
+    """CUDA's, as far as pinning goes."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        if not self.error:
+            self.pinned[pointer] = size
+        return self.error
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.pinned[pointer]
+        return 0
+
+
+def test_memory_is_pinned_for_as_long_as_its_owner_lives() -> None:
+    runtime, memory = Runtime(), torch.zeros(100, dtype=torch.uint8)
+    owner = Buckets(Manifest.of({}, 1))
+    assert pin(memory, owner, runtime)
+    assert runtime.pinned == {memory.data_ptr(): 100}
+    del owner
+    gc.collect()
+    assert runtime.pinned == {}
+
+
+def test_where_memory_may_not_be_pinned_it_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    runtime, memory = Runtime(error=2), torch.zeros(3 << 20, dtype=torch.uint8)
+    with caplog.at_level("WARNING", "quartet"):
+        assert not pin(memory, Runtime(), runtime)
+    assert caplog.messages == ["3 MiB of host memory are not pinned: CUDA error 2"]

@@ -1,0 +1,131 @@
+"""A second attempt beside the first: who answers, who is cancelled, and when it begins."""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import common_pb2, reward_pb2
+from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
+from services.common.wire.codec import pack_floats
+from services.common.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from services.common.wire.hedging import Patience, first_answer
+from services.reward.client import RewardClient
+from tests.unit.wire import served
+
+
+class Attempts:
+    """Each follows its line of the script: seconds, then an error or an answer."""
+
+    def __init__(self, *script: tuple[float, Any]) -> None:
+        self._script = script
+        self.begun: list[float] = []
+        self.cancelled = 0
+
+    async def __call__(self) -> Any:
+        seconds, end = self._script[len(self.begun)]
+        self.begun.append(time.monotonic())
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+async def settled(attempts: Attempts) -> tuple[int, int]:
+    await asyncio.sleep(0.01)
+    return len(attempts.begun), attempts.cancelled
+
+
+async def test_one_that_answers_in_time_stays_alone() -> None:
+    attempts = Attempts((0.05, "first"))
+    assert await first_answer(attempts, pause_s=0.2) == "first"
+    assert await settled(attempts) == (1, 0)
+
+
+async def test_a_silent_one_is_overtaken_and_cancelled() -> None:
+    attempts = Attempts((60, "first"), (0.05, "second"))
+    assert await first_answer(attempts, pause_s=0.1) == "second"
+    assert await settled(attempts) == (2, 1)
+    assert 0.09 < attempts.begun[1] - attempts.begun[0] < 0.3
+
+
+async def test_a_slow_one_is_not_given_up() -> None:
+    attempts = Attempts((0.3, "first"), (60, "second"), (60, "third"), (60, "fourth"))
+    assert await first_answer(attempts, pause_s=0.05) == "first"
+    assert await settled(attempts) == (3, 2)
+
+
+@pytest.mark.parametrize("refusal", [Unavailable("gone"), ResourceExhausted("busy", 1.0)])
+async def test_a_refusal_leaves_it_to_the_others(refusal: Exception) -> None:
+    attempts = Attempts((0.3, "first"), (0.01, refusal))
+    assert await first_answer(attempts, pause_s=0.1, most=2) == "first"
+    alone = Attempts((0, refusal))
+    with pytest.raises(type(refusal)):
+        await first_answer(alone, pause_s=0.1)
+    assert len(alone.begun) == 1
+
+
+async def test_any_other_error_is_the_answer() -> None:
+    attempts = Attempts((60, "first"), (0.01, InvalidArgument("no")))
+    with pytest.raises(InvalidArgument):
+        await first_answer(attempts, pause_s=0.05)
+    assert await settled(attempts) == (2, 1)
+
+
+async def test_cancelling_the_caller_ends_all_attempts() -> None:
+    attempts = Attempts((60, 1), (60, 2), (60, 3))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await first_answer(attempts, pause_s=0.05)
+    assert await settled(attempts) == (3, 3)
+
+
+def test_patience_follows_what_is_usual_within_bounds() -> None:
+    patience = Patience(5)
+    assert patience.seconds(60) == 5
+    for seconds in (0.1, 0.2, 0.3, 40.0):
+        patience.saw(seconds)
+    assert patience.seconds(60) == 5
+    for _ in range(8):
+        patience.saw(4.0)
+    assert patience.seconds(60) == 12
+    assert patience.seconds(30) == 10
+    assert patience.seconds(0.3) == pytest.approx(0.1)
+
+
+class Fleet(RewardServicer):  # type: ignore[misc]
+    """Two replicas behind one port, taken in turns; the first is frozen."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Score(self, request: Any, context: Any) -> Any:
+        return await self._answer(reward_pb2.ScoreResponse(scores=pack_floats(np.asarray([0.5], np.float32))))
+
+    async def Info(self, request: common_pb2.InfoRequest, context: Any) -> Any:
+        return await self._answer(reward_pb2.RewardInfo())
+
+    async def _answer(self, reply: Any) -> Any:
+        self.calls += 1
+        if self.calls % 2:
+            await asyncio.Event().wait()
+        return reply
+
+
+async def test_a_frozen_replica_costs_one_attempt_and_not_the_deadline() -> None:
+    fleet = Fleet()
+    ids = [np.asarray([5], np.int32)]
+    async with served(add_RewardServicer_to_server, fleet) as channel:
+        client = RewardClient(channel, attempt_s=0.3)
+        began = time.monotonic()
+        scores = await client.score(ids, ids, timeout_s=60)
+        await client.info(60)
+    assert scores.values.tolist() == [0.5]
+    assert 0.6 <= time.monotonic() - began < 20
+    assert fleet.calls == 4

@@ -1,0 +1,155 @@
+"""What a critic admits and in which order it answers: the deployment without Serve and without a model."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import common_pb2
+from protos import critic_pb2 as pb
+from services.common.config.limits import LimitsConfig
+from services.common.serving.admission import Admission
+from services.common.serving.batcher import Batcher
+from services.common.wire.callers import Purpose
+from services.common.wire.codec import Floats, pack_floats, pack_pairs, unpack_floats, unpack_longs
+from services.common.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.critic.replica import Critic
+from tests.unit.contexts import Context
+
+
+class Model:
+    """Gives the number of steps that were trained as every value, pass by pass, each when it is let."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.last_step = 0
+        self.passes: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def expect(self, lease: common_pb2.Lease, min_step: int | None) -> int:
+        if self.last_step < (min_step or 0):
+            raise FailedPrecondition(f"min_step: {min_step} asked")
+        return self.last_step
+
+    def check(self) -> None:
+        pass
+
+    def expect_ranks(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def values(self, pairs: Sequence[Any]) -> list[Floats]:
+        self.passes.append(len(pairs))
+        await self.gate.wait()
+        return [np.full(len(response), self.last_step, np.float32) for _, response in pairs]
+
+    async def train(self, lease: common_pb2.Lease, step: int, *_: Any, **__: Any) -> dict[str, float]:
+        async with self.turn:
+            self.last_step = step
+        return {"loss": 0.0}
+
+
+def make(batch_s: float = 10) -> Any:
+    made = object.__new__(Critic.func_or_class)  # type: ignore[attr-defined]
+    made._critic, made._batch = Model(), SimpleNamespace
+    limits = LimitsConfig(max_call_rows=16)
+    made._admission, made._train_admission = Admission(limits), Admission(limits)
+    made._batcher = Batcher(made._critic.values, batch_tokens=8, batch_s=batch_s, turn=made._critic.turn)
+    made._model = common_pb2.ModelInfo(vocab_size=64, max_length=16)
+    return made
+
+
+def pairs(count: int) -> common_pb2.Pairs:
+    return pack_pairs([np.ones(1, np.int32)] * count, [np.ones(1, np.int32)] * count)
+
+
+async def values(critic: Any, count: int, min_step: int | None = None) -> list[float]:
+    """They are the steps, of which the reply says the same."""
+    reply = await critic.Values(pb.ValuesRequest(pairs=pairs(count), min_step=min_step), Context())
+    found = unpack_floats(reply.values, "values").tolist()
+    assert unpack_longs(reply.steps, "steps").tolist() == found
+    return list(found)
+
+
+def train(step: int, count: int) -> pb.TrainRequest:
+    numbers = pack_floats(np.zeros(count, np.float32))
+    return pb.TrainRequest(
+        step=step,
+        pairs=pairs(count),
+        values=numbers,
+        returns=numbers,
+        epochs=1,
+        minibatch_size=1,
+        seed=0,
+    )
+
+
+async def test_values_are_computed_in_passes_between_which_training_has_its_turn() -> None:
+    critic = make()
+    critic._critic.gate.clear()
+    asked = asyncio.create_task(values(critic, 12))
+    await asyncio.sleep(0.05)
+    training = asyncio.create_task(critic.Train(train(1, 2), Context()))
+    await asyncio.sleep(0.05)
+    assert not training.done()
+    critic._critic.gate.set()
+    await training
+    assert await asked == [0.0] * 4 + [1.0] * 8
+    assert critic._critic.passes == [4, 4, 4]
+
+
+async def test_values_asked_for_while_the_critic_trains_are_given_and_say_by_which_step() -> None:
+    """Four rows fit into a pass; the step is trained after the first one."""
+    critic = make()
+    critic._critic.gate.clear()
+    asked = asyncio.create_task(values(critic, 12, min_step=0))
+    await asyncio.sleep(0.05)
+    training = asyncio.create_task(critic.Train(train(1, 2), Context()))
+    await asyncio.sleep(0.05)
+    critic._critic.gate.set()
+    await training
+    assert await asked == [0.0] * 4 + [1.0] * 8
+    assert await values(critic, 2, min_step=1) == [1.0, 1.0]
+    with pytest.raises(FailedPrecondition, match="min_step: 2 asked"):
+        await values(critic, 2, min_step=2)
+
+
+@pytest.mark.parametrize("call", ["Values", "Train"])
+async def test_too_much_is_refused_before_it_is_looked_at(call: str) -> None:
+    critic = make()
+    request = pb.ValuesRequest(pairs=pairs(17)) if call == "Values" else train(1, 17)
+    with pytest.raises(ResourceExhausted, match="pairs: 17 rows, but a call may hold 16"):
+        await getattr(critic, call)(request, Context())
+    assert (critic._critic.passes, critic._critic.last_step) == ([], 0)
+
+
+async def test_a_run_is_served_before_foreign_callers() -> None:
+    critic = make()
+    critic._critic.gate.clear()
+    foreign = [
+        asyncio.create_task(critic.Values(pb.ValuesRequest(pairs=pairs(16)), Context("judge", Purpose.FOREIGN)))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0.05)
+    run = asyncio.create_task(values(critic, 3))
+    await asyncio.sleep(0.05)
+    critic._critic.gate.set()
+    await run
+    # The pass that was under way, and its own.
+    assert critic._critic.passes[:2] == [4, 3]
+    await asyncio.gather(*foreign)
+
+
+async def test_values_that_hang_are_answered_and_unhealthy() -> None:
+    critic = make(batch_s=0.1)
+    critic._critic.gate.clear()
+    with pytest.raises(Unavailable, match="will be replaced"):
+        await values(critic, 2)
+    with pytest.raises(RuntimeError, match="longer than batch_s"):
+        await critic.check_health()

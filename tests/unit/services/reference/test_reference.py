@@ -1,0 +1,61 @@
+"""The reference's log-probs against single sequences."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.models.distribution import Distribution
+from services.reference.config import ReferenceConfig
+from services.reference.model import FrozenModel, Question
+from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions, language_model
+
+
+def make(folder: Path, **options: Any) -> FrozenModel:
+    return FrozenModel(ReferenceConfig(model=str(folder), **options), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
+def test_each_response_at_its_own_temperature_and_in_its_own_place(policy_folder: Path, batch_tokens: int) -> None:
+    frozen = make(policy_folder, dtype="float32", batch_tokens=batch_tokens)
+    temperatures = [0.5, 2.0, 0.5, 1.0]
+    questions = [
+        Question(prompt, response, Distribution(temperature))
+        for prompt, response, temperature in zip(arrays(PROMPTS), arrays(RESPONSES), temperatures, strict=True)
+    ]
+    found = frozen.logprobs(questions)
+    assert [row.dtype for row in found] == [np.float32] * 4
+    with torch.no_grad():
+        for index, temperature in enumerate(temperatures):
+            expected = chosen(distributions(language_model(policy_folder), temperature))[index]
+            assert found[index].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_the_model_is_frozen(policy_folder: Path) -> None:
+    frozen = make(policy_folder, dtype="bfloat16")
+    parameters = list(frozen.model.parameters())
+    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in parameters)
+    assert not frozen.model.training
+    assert frozen.logprobs([]) == []
+
+
+def test_an_offloaded_model_gives_the_same_answers_and_its_health_check_moves_nothing(policy_folder: Path) -> None:
+    kept, offloaded = make(policy_folder, dtype="float32"), make(policy_folder, offload=True, dtype="float32")
+    questions = [Question(*row, Distribution()) for row in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)]
+    for left, right in zip(kept.logprobs(questions), offloaded.logprobs(questions), strict=True):
+        assert left.tolist() == right.tolist()
+    kept.check()
+    offloaded.check()
+
+
+def test_a_model_whose_layers_are_spread_gives_the_same_answers(policy_folder: Path) -> None:
+    """Over what there is here: the CPU alone."""
+    config = ReferenceConfig(model=str(policy_folder), dtype="float32")
+    spread = FrozenModel(config, torch.device("cpu"), gpus=2)
+    questions = [Question(*row, Distribution()) for row in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)]
+    kept = make(policy_folder, dtype="float32").logprobs(questions)
+    for left, right in zip(kept, spread.logprobs(questions), strict=True):
+        assert left.tolist() == right.tolist()

@@ -1,0 +1,113 @@
+"""The reward deployment without Serve: what it admits, and what becomes of a scorer that hangs."""
+
+import asyncio
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import common_pb2
+from protos import reward_pb2 as pb
+from services.common.wire.callers import Purpose
+from services.common.wire.codec import pack_pairs, unpack_floats
+from services.common.wire.errors import ResourceExhausted, Unavailable
+from services.common.wire.pairs import Pair
+from services.reward.config import RewardConfig
+from services.reward.replica import Reward
+from tests.unit.contexts import Context
+
+HANGS = threading.Event()
+
+
+def length(pairs: Sequence[Pair]) -> list[float]:
+    """Characters of the response; hangs on the prompt `w13`."""
+    if any(pair.prompt == "w13" for pair in pairs):
+        HANGS.wait()
+    return [float(len(pair.response)) for pair in pairs]
+
+
+@pytest.fixture
+def reward(policy_folder: Path) -> Iterator[Any]:
+    HANGS.clear()
+    scorer = {"kind": "function", "function": "tests.unit.services.reward.test_reward_replica:length"}
+    limits = {"max_call_rows": 100, "max_call_tokens": 4000, "max_waiting_rows": 400, "batch_s": 1.0}
+    made = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
+    made.__init__(
+        RewardConfig.parse({"tokenizer": str(policy_folder), "scorer": scorer, "limits": limits}, "reward.args")
+    )
+    yield made
+    # Of this module as the scorer imported it.
+    import tests.unit.services.reward.test_reward_replica as imported
+
+    imported.HANGS.set()
+
+
+def pairs(count: int, prompt: int = 5) -> pb.ScoreRequest:
+    one = np.asarray([prompt], np.int32)
+    return pb.ScoreRequest(tokens=pack_pairs([one] * count, [one] * count))
+
+
+def million() -> pb.ScoreRequest:
+    """A million pairs of one token each: 16 MB."""
+    ones = np.ones(1 << 20, "<i4").tobytes()
+    sequences = common_pb2.Sequences(token_ids=ones, lengths=ones)
+    return pb.ScoreRequest(tokens=common_pb2.Pairs(prompts=sequences, responses=sequences))
+
+
+async def test_ids_and_texts_are_scored(reward: Any) -> None:
+    reply = await reward.Score(pairs(3), Context())
+    assert unpack_floats(reply.scores, "scores").tolist() == [2.0] * 3
+    texts = pb.ScoreRequest(texts=pb.TextPairs(prompts=["w5", "w6"], responses=["w7 w8", "w9"]))
+    reply = await reward.Score(texts, Context())
+    assert unpack_floats(reply.scores, "scores").tolist() == [5.0, 2.0]
+    await reward.check_health()
+
+
+@pytest.mark.parametrize("of", ["tokens", "texts", "labels"])
+async def test_a_call_that_is_too_large_is_refused_before_it_costs_anything(reward: Any, of: str) -> None:
+    many = [""] * (1 << 20)
+    requests = {
+        "tokens": million(),
+        "texts": pb.ScoreRequest(texts=pb.TextPairs(prompts=many, responses=many)),
+        "labels": pb.ScoreRequest(tokens=pairs(1).tokens, labels=many),
+    }
+    context = Context()
+    tracemalloc.start()
+    began = time.thread_time()
+    with pytest.raises(
+        ResourceExhausted, match="1048576 rows, but a call may hold 100; send it in several"
+    ) as caught:
+        await reward.Score(requests[of], context)
+    took = time.thread_time() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.retry_after_s is None
+    assert took < 0.05
+    assert peak <= requests[of].ByteSize() + (1 << 16)
+
+
+async def test_a_few_long_texts_are_counted_too(reward: Any) -> None:
+    texts = pb.TextPairs(prompts=["w5 " * 2000], responses=["w7"])
+    with pytest.raises(ResourceExhausted, match="texts: 6002 tokens, but a call may hold 4000"):
+        await reward.Score(pb.ScoreRequest(texts=texts), Context())
+
+
+async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(reward: Any) -> None:
+    hung = asyncio.create_task(reward.Score(pairs(1, prompt=13), Context("a")))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(reward.Score(pairs(2), Context("b", Purpose.FOREIGN)))
+    await asyncio.wait_for(reward.check_health(), 1)
+    for call in (hung, waiting):
+        with pytest.raises(Unavailable, match="will be replaced"):
+            await asyncio.wait_for(call, 5)
+    with pytest.raises(
+        RuntimeError, match="a batch of 1 rows and 2 tokens for a has run for 1 s, longer than batch_s"
+    ):
+        await reward.check_health()

@@ -1,0 +1,149 @@
+"""Scorers: a model, a function, a blend."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+from transformers import AutoModelForSequenceClassification
+
+from protos import reward_pb2 as pb
+from services.common.config.base import ConfigError
+from services.common.wire.identity import model_hash
+from services.common.wire.pairs import Pair
+from services.reward.config import ScorerConfig
+from services.reward.scorers.make import make_scorer
+from services.reward.scorers.scorer import Scored, Scorer
+from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
+from tests.unit.naive import PROMPTS, RESPONSES, arrays
+
+PAIRS = [
+    Scored(prompt, response, Pair(prompt="", response=" ".join(WORDS[i] for i in response), label="w13 <pad>"))
+    for prompt, response in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)
+]
+LENGTHS = [2.0, 4.0, 1.0, 3.0]
+SOURCE = hashlib.sha256((Path(__file__).parents[2] / "scorers.py").read_bytes()).hexdigest()
+
+
+def make(**config: Any) -> Scorer:
+    parsed: Any = TypeAdapter(ScorerConfig).validate_python(config)
+    return make_scorer(parsed, make_tokenizer(), torch.device("cpu"))
+
+
+def function(name: str) -> dict[str, str]:
+    return {"kind": "function", "function": f"tests.unit.scorers:{name}"}
+
+
+@torch.no_grad()
+def raw_scores(folder: Path) -> np.ndarray:
+    """The head at each pair's last token, one pair at a time, by Hugging Face's own class."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rows = [torch.tensor([prompt + response]) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    return np.asarray([float(model.score(model.model(row).last_hidden_state)[0, -1, 0]) for row in rows])
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
+def test_a_model_scores_the_last_token_normalised_as_its_config_says(reward_folder: Path, batch_tokens: int) -> None:
+    scorer = make(kind="model", model=str(reward_folder), dtype="float32", batch_tokens=batch_tokens)
+    found = scorer.score(PAIRS)
+    assert found.dtype == np.float32
+    expected = (raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert scorer.max_length == MAX_LENGTH
+    assert scorer.identity == pb.ScorerIdentity(
+        name=f"model:{reward_folder}", model_hash=model_hash(reward_folder), weight=1
+    )
+
+
+def test_normalisation_can_be_turned_off(reward_folder: Path) -> None:
+    scorer = make(kind="model", model=str(reward_folder), dtype="float32", normalise=False)
+    assert scorer.score(PAIRS).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=1e-5)
+
+
+def test_half_precision_is_near(reward_folder: Path) -> None:
+    scorer = make(kind="model", model=str(reward_folder), normalise=False)
+    assert scorer.score(PAIRS).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=0.05)
+
+
+def test_an_offloaded_model_gives_the_same_scores(reward_folder: Path) -> None:
+    kept, offloaded = (make(kind="model", model=str(reward_folder), offload=offload) for offload in (False, True))
+    assert kept.score(PAIRS).tolist() == offloaded.score(PAIRS).tolist()
+    offloaded.check()
+
+
+def test_a_model_with_another_tokenizer_is_refused(reward_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(reward_folder, tmp_path / "other"))
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"w17"', '"w017"'))
+    with pytest.raises(ConfigError, match=r"^reward.args.scorer.model: the tokenizer of .* is not the service's"):
+        make(kind="model", model=str(folder))
+
+
+def test_a_model_of_two_labels_is_refused(tmp_path: Path) -> None:
+    folder = make_reward(tmp_path / "two", labels=2)
+    with pytest.raises(ConfigError, match=r"^reward.args.scorer.model: .* has num_labels 2; it must have 1$"):
+        make(kind="model", model=str(folder))
+
+
+def test_a_function_sees_texts_and_labels() -> None:
+    scorer = make(**function("length"))
+    assert scorer.score(PAIRS).tolist() == LENGTHS
+    assert scorer.score(PAIRS).dtype == np.float32
+    assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
+    prompt, response = arrays([[1], [13, 0]])
+    hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
+    assert make(**function("matches")).score([hit]).tolist() == [1]
+    name = "function:tests.unit.scorers:length"
+    assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE, weight=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few", "tests.unit.scorers:too_few gave 3 scores for 4 pairs"),
+        ("not_finite", "tests.unit.scorers:not_finite gave a score that is not finite in float32"),
+        ("too_large", "tests.unit.scorers:too_large gave a score that is not finite in float32"),
+    ],
+)
+def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^{message}$"):
+        make(**function(name)).score(PAIRS)
+
+
+def test_functions_that_cannot_be_used() -> None:
+    with pytest.raises(KeyError, match="nothing here"):
+        make(**function("broken")).score(PAIRS)
+    with pytest.raises(ConfigError, match=r"tests\.unit\.scorers:absent"):
+        make(**function("absent"))
+    with pytest.raises(ConfigError, match="math:sqrt has no Python source to identify it by"):
+        make(kind="function", function="math:sqrt")
+
+
+def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
+    model = {"kind": "model", "model": str(reward_folder), "dtype": "float32"}
+    blend = make(kind="blend", parts=[{"weight": -0.5, "scorer": function("length")}, {"weight": 2, "scorer": model}])
+    alone = make(**model).score(PAIRS)
+    assert blend.score(PAIRS).tolist() == pytest.approx((2 * alone - 0.5 * np.asarray(LENGTHS)).tolist(), abs=1e-6)
+    assert blend.max_length == MAX_LENGTH
+    assert blend.identity.name == "blend"
+    assert [(part.name, part.weight) for part in blend.identity.parts] == [
+        ("function:tests.unit.scorers:length", -0.5),
+        (f"model:{reward_folder}", 2),
+    ]
+
+
+def test_blends_nest_and_their_weights_belong_to_their_identity() -> None:
+    def nested(outer: float, inner: float) -> Scorer:
+        part = {"kind": "blend", "parts": [{"weight": inner, "scorer": function("length")}]}
+        parts = [{"weight": outer, "scorer": part}, {"weight": 1, "scorer": function("length")}]
+        return make(kind="blend", parts=parts)
+
+    # 3 * (2 * length) + length = 7 * length.
+    assert nested(3, 2).score(PAIRS).tolist() == [7 * length for length in LENGTHS]
+    assert nested(3, 2).identity.parts[0].parts[0].model_hash == SOURCE
+    hashes = {nested(*weights).identity.model_hash for weights in ((3, 2), (2, 3), (3, 3), (3, 2))}
+    assert len(hashes) == 3

@@ -1,0 +1,118 @@
+"""Phases that a member refuses: of other runs, and of other weights than the model's."""
+
+import asyncio
+
+import pytest
+
+from protos import common_pb2
+from protos import rollout_pb2 as pb
+from services.common.serving.runs.timeline import Moment
+from services.common.weight_transfer.manifest import Manifest
+from services.rollout.member import WeightMember
+from tests.unit.member_phases import (
+    LEASE,
+    MANIFEST,
+    NEWER,
+    FakeEngine,
+    claim,
+    names,
+    play,
+    prepare,
+    transfer,
+)
+
+
+@pytest.mark.parametrize("lease", [common_pb2.Lease(), common_pb2.Lease(run_id="ours", number=3)])
+async def test_a_phase_without_the_lease_is_refused(
+    engine: FakeEngine, member: WeightMember, lease: common_pb2.Lease
+) -> None:
+    report = await member.carry_out(pb.WeightPhase(timeout_s=5, lease=lease, **prepare(1)))
+    assert (report.ok, engine.calls) == (False, [])
+    assert "lease: " in report.error
+
+
+async def test_a_replica_that_was_never_claimed_takes_no_phase(engine: FakeEngine) -> None:
+    fresh = WeightMember(engine, "me", host="10.0.0.2")  # type: ignore[arg-type]
+    report = await fresh.carry_out(pb.WeightPhase(timeout_s=5, lease=LEASE, **prepare(1)))
+    # Not fenced: its run only has to claim it.
+    assert (report.ok, report.fenced, engine.calls) == (False, False, [])
+    assert "run ours (lease 4) has not claimed this replica yet" in report.error
+
+
+async def test_another_run_waits_for_the_lease_or_takes_it_over_and_an_open_push_is_rolled_back(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1))
+    refused = await claim(member, NEWER)
+    assert (refused.ok, refused.fenced) == (False, True)
+    assert "run ours holds this service and is alive" in refused.error
+    assert "abort" not in names(engine)
+    assert (await claim(member, NEWER, take_over=True)).held.lease == NEWER
+    assert names(engine)[-1] == "abort"
+    late = await member.carry_out(pb.WeightPhase(timeout_s=5, lease=LEASE, **transfer(1)))
+    assert (late.ok, late.fenced) == (False, True)
+    assert (await member.carry_out(pb.WeightPhase(timeout_s=5, lease=NEWER, **prepare(2)))).ok
+
+
+async def test_a_claim_is_answered_when_no_phase_of_another_run_is_being_carried_out(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    ours = asyncio.create_task(member.carry_out(pb.WeightPhase(timeout_s=0.3, lease=LEASE, **transfer(1))))
+    await asyncio.sleep(0.05)
+    asked = common_pb2.Claim(ttl_s=60, take_over=True)
+    first = await member.carry_out(pb.WeightPhase(timeout_s=0.05, lease=NEWER, claim=asked))
+    assert (first.ok, first.error) == (False, "claim: TimeoutError: ")
+    # Asked again with the lease that counts already, it still waits.
+    assert (await claim(member, NEWER, take_over=True)).ok
+    assert (await ours).error == "transfer: TimeoutError: "
+    assert names(engine) == ["join", "pause", "receive", "abort"]
+
+
+async def test_weights_that_are_not_the_models_are_refused_before_anything_moves(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    wide = Manifest(("w",), ("float32",), ((3,),), 8)
+    phase = prepare(1)
+    phase["prepare"].manifest = wide.pack()
+    report = await play(member, phase)
+    assert (report.ok, report.error) == (False, "prepare: InvalidArgument: manifest: ((3,),)")
+    found = await play(member, {"discover": pb.Discover(manifest=wide.pack())})
+    assert (found.ok, found.misfit) == (True, "manifest: ((3,),)")
+    assert (await play(member, {"discover": pb.Discover(manifest=MANIFEST.pack())})).misfit == ""
+    assert engine.calls == []
+    # Nor what says at first that it fits.
+    await play(member, prepare(1))
+    assert (
+        "manifest: ((3,),)"
+        in (await play(member, {"transfer": pb.Transfer(membership=1, manifest=wide.pack())})).error
+    )
+    assert names(engine) == ["join", "pause", "abort"]
+
+
+async def test_a_manifest_or_bucket_beyond_all_measure_is_refused(engine: FakeEngine, member: WeightMember) -> None:
+    phase = prepare(1)
+    phase["prepare"].manifest = b"x" * 101
+    assert "manifest: 101 bytes; no push to this replica's model needs as many" in (await play(member, phase)).error
+    phase = prepare(1)
+    phase["prepare"].bucket_bytes = 1 << 40
+    assert "bucket_bytes: 1099511627776; must be at most" in (await play(member, phase)).error
+    assert engine.calls == []
+
+
+async def test_weights_are_of_the_timeline_of_the_lease_that_brought_them(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    """The run goes back from version 9 to 5: a claim changes no weights, and a push makes a lower version later."""
+    assert member.at == Moment(0, 3)
+    commits = [(LEASE, 9), (NEWER, 5)]
+    for lease, version in commits:
+        before = member.at
+        assert (await claim(member, lease, take_over=True)).ok
+        for phase in (prepare(version), transfer(version)):
+            assert (await member.carry_out(pb.WeightPhase(timeout_s=5, lease=lease, **phase))).ok
+            assert member.at == before
+        commit = pb.Commit(membership=version, policy_version=version)
+        report = await member.carry_out(pb.WeightPhase(timeout_s=5, lease=lease, commit=commit))
+        assert member.at == Moment(lease.number, version) == Moment(report.timeline, report.policy_version)

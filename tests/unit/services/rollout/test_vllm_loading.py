@@ -1,0 +1,193 @@
+"""Loading into vLLM's layers, broken off at every point: with vLLM's own machinery, and no engine around it."""
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.memory.buckets import Buckets
+from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
+
+CPU = torch.device("cpu")
+LAYERS, SHARDS, WIDTH = 3, "qkv", 4
+
+
+class Fused(nn.Linear):
+    """A weight that is loaded in three parts, as vLLM's attention layers have it, and a bias. (vLLM looks for an
+    argument `param` by its name.)"""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH * len(SHARDS))
+        self.weight.weight_loader = self._load  # type: ignore[assignment]
+
+    def _load(self, param: torch.Tensor, loaded_weight: torch.Tensor, shard: str) -> None:
+        start = SHARDS.index(shard) * WIDTH
+        param.data[start : start + WIDTH].copy_(loaded_weight)
+
+
+class Model(nn.Module):
+    """Three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Fused() for _ in range(LAYERS))
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        parameters = dict(self.named_parameters())  # at the beginning, as vLLM's models do
+        for name, tensor in weights:
+            layer, _, part = name.rpartition(".")
+            if part == "bias":
+                parameter = parameters[name]
+                getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+            else:
+                parameter = parameters[f"{layer}.weight"]
+                parameter.weight_loader(parameter, tensor, part)  # type: ignore[attr-defined, operator]
+
+
+def fresh_weights() -> dict[str, torch.Tensor]:
+    """Random ones, as they are pushed: by parts."""
+    shapes = dict.fromkeys(SHARDS, (WIDTH, WIDTH)) | {"bias": (WIDTH * len(SHARDS),)}
+    return {f"layers.{i}.{part}": torch.randn(shape) for i in range(LAYERS) for part, shape in shapes.items()}
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """What the model has to hold then."""
+    whole = {f"layers.{i}.weight": [weights[f"layers.{i}.{part}"] for part in SHARDS] for i in range(LAYERS)}
+    biases = {name: tensor for name, tensor in weights.items() if name.endswith("bias")}
+    return {name: torch.cat(parts).tolist() for name, parts in whole.items()} | {
+        name: tensor.tolist() for name, tensor in biases.items()
+    }
+
+
+class Breaking:
+    """A receiver that has weights, and fails before one of its buckets when it is told to."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.weights = fresh_weights()
+        self.manifest = Manifest.of(self.weights, bucket_bytes)
+        self.breaks_at = -1
+
+    def join(self, joining: Any) -> None:
+        """Nobody is there."""
+
+    def receive(self, manifest: Manifest) -> str:
+        return "sum"
+
+    def buckets(self) -> Iterator[tuple[range, torch.Tensor]]:
+        filled = Buckets(self.manifest)
+        list(filled.fill(self.weights.items()))
+        for number, bucket in enumerate(filled.ranges):
+            if number == self.breaks_at:
+                raise RuntimeError("connection reset")
+            yield bucket, filled[number]
+
+    def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
+        for number, (bucket, data) in enumerate(self.buckets()):
+            yield number, bucket, data
+
+    def check(self) -> None:
+        """Nobody writes here."""
+
+    def close(self) -> None:
+        """Nobody is there."""
+
+
+class Worker(WorkerExtension):
+    """What is left of vLLM's worker: its flag, and what it does with it."""
+
+    def __init__(self, *, streaming: bool, bucket_bytes: int = 64) -> None:
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        self.model = Model()
+        record_metadata_for_reloading(self.model)
+        hf_config = SimpleNamespace(tie_word_embeddings=False)
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=0),
+            model_config=SimpleNamespace(hf_config=hf_config, dtype=torch.float32),
+        )
+        engine = QuartetWeightTransferEngine(None, vllm_config, CPU, self.model)
+        self.receiver = Breaking(bucket_bytes)
+        engine._receiver, engine._backend = self.receiver, "gloo"  # type: ignore[assignment]
+        engine._stream = self.receiver if streaming else None  # type: ignore[assignment]
+        self.weight_transfer_engine = engine
+        self._weight_update_active = False
+
+    def push(self) -> None:
+        """As GPUWorker has it: an update that fails is not active any more."""
+        manifest, engine = self.receiver.manifest, self.weight_transfer_engine
+        engine.start_weight_update()
+        self._weight_update_active = True
+        fields = {name: list(getattr(manifest, name)) for name in ("names", "dtypes", "shapes")}
+        try:
+            engine.update_weights({**fields, "bucket_bytes": manifest.bucket_bytes})
+        except BaseException:
+            self._weight_update_active = False
+            raise
+        engine.finish_weight_update()
+        self._weight_update_active = False
+
+    def state(self) -> dict[str, list[Any]]:
+        return {name: parameter.tolist() for name, parameter in self.model.named_parameters()}
+
+
+CASES = [(size, point) for size in (64, 128) for point in range(1, len(list(Breaking(size).manifest.buckets())))]
+"""A bucket is a part of a weight, or two. The points are between layers, within them, and within their weights."""
+
+
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "staged"])
+@pytest.mark.parametrize(("bucket_bytes", "point"), CASES)
+def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
+    bucket_bytes: int, point: int, streaming: bool
+) -> None:
+    worker = Worker(streaming=streaming, bucket_bytes=bucket_bytes)
+    memory = {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()}
+    worker.receiver.breaks_at = point
+    with pytest.raises(RuntimeError, match="connection reset"):
+        worker.push()
+    # vLLM's own flag is down; half of the weights are loaded all the same.
+    assert not worker.abort_weight_update()
+    worker.receiver.breaks_at, worker.receiver.weights = -1, fresh_weights()
+    worker.push()
+    assert worker.state() == fused(worker.receiver.weights)
+    assert worker.abort_weight_update()
+    # Graphs and kernels hold on to it.
+    assert {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()} == memory
+
+
+def test_a_push_that_broke_off_before_loading_leaves_the_weights_as_they_were() -> None:
+    worker = Worker(streaming=False)
+    before = worker.state()
+    worker.weight_transfer_engine.start_weight_update()
+    assert worker.abort_weight_update()
+    assert worker.state() == before
+
+
+def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_membership_to_membership() -> None:
+    worker = Worker(streaming=False)
+    engine = worker.weight_transfer_engine
+    joined: list[JoiningInfo] = []
+    engine.parallel_config.rank = 2
+    worker.receiver.join = joined.append  # type: ignore[assignment, method-assign]
+    info: dict[str, Any] = {
+        "backend": "gloo",
+        "senders": [["h", 1]],
+        "rank": 3,
+        "world_size": 9,
+        "membership": 4,
+        "host": "h",
+        "stall_s": 1.0,
+    }
+    for _ in range(2):
+        engine.init_transfer_engine(JoiningInfo(**info))
+    assert [(joining.rank, joining.membership) for joining in joined] == [(5, 4)] * 2
+    assert engine._receiver is worker.receiver
+    engine.init_transfer_engine(JoiningInfo(**info | {"backend": "ipc", "senders": [["h", 7]]}))
+    assert engine._receiver is not worker.receiver
+    assert worker.gpu() == ""
