@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -24,7 +25,7 @@ NAMED = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 """What a caller may be told that made a mistake."""
-TIMED = "/quartet.v1.Rollout/UpdateWeights"
+TIMED = b"/quartet.v1.Rollout/UpdateWeights"
 """Its requests say how long they may take, so they may also be told that this was too short."""
 
 _LEAKS = {
@@ -50,8 +51,8 @@ class Verdict:
         """Counts a reply and notes what is wrong with it."""
         self.codes[code.name] += 1
         if seconds > self.slowest_s:
-            self.slowest_s, self.slowest = seconds, f"{request.method} (request {request.number})"
-        where = f"request {request.number}, {request.kind} {request.method}"
+            self.slowest_s, self.slowest = seconds, f"{request.method!r} (request {request.number})"
+        where = f"request {request.number}, {request.kind} {request.method!r}"
         timed = code is grpc.StatusCode.DEADLINE_EXCEEDED and request.method == TIMED
         if code is not grpc.StatusCode.OK and code not in NAMED and not timed:
             self.faults.append(f"{where}: {code.name}: {details[:300]}")
@@ -81,11 +82,12 @@ async def fuzz(channel: grpc.aio.Channel, requests: Iterable[Request]) -> Verdic
 
 
 async def _call(channel: grpc.aio.Channel, request: Request) -> tuple[grpc.StatusCode, str]:
+    name: Any = request.method  # which gRPC sends as it is
     try:
         if request.streams:
-            await _read(channel.unary_stream(request.method)(request.data, **_options(request)), request.leave_after)
+            await _read(channel.unary_stream(name)(request.data, **_options(request)), request.leave_after)
         else:
-            await channel.unary_unary(request.method)(request.data, **_options(request))
+            await channel.unary_unary(name)(request.data, **_options(request))
     except grpc.aio.AioRpcError as error:
         return error.code(), str(error.details() or "")
     return grpc.StatusCode.OK, ""

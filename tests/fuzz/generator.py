@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from grpc_health.v1 import health_pb2
 
 from protos import critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 
@@ -17,7 +18,9 @@ SERVICES = [
     module.DESCRIPTOR.services_by_name[name]
     for module, name in zip((rollout_pb2, reward_pb2, reference_pb2, critic_pb2), APPLICATIONS, strict=True)
 ]
-METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+METHODS: list[MethodDescriptor] = [method for service in (*SERVICES, HEALTH) for method in service.methods]
+_NO_METHODS = (b"Nothing", b"", b"Info/Info", b"\xff\xfe", b"Inf\xc3(", b"\x00", b"I" * 5000)
 
 _INTEGERS = (0, 1, 2, 3, 7, 64, 127, -1, 2**31 - 1, -(2**31))
 _LONGS = (*_INTEGERS, 2**63 - 1, -(2**63))
@@ -41,8 +44,8 @@ class Request:
 
     number: int
     kind: str
-    method: str
-    """As in `/quartet.v1.Reward/Score`."""
+    method: bytes
+    """As in `/quartet.v1.Reward/Score`; not UTF-8 for some that do not exist."""
     streams: bool
     """The reply is a stream."""
     data: bytes
@@ -57,14 +60,14 @@ def requests(seed: int, count: int) -> Iterator[Request]:
         rng = random.Random(seed * 1_000_003 + number)
         method = rng.choice(METHODS)
         kind = rng.choices(KINDS, (6, 3, 1))[0]
-        name = method.name if rng.random() > 0.01 else "Nothing"
+        name = method.name.encode() if rng.random() > 0.02 else rng.choice(_NO_METHODS)
         yield Request(
             number=number,
             kind=kind,
-            method=f"/{method.containing_service.full_name}/{name}",
+            method=b"/%s/%s" % (method.containing_service.full_name.encode(), name),
             streams=method.server_streaming,
             data=_data(rng, kind, method.input_type),
-            metadata=_metadata(rng, APPLICATIONS[method.containing_service.name]),
+            metadata=_metadata(rng, APPLICATIONS.get(method.containing_service.name, "")),
             leave_after=rng.choice((0, 1, 2)) if method.server_streaming and rng.random() < 0.3 else None,
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from services.common.config.base import Config, ConfigError, Count, Seconds, matching, read_yaml
+from services.common.config.base import Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
 from services.common.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
@@ -62,6 +62,10 @@ class Limits(Config):
     """Most open calls on one connection; further ones wait in the client."""
     concurrent_calls: Count = 4096
     """Most open calls in total; further ones are refused with RESOURCE_EXHAUSTED."""
+    caller_share: Annotated[Fraction, Field(gt=0)] = 0.5
+    """Share of concurrent_calls that one caller may hold; further calls are refused with RESOURCE_EXHAUSTED."""
+    training_reserve: Annotated[Fraction, Field(lt=1)] = 0.25
+    """Share of concurrent_calls that is kept for trainers."""
     request_s: Seconds = 300
     """Longest time, in seconds, that a caller may take to send its request after the call has begun."""
     keepalive_s: Seconds = 20

@@ -45,6 +45,14 @@ class _Health(health_pb2_grpc.HealthServicer):
         context.set_details(f"service: {request.service[:64]!r}: {reason}")
         return health_pb2.HealthCheckResponse()
 
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Refused, which tells probers to ask by Check."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("grpc.health.v1.Health/Watch: ask by Check")
+        replies: tuple[Any, ...] = ()  # a stream that ends at once
+        for reply in replies:
+            yield reply
+
     async def _of(self, request: Any, context: Any, application: str) -> Any:
         metadata = tuple(pair for pair in context.invocation_metadata() or () if pair[0] != APPLICATION)
         call = CallContext(context, (*metadata, (APPLICATION, application)))

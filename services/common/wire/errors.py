@@ -129,6 +129,9 @@ def leaves(error: BaseException) -> list[BaseException]:
 _REPLICA_LOST = re.compile(r"The actor (died unexpectedly|[0-9a-f]+ is unavailable)")
 # gRPC's own words for a message that it refused to read.
 _TOO_LARGE = re.compile(r"message larger than max")
+# gRPC's own words for a call too many on a port: however small its parts, none would get in.
+_PORT_FULL = re.compile(r"Concurrent RPC limit exceeded")
+_PORT_FULL_PAUSE_S = 1.0
 _BY_BEGINNING: dict[str, type[ServiceError]] = {"lease: ": LeaseLost, "timeline: ": OffTimeline}
 
 
@@ -146,6 +149,8 @@ def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
         message, retry_after_s = pushback_of(details or "")
         if _TOO_LARGE.search(message):
             return TooLarge(f"{call}: {message}")
+        if _PORT_FULL.search(message):
+            return ResourceExhausted(f"{call}: {message}", _PORT_FULL_PAUSE_S)
         return ResourceExhausted(f"{call}: {message}", retry_after_s)
     prefix = "" if kind is not Internal or code is grpc.StatusCode.INTERNAL else f"{code.name}: "
     return kind(f"{call}: {prefix}{details}")

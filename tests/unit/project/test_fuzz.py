@@ -11,7 +11,7 @@ def test_the_same_seed_gives_the_same_requests_over_every_method() -> None:
     first, again = list(requests(3, 3000)), list(requests(3, 3000))
     assert first == again
     asked = {request.method for request in first}
-    assert asked >= {f"/{method.containing_service.full_name}/{method.name}" for method in METHODS}
+    assert asked >= {f"/{method.containing_service.full_name}/{method.name}".encode() for method in METHODS}
     assert {request.kind for request in first} == {"structured", "mutated", "random"}
     assert any(not request.metadata for request in first)
     assert any(request.leave_after is not None for request in first)

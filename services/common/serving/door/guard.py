@@ -10,9 +10,10 @@ from google.protobuf.message import DecodeError
 
 from services.common.security.authentication import AUTHORIZATION
 from services.common.security.gate import Gate
-from services.common.security.identity import without_identity
+from services.common.security.identity import ANONYMOUS, without_identity
 from services.common.serving.door.call import CallContext, Metadata
 from services.common.serving.door.faults import presentable
+from services.common.serving.door.open_calls import OpenCalls
 from services.common.serving.door.refusals import Refusals
 from services.common.serving.door.routes import Routes
 from services.common.wire.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
@@ -32,6 +33,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, gate: Gate, routes: Routes) -> None:
         self._gate = gate
         self._routes = routes
+        self._open = OpenCalls(lambda: gate.limits)
         self._refusals = Refusals()
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
 
@@ -108,6 +110,8 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             caller = self._gate.admit(method, application, context.auth_context(), metadata)
             self._routes.check(method, application)
+            if caller != ANONYMOUS:  # all callers are one, and a share would only keep it from the rest
+                context.add_done_callback(self._open.begin(caller))
         except ServiceError as error:
             if isinstance(error, Unauthenticated | PermissionDenied):
                 self._refusals.note(method, context.peer(), str(error))

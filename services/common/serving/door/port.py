@@ -1,6 +1,7 @@
 """Opens the port of Serve's gRPC server: on one address, guarded, with limits and, if the policy says so, with
 TLS."""
 
+import asyncio
 from typing import Any
 
 from services.common.security.authentication import Directory
@@ -11,6 +12,7 @@ from services.common.security.tls import server_credentials
 from services.common.security.watched import Watched
 from services.common.serving.door.guard import Guard
 from services.common.serving.door.routes import Routes
+from services.common.serving.door.unknown_methods import RefusesUnknownMethods
 
 _ROUTES = "quartet_routes"
 PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
@@ -46,20 +48,12 @@ def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> i
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
-    """Initialises the server again with an interceptor and options, which Serve's class does not let callers give.
+    """Gives the server another core, with an interceptor and options, which Serve's class does not let callers give.
 
-    Makes the same call to the base class as Serve's class does. No servicer may have been added before.
+    Made as gRPC's own class makes its core. No servicer may have been added before.
     """
-    from ray.serve._private.grpc_util import gRPCGenericServer
-
-    super(gRPCGenericServer, server).__init__(
-        thread_pool=None,
-        generic_handlers=(),
-        interceptors=(guard,),
-        options=options,
-        maximum_concurrent_rpcs=concurrent_calls,
-        compression=None,
-    )
+    loop = asyncio.get_running_loop()
+    server._server = RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls)
 
 
 def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[tuple[str, int]]:

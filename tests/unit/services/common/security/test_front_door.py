@@ -12,6 +12,7 @@ from ray.serve.generated import serve_pb2, serve_pb2_grpc
 
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.identity import Caller
+from services.common.security.keys.certificates import Authority
 from services.common.security.keys.folder import Keys
 from services.common.security.port import Port
 from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
@@ -53,6 +54,8 @@ async def test_each_role_may_do_what_it_is_for_and_nothing_else(keys: Keys, name
         assert {caller for _, caller, _ in replicas.seen} == {Caller(name, CALLERS[name])}
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+        watched = await outcome(stub.Watch(health_pb2.HealthCheckRequest(), timeout=10))
+        assert watched == (StatusCode.UNIMPLEMENTED, "grpc.health.v1.Health/Watch: ask by Check")
         of_the_server = {(await outcome(call(channel)))[0] for call in (_list, _reflect)}
         assert of_the_server == ({StatusCode.OK} if name == "run-a" else {StatusCode.PERMISSION_DENIED})
 
@@ -120,6 +123,33 @@ async def test_certificates_of_another_authority_are_refused(keys: Keys, tmp_pat
     client = other.folder / "clients/run-a"
     (client / "ca.pem").write_bytes((keys.folder / "ca/ca.pem").read_bytes())
     await assert_refused(keys, shown=other)
+
+
+async def test_a_name_is_compared_whole_and_not_up_to_a_nul_byte(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    client = keys.folder / "clients" / "run-a"
+    Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a\0.example", 1)
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, replicas),
+        channel_of(keys, "run-a", target) as channel,
+    ):
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.UNAUTHENTICATED
+        assert replicas.seen == []
+
+
+async def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    client = keys.folder / "clients" / "run-a"
+    Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a", 0)
+    # It is valid to the moment of its making, and from five minutes before.
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, replicas),
+        channel_of(keys, "run-a", target) as channel,
+    ):
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.UNAVAILABLE
+        assert replicas.seen == []
 
 
 async def test_the_servers_own_certificate_is_no_callers(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from tests.unit.front_door import CALLERS, FUNCTIONS, Replicas, ask, channel_of,
 async def test_callers_that_send_nothing_do_not_keep_others_out(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 20, "request_s": 0.3}}
+    limits = {"concurrent_calls": 20, "caller_share": 1.0, "request_s": 0.3}
+    values = yaml.safe_load(keys.policy.read_text()) | {"limits": limits}
     keys.policy.write_text(yaml.safe_dump(values))
     async with (
         front_door(Port(policy=keys.policy)) as (target, replicas),
@@ -43,10 +44,54 @@ async def test_callers_that_send_nothing_do_not_keep_others_out(tmp_path: Path) 
         assert len(replicas.seen) == 3
 
 
+@pytest.mark.parametrize("name", [b"/\xff/x", b"/quartet.v1.Reward/\xc3(", b"", b"/", b"/quartet.v1.Reward/Nothing"])
+async def test_a_method_that_does_not_exist_is_refused_and_the_port_stays_open(tmp_path: Path, name: bytes) -> None:
+    """A name that is not UTF-8 once ended gRPC's server, without any proof of who called."""
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+        grpc.aio.secure_channel(
+            target, grpc.ssl_channel_credentials((keys.folder / "ca/ca.pem").read_bytes())
+        ) as stranger,
+    ):
+        for _ in range(3):
+            call = stranger.unary_unary(name)(b"", timeout=10)  # type: ignore[arg-type]  # bytes pass as they are
+            assert await outcome(call) == (StatusCode.UNIMPLEMENTED, "Method not found!")
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+
+
+async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
+    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 20, "caller_share": 0.4}}
+    keys.policy.write_text(yaml.safe_dump(values))
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+        channel_of(keys, "pager", target) as pager,
+    ):
+        metadata = (("application", "reward"),)
+        held = [pager.stream_unary("/quartet.v1.Reward/Info")(metadata=metadata) for _ in range(9)]
+        done, waiting = await asyncio.wait(
+            [asyncio.create_task(outcome(call)) for call in held], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert [task.result() for task in done] == [
+            (StatusCode.RESOURCE_EXHAUSTED, "pager has 8 open calls, the most for one caller (retry after 1000 ms)")
+        ]
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+        for call in held:
+            call.cancel()
+        await asyncio.wait(waiting)
+        while (await outcome(ask(pager, "Reward/Info")))[0] is not StatusCode.OK:
+            await asyncio.sleep(0.01)
+
+
 async def test_calls_beyond_the_most_that_may_be_open_are_refused(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 2}}
+    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"concurrent_calls": 2, "caller_share": 1.0}}
     keys.policy.write_text(yaml.safe_dump(values))
     async with (
         front_door(Port(policy=keys.policy)) as (target, replicas),

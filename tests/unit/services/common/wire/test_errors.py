@@ -45,6 +45,14 @@ class FakeRpcError(grpc.RpcError):
         return self._details
 
 
+def test_a_full_port_asks_to_come_back_and_not_to_split() -> None:
+    error = from_rpc(
+        FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"), "reward.Score"
+    )
+    assert isinstance(error, ResourceExhausted)
+    assert error.retry_after_s == 1
+
+
 class Servicer:
     """Answers with what it is asked for: an error raised, anything else returned."""
 
