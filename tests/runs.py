@@ -91,7 +91,7 @@ class Run:
             {
                 name: value
                 for name, value in line.items()
-                if not name.startswith(("seconds/", "tokens_per_s/", "time"))
+                if not name.startswith(("seconds/", "tokens_per_s/", "time", "wait/", "work/"))
             }
             for line in read_metrics(self.folder / "metrics.jsonl")
         ]

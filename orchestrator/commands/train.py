@@ -1,7 +1,7 @@
 """Builds a run: makes the loop's collaborators from the configuration, and makes them again after each loss."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +33,17 @@ from orchestrator.loop.identities import digests, identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.loop.watch import watching_ports, watching_services
-from orchestrator.monitoring.metrics import JOURNAL, MetricsLog
+from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import admitting_newcomers, registered
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
+from orchestrator.tracing.file import TraceFile
+from orchestrator.tracing.samples import SampleStages
+from orchestrator.tracing.spans import Spans
+from orchestrator.tracing.waits import Waits
 from services.common.config.base import ConfigError
 from services.common.wire.callers import Purpose
 from services.common.wire.errors import leaves
@@ -164,9 +168,13 @@ class Run:
         else:
             state = first_state(config, infos, note)
         after = state.step if checkpoint else -1 if resume else None
-        with MetricsLog.open(
-            run_dir, config.log, self.deployment.record, overwrite=overwrite, resume_after=after
-        ) as log:
+        with (
+            MetricsLog.open(
+                run_dir, config.log, self.deployment.record, overwrite=overwrite, resume_after=after
+            ) as log,
+            TraceFile(run_dir / TRACE, note) as trace,
+            Spans(trace.write) as spans,
+        ):
             policy = await Policy.start(config, self.inputs.distribution)
             try:
                 learners = self._learners(policy, state)
@@ -177,17 +185,14 @@ class Run:
                     await services.critic.adopt(state.critic_step, config.timeouts.train_s)
                 prover = make_prover(config, policy, infos.rollout.model, self.inputs.distribution.vocabulary)
                 backend = agreed_backend(config.weights.backend, infos.rollout.weight_backend)
-                pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover)
-                journal = (
-                    ExperienceJournal(run_dir / JOURNAL, config, note, services=digests(now))
-                    if config.checkpoint.journal
-                    else None
-                )
+                pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover, spans)
+                journal = self._journal(digests(now))
                 taken = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.ppo.samples_per_prompt)
-                source = ExperienceSource(config, prompts, self._collector(services), journal)
+                source = ExperienceSource(config, prompts, self._collector(services, SampleStages(spans)), journal)
                 record = Record(log, self.progress, config.steps)
-                trainer = Trainer(config, source, policy, learners, pusher, taken, self._evaluator(), record)
+                evaluator = self._evaluator(SampleStages(spans, key="held_out"))
+                trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, Waits(spans))
                 newcomers = admitting_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
                 async with newcomers, watching_services(services, now), taken, source:
                     save_to = Path(config.save or run_dir / "policy").resolve()
@@ -202,15 +207,20 @@ class Run:
             learners.append(CriticLearner(self.services.critic, self._config, state.first_critic_step))
         return learners
 
-    def _collector(self, services: Services) -> Collector:
-        return Collector(services, self._config, self.inputs.distribution.end_ids)
+    def _journal(self, services: Mapping[str, str]) -> ExperienceJournal | None:
+        if not self._config.checkpoint.journal:
+            return None
+        return ExperienceJournal(self.run_dir / JOURNAL, self._config, self.progress.note, services=services)
 
-    def _evaluator(self) -> Evaluator | None:
+    def _collector(self, services: Services, stages: SampleStages) -> Collector:
+        return Collector(services, self._config, self.inputs.distribution.end_ids, stages)
+
+    def _evaluator(self, stages: SampleStages) -> Evaluator | None:
         config, inputs = self._config, self.inputs
         if inputs.held_out is None:
             return None
         return Evaluator(
-            self._collector(self.services.declaring(config.name, Purpose.EVALUATION)),
+            self._collector(self.services.declaring(config.name, Purpose.EVALUATION), stages),
             evaluation_requests(config, evaluation_prompts(inputs.held_out, config)),
             inputs.tokenizer,
             inputs.judges,

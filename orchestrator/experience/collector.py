@@ -15,6 +15,8 @@ from orchestrator.experience.checks import check_rows, check_samples, check_scor
 from orchestrator.experience.pairs import Pairs
 from orchestrator.experience.requests import SampleRequest
 from orchestrator.experience.values import Valued, ask_values
+from orchestrator.tracing.samples import SampleStages
+from orchestrator.tracing.spans import UNTRACED
 from services.common.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample, Sampling
 
@@ -88,12 +90,25 @@ class _Batch:
 class Collector:
     """Turns prompts into experience through the services."""
 
-    def __init__(self, services: Services, config: OrchestratorConfig, end_ids: Sequence[int] = ()) -> None:
-        """`end_ids` are the tokens that end a response; needed if the configuration has a least length."""
+    def __init__(
+        self,
+        services: Services,
+        config: OrchestratorConfig,
+        end_ids: Sequence[int] = (),
+        stages: SampleStages | None = None,
+    ) -> None:
+        """
+        Args:
+            services: clients of the services.
+            config: sampling, sizes of calls and deadlines.
+            end_ids: the tokens that end a response; needed if the configuration has a least length.
+            stages: records when each sample was generated, scored, referenced and valued.
+        """
         self._services = services
         self._end_ids = end_ids
         self._config = config
         self._scorer = ""
+        self._stages = stages or SampleStages(UNTRACED)
 
     async def collect(
         self,
@@ -130,7 +145,9 @@ class Collector:
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
         experiences = collected.experiences
-        pairs = Pairs.of([e.prompt for e in experiences], [e.sample for e in experiences])
+        pairs = Pairs.of(
+            [e.number for e in experiences], [e.prompt for e in experiences], [e.sample for e in experiences]
+        )
         values = await self._values(pairs, critic_step)
         valued = zip(experiences, values, strict=True)
         return replace(collected, experiences=[replace(e, values=v.values, after=v.after) for e, v in valued])
@@ -154,14 +171,17 @@ class Collector:
             stall_s=self._config.timeouts.stall_s,
             on_repeat=batch.repeats.append,
         )
-        async for samples in stream:
-            group.create_task(self._complete(batch, first, samples))
+        with self._stages("generate", [request.number for request in asked]) as finished:
+            async for samples in stream:
+                for sample in samples:
+                    finished(asked[sample.index].number)
+                group.create_task(self._complete(batch, first, samples))
 
     async def _complete(self, batch: _Batch, first: int, samples: Sequence[Sample]) -> None:
         requests = [batch.requests[first + sample.index] for sample in samples]
         prompts = [request.prompt for request in requests]
         check_samples(prompts, samples)
-        pairs = Pairs.of(prompts, samples)
+        pairs = Pairs.of([request.number for request in requests], prompts, samples)
         async with asyncio.TaskGroup() as group:
             scores = group.create_task(self._scores(pairs))
             reference = group.create_task(self._references(pairs))
@@ -180,13 +200,14 @@ class Collector:
 
     async def _scores(self, pairs: Pairs) -> Floats:
         """Scores, [B]."""
-        scores = await self._services.reward.score(
-            pairs.prompt_ids,
-            pairs.responses,
-            labels=pairs.labels,
-            ended=pairs.ended,
-            timeout_s=self._config.timeouts.score_s,
-        )
+        with self._stages("score", pairs.numbers):
+            scores = await self._services.reward.score(
+                pairs.prompt_ids,
+                pairs.responses,
+                labels=pairs.labels,
+                ended=pairs.ended,
+                timeout_s=self._config.timeouts.score_s,
+            )
         self._scorer = check_scorer(self._scorer, scores)
         check_scores(pairs.prompts, scores.values)
         return scores.values
@@ -196,14 +217,15 @@ class Collector:
         if self._services.reference is None:
             return [np.empty(0, np.float32)] * len(pairs.samples)
         sampling = self._config.sampling
-        rows = await self._services.reference.logprobs(
-            pairs.prompt_ids,
-            pairs.responses,
-            temperature=sampling.temperature,
-            min_new_tokens=sampling.min_new_tokens,
-            end_ids=self._end_ids if sampling.min_new_tokens else (),
-            timeout_s=self._config.timeouts.score_s,
-        )
+        with self._stages("reference", pairs.numbers):
+            rows = await self._services.reference.logprobs(
+                pairs.prompt_ids,
+                pairs.responses,
+                temperature=sampling.temperature,
+                min_new_tokens=sampling.min_new_tokens,
+                end_ids=self._end_ids if sampling.min_new_tokens else (),
+                timeout_s=self._config.timeouts.score_s,
+            )
         check_rows("reference.Logprobs", "ref_logprobs", pairs.prompts, rows, pairs.samples)
         return rows
 
@@ -211,4 +233,5 @@ class Collector:
         """The critic's values; empty arrays without a step, or if the run has no critic."""
         if critic_step is None or self._services.critic is None:
             return [Valued(np.empty(0, np.float32), 0.0)] * len(pairs.samples)
-        return await ask_values(self._services.critic, self._config, pairs, critic_step)
+        with self._stages("value", pairs.numbers):
+            return await ask_values(self._services.critic, self._config, pairs, critic_step)

@@ -13,6 +13,8 @@ from services.rollout.sample import FinishReason, Sample
 class Pairs:
     """B samples and their prompts."""
 
+    numbers: Sequence[int]
+    """The samples' numbers."""
     prompts: Sequence[Prompt]
     samples: Sequence[Sample]
     prompt_ids: Ragged
@@ -21,10 +23,10 @@ class Pairs:
     """Token ids, B sequences."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Self:
+    def of(cls, numbers: Sequence[int], prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Self:
         """Encodes samples and prompts."""
         ids = Ragged.of([prompt.prompt_ids for prompt in prompts])
-        return cls(prompts, samples, ids, Ragged.of([sample.response_ids for sample in samples]))
+        return cls(numbers, prompts, samples, ids, Ragged.of([sample.response_ids for sample in samples]))
 
     @property
     def labels(self) -> list[str]:

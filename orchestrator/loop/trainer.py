@@ -20,6 +20,7 @@ from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.record import Record, Stopwatch
 from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
+from orchestrator.tracing.waits import Waits
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import NotFinite
 
@@ -61,6 +62,7 @@ class Trainer:
         checkpoints: Checkpoints,
         evaluator: Evaluator | None,
         record: Record,
+        waits: Waits,
     ) -> None:
         self._config = config
         self._source = source
@@ -70,6 +72,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._evaluator = evaluator
         self._record = record
+        self._waits = waits
         self._watch = MismatchWatch(config.loop, config.policy.dtype, record.note)
 
     async def run(self, state: TrainState, save_to: Path, *, resumed: bool = False) -> None:
@@ -86,13 +89,16 @@ class Trainer:
         # Also at the start, so that replicas serve this learner's weights, whatever they served before.
         await self._pusher.push(state.policy_version)
         with self._record.running(state.step):
+            if self._evaluator and not resumed:
+                self._record.before_training(await self._evaluate(state))
+            self._waits.begin()
             if not resumed:
-                if self._evaluator:
-                    self._record.before_training(await self._evaluate(state))
-                await self._checkpoints.first(state)
+                with self._waits("checkpoint"):
+                    await self._checkpoints.first(state)
             while state.step < self._config.steps:
                 state = await self._step(state)
-                await self._checkpoints.take_if_due(state)
+                with self._waits("checkpoint"):
+                    await self._checkpoints.take_if_due(state)
             await self._policy.save(str(save_to))
 
     async def _step(self, state: TrainState) -> TrainState:
@@ -100,7 +106,7 @@ class Trainer:
         watch = Stopwatch()
         collected = await self._take(state)
         update, estimate = await self._estimate(state, collected, watch)
-        with watch("train"):
+        with watch("train"), self._waits("training"):
             learned = await self._update(update)
         count = len(collected.experiences)
         done = state.advanced(
@@ -110,7 +116,8 @@ class Trainer:
             used=count,
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
-        pushed = await self._pusher.push(done.policy_version)
+        with self._waits("push"):
+            pushed = await self._pusher.push(done.policy_version)
         metrics = estimate.metrics | learned | ledger(state, done, collected)
         metrics |= staleness(state.policy_version, collected)
         metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
@@ -120,7 +127,7 @@ class Trainer:
         } | watch.seconds()
         if self._evaluator and self._is_evaluated(done.step):
             metrics |= await self._evaluate(done)
-        self._record.step(done.step, metrics)
+        self._record.step(done.step, metrics | self._waits.step(done.step))
         self._watch.check(done.step, metrics)
         self._end_if_stuck(done)
         return done
@@ -141,9 +148,11 @@ class Trainer:
     async def _take(self, state: TrainState) -> Collected:
         """The next batch. StaleSample if one of its tokens is older than the configured bound."""
         version, bound = state.policy_version, self._config.loop.max_staleness
-        taken = await self._source.take(
-            state.step + 1, first=state.samples_used, version=version, critic_step=state.critic_step
-        )
+        with self._waits.for_batch() as numbers:
+            taken = await self._source.take(
+                state.step + 1, first=state.samples_used, version=version, critic_step=state.critic_step
+            )
+            numbers.update(experience.number for experience in taken.experiences)
         for experience in taken.experiences:
             behind = version - experience.sample.oldest_version
             if behind > bound:
@@ -158,7 +167,7 @@ class Trainer:
         """The batch for the learners: the experience, the policy's own log-probs of it, and its advantages."""
         experiences, ppo = collected.experiences, self._config.ppo
         columns = Batch.of(experiences)
-        with watch("logprobs"):
+        with watch("logprobs"), self._waits("logprobs"), self._waits.on("policy")("logprobs"):
             old_logprobs = await self._policy.logprobs(columns.prompts, columns.responses)
         check_own_logprobs(old_logprobs)
         kl_coef = make_controller(ppo, state.kl_coef).coef
@@ -179,7 +188,12 @@ class Trainer:
     async def _update(self, update: Update) -> dict[str, float]:
         """Trains all learners at the same time, as none needs another's new weights; their metrics."""
         async with asyncio.TaskGroup() as group:
-            trained = {learner.prefix: group.create_task(learner.train(update)) for learner in self._learners}
+            trained = {
+                each.prefix: group.create_task(
+                    self._waits.on(each.name).timing("train", each.train(update), step=update.step)
+                )
+                for each in self._learners
+            }
         return {
             f"{prefix}/{name}": value for prefix, task in trained.items() for name, value in task.result().items()
         }
@@ -191,6 +205,6 @@ class Trainer:
     async def _evaluate(self, state: TrainState) -> dict[str, float]:
         assert self._evaluator is not None
         watch = Stopwatch()
-        with watch("evaluate"):
+        with watch("evaluate"), self._waits("evaluation"):
             metrics = await self._evaluator.evaluate(state.step, state.policy_version)
         return metrics | {"seconds/evaluate": watch["evaluate"]}

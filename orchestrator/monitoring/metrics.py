@@ -24,8 +24,8 @@ from services.common.config.base import ConfigError
 from services.common.config.explain import shown
 
 FILE = "metrics.jsonl"
-CHECKPOINTS, JOURNAL = "checkpoints", "journal"
-_RUN_OUTPUTS = (FILE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
+CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"
+_RUN_OUTPUTS = (FILE, TRACE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _YEAR_10000 = 253_402_300_800
 _OWN_EVALUATION_METRICS = {"score", "score_low", "score_high", "kl", "length", "truncated"}
 

@@ -2,15 +2,17 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Live
+from rich.progress import Progress as Bar
+from rich.text import Text
 
 from orchestrator.monitoring.metrics import judge_names
 from orchestrator.monitoring.terminal import printable
+from orchestrator.monitoring.waiting import who_waits
 
 
 class Progress(Protocol):
@@ -51,12 +53,24 @@ class Headline:
         return "  ".join(f"{name} {value:.2f}" for name, value in named.items() if value is not None)
 
 
+class _Live(Bar):
+    """A live bar with a line below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, and the line once there is one."""
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, style="dim", overflow="ellipsis", no_wrap=True)
+
+
 class RichProgress:
-    """A bar with the headline and the time left, on one live line."""
+    """A bar with the headline and the time left, on one live line; below it who waits for whom."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._headline = console, Headline()
-        self._live = Live(
+        self._live = _Live(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
@@ -71,6 +85,7 @@ class RichProgress:
         self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
+        self._live.below = who_waits(metrics)
         self._live.update(
             self._task,
             completed=step,
@@ -95,8 +110,9 @@ class PlainProgress:
         self._total = total_steps
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
-        headline = self._headline.update(metrics)
-        self.note(f"step {step}/{self._total}  {headline}  {duration(seconds_left)} left")
+        headline, waits = self._headline.update(metrics), who_waits(metrics)
+        line = f"step {step}/{self._total}  {headline}  {duration(seconds_left)} left"
+        self.note(f"{line}  ({waits})" if waits else line)
 
     def note(self, text: str) -> None:
         print(printable(text), file=self._stream, flush=True)

@@ -13,6 +13,7 @@ from orchestrator.push.prover import Prover
 from orchestrator.push.replicas import Misfit, Replicas
 from orchestrator.push.source import WeightSource, both
 from orchestrator.push.tickets import Delivery, make_ticket
+from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.registry import Applicant
 from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
@@ -76,8 +77,10 @@ class WeightPusher:
         backend: str,
         config: WeightsConfig,
         prover: Prover | None = None,
+        spans: Spans = UNTRACED,
     ) -> None:
-        """`backend` is weights.backend. Without a `prover` only the bytes that arrived are compared."""
+        """`backend` is weights.backend. Without a `prover` only the bytes that arrived are compared. `spans` records
+        the phases of each push."""
         self._replicas = Replicas(rollout, config)
         self._source = source
         self._group = PushGroup(source, backend, config)
@@ -89,6 +92,7 @@ class WeightPusher:
         self._ahead = False
         """True if the source holds weights that are not pushed yet."""
         self._prover = prover
+        self._track = spans.on("push")
 
     async def push(self, version: int) -> PushReport:
         """Brings every replica to `version`; the learner must not train meanwhile. Raises like `stage` and
@@ -127,25 +131,29 @@ class WeightPusher:
 
     async def _begin(self, version: int, *, held: bool) -> Staged:
         began = time.monotonic()
-        await self._group.learn()
-        answers = await self._discover()
-        # Chosen before the weights are copied, since the copy depends on the backend.
-        await self._group.settle(answers)
+        with self._track("discover", version=version):
+            await self._group.learn()
+            answers = await self._discover()
+            # Chosen before the weights are copied, since the copy depends on the backend.
+            await self._group.settle(answers)
         self._ahead, self._count = True, self._count + 1
-        gathering = asyncio.ensure_future(self._source.gather(self._count))
+        gather = self._source.gather(self._count)
+        gathering = asyncio.ensure_future(self._track.timing("stage", gather, version=version))
         return Staged(version, self._count, began, answers, gathering, held)
 
     async def _deliver(self, staged: Staged) -> PushReport:
         try:
             if self._group.backend == "ipc":  # the others send each bucket as soon as it is gathered
                 await staged.gathering
-            checksum, attempt = await self._attempts(staged)
+            with self._track("deliver", version=staged.policy_version):
+                checksum, attempt = await self._attempts(staged)
         finally:
             # Awaited even after a failure: all ranks take part in gathering, so none is left waiting.
             await asyncio.wait([staged.gathering])
         members = self._group.members
         if self._prover:
-            await self._prover.prove(staged.push, staged.policy_version, members, self._scores)
+            with self._track("prove", version=staged.policy_version):
+                await self._prover.prove(staged.push, staged.policy_version, members, self._scores)
         seconds = time.monotonic() - staged.began
         self._pushed = PushReport(staged.policy_version, tuple(members), seconds, attempt, checksum)
         self._ahead = False

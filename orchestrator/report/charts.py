@@ -4,7 +4,21 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from orchestrator.report.svg import PALETTE, Chart, Line, Panel
+from orchestrator.tracing.shares import LOOPS
 
+WAITING = "Who worked and who waited"
+"""The heading under which the page puts the last steps' picture too."""
+COLOURS = {
+    "rollout": "blue",
+    "scoring": "orange",
+    "policy": "green",
+    "critic": "purple",
+    "push": "sky",
+    "evaluation": "amber",
+    "checkpoint": "yellow",
+    "loop": "grey",
+}
+"""Part of a run, or another thing that is waited for -> its colour in these charts and in the picture."""
 _STAGES = ("generate", "score", "logprobs", "train", "push", "evaluate")
 
 
@@ -15,6 +29,7 @@ def sections(judges: Sequence[str]) -> dict[str, list[Chart]]:
         "Policy": [KL, CLIPPED, ENTROPY, MISMATCH],
         "Value function and responses": [VALUE, RESPONSES],
         "Time": [SECONDS, THROUGHPUT],
+        WAITING: [LOOP, _part("rollout", "Rollout"), _part("policy", "Policy")],
     }
 
 
@@ -28,6 +43,17 @@ def _judges(names: Sequence[str]) -> Chart:
         "On held-out prompts. The policy is never trained on them.",
         (Panel("verdict", tuple(lines)),),
     )
+
+
+def _part(part: str, title: str) -> Chart:
+    """Shares of one part's time."""
+    waits = (Line(f"wait/{part}/{whom}", whom, COLOURS[whom], scale=100) for whom in COLOURS if whom != part)
+    lines = (Line(f"work/{part}", "works", COLOURS[part], scale=100), *waits)
+    return Chart(title, "The share in which it works, and for whom it waits.", (_shares(lines),))
+
+
+def _shares(lines: tuple[Line, ...]) -> Panel:
+    return Panel("% of the wall clock", lines, kind="stacked")
 
 
 SCORE = Chart(
@@ -135,6 +161,18 @@ THROUGHPUT = Chart(
                 Line("tokens_per_s/training", "training", "orange", dashed=True),
             ),
             from_zero=True,
+        ),
+    ),
+)
+LOOP = Chart(
+    "The loop",
+    "What it waits for. Nothing is missing: all shares add up to the wall clock.",
+    (
+        _shares(
+            tuple(
+                Line(f"wait/loop/{what}", what, colour, scale=100)
+                for what, colour in zip(LOOPS, PALETTE, strict=True)
+            )
         ),
     ),
 )

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.results import EvaluatedSample
-from orchestrator.monitoring.metrics import FILE, judge_names, read_metrics
+from orchestrator.monitoring.metrics import FILE, TRACE, judge_names, read_metrics
 from orchestrator.monitoring.progress import duration
-from orchestrator.report.charts import sections
+from orchestrator.report.charts import WAITING, sections
 from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, read_comparison
+from orchestrator.report.last_steps import draw_last_steps
 from orchestrator.report.svg import Metrics, draw
 
 _ABOUT_RESULT = (
@@ -29,7 +30,8 @@ _ABOUT_SAMPLES = "Taken at even distances from the held-out prompts, not picked.
 def write_report(run_dir: Path) -> Path:
     """Writes run_dir/report.html from the run's files, and returns its path.
 
-    Evaluations, config.yaml and any single metric may be missing; their parts of the page are then left out.
+    Evaluations, config.yaml, trace.json and any single metric may be missing; their parts of the page are then left
+    out.
 
     Raises:
         ConfigError: metrics.jsonl is missing, or a file is damaged.
@@ -40,10 +42,10 @@ def write_report(run_dir: Path) -> Path:
     parts = [
         _header(run_dir.resolve().name, metrics),
         _result(comparison) if comparison else "",
-        _charts(metrics),
+        _charts(metrics, draw_last_steps(run_dir / TRACE)),
         _samples(pairs) if pairs else "",
         _configuration(run_dir / "config.yaml"),
-        "<footer>Written by Quartet from metrics.jsonl and evaluations/ beside this page.</footer>",
+        "<footer>Written by Quartet from metrics.jsonl, trace.json and evaluations/ beside this page.</footer>",
     ]
     path = run_dir / "report.html"
     path.write_text(_page(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
@@ -126,7 +128,8 @@ def _result(comparison: Comparison) -> str:
     )
 
 
-def _charts(metrics: Metrics) -> str:
+def _charts(metrics: Metrics, last_steps: str) -> str:
+    """The sections of charts; `last_steps` is a figure for that on waiting."""
     parts = []
     for heading, charts in sections(judge_names(name for line in metrics for name in line)).items():
         drawn = [(chart, svg) for chart in charts if (svg := draw(chart, metrics))]
@@ -135,7 +138,9 @@ def _charts(metrics: Metrics) -> str:
             f'<p class="note">{chart.note}</p></figcaption>{svg}</figure>'
             for chart, svg in drawn
         )
-        if drawn:
+        if heading == WAITING:
+            figures = last_steps + figures
+        if figures:
             parts.append(f'<section><h2>{heading}</h2><div class="grid">\n{figures}\n</div></section>')
     return "\n".join(parts)
 

@@ -21,34 +21,34 @@ from numpy.typing import NDArray
 Metrics = Sequence[Mapping[str, float]]
 Values = NDArray[np.float64]
 
-PALETTE = ("blue", "orange", "green", "purple", "sky", "amber")
+PALETTE = ("blue", "orange", "green", "purple", "sky", "amber", "yellow", "grey")
 """Names of CSS variables, `--blue` and so on, to which the page gives values for its light and dark schemes."""
 _MOST_POINTS = 300
 """Most points of a line; longer runs are drawn as means over neighbouring steps, to stay readable and small."""
-_INK, _MUTED, _GRID, _SURFACE = "#0000f1", "#0000f2", "#0000f3", "#0000f4"
-_SERIES = {name: f"#0000e{index}" for index, name in enumerate(PALETTE)}
+INK, MUTED, GRID, SURFACE = "#0000f1", "#0000f2", "#0000f3", "#0000f4"
+SERIES = {name: f"#0000e{index}" for index, name in enumerate(PALETTE)}
 _VARIABLES = {
-    _INK: "--ink",
-    _MUTED: "--muted",
-    _GRID: "--grid",
-    _SURFACE: "--surface",
-    **{placeholder: f"--{name}" for name, placeholder in _SERIES.items()},
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    SURFACE: "--surface",
+    **{placeholder: f"--{name}" for name, placeholder in SERIES.items()},
 }
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _GRID,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
+    "grid.color": GRID,
     "grid.linewidth": 0.6,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
@@ -118,7 +118,7 @@ def draw(chart: Chart, metrics: Metrics) -> str | None:
     if not panels:
         return None
     group = math.ceil(len(metrics) / _MOST_POINTS)
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": chart.title}):
         figure = Figure(figsize=(5.4, 3.3), layout=ConstrainedLayoutEngine(h_pad=0.08))
         column = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, panel in zip(column, panels, strict=True):
@@ -126,10 +126,10 @@ def draw(chart: Chart, metrics: Metrics) -> str | None:
             if panel.kind != "log":
                 axes.yaxis.set_major_locator(MaxNLocator(nbins=5 if len(panels) == 1 else 3))
         column[-1].set_xlabel("PPO step" if group == 1 else f"PPO step (means over {group})")
-        column[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        column[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
         column[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
         figure.align_ylabels()
-        return _inline(figure, chart.title)
+        return inline(figure, chart.title)
 
 
 def _recorded(panel: Panel, metrics: Metrics) -> list[Line]:
@@ -148,7 +148,7 @@ def _draw_panel(axes: Axes, panel: Panel, metrics: Metrics, group: int) -> None:
         axes.set_yscale("log")
     elif panel.from_zero or panel.kind == "stacked":
         axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     if axes.get_yscale() == "log":
         axes.yaxis.set_minor_formatter(_MinorTicks())
     axes.set_ylabel(panel.y_label)
@@ -156,7 +156,7 @@ def _draw_panel(axes: Axes, panel: Panel, metrics: Metrics, group: int) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, handlelength=1.6)
 
 
-def _tick(value: float) -> str:
+def tick(value: float) -> str:
     """Text of a number at an axis, such as `2,000`, `−0.5`, `1e−5`."""
     digits = f"{value:,.0f}" if 1e5 <= abs(value) < 1e12 else f"{value:,g}"
     return digits.replace("e-0", "e-").replace("e+", "e").replace("-", "−")
@@ -167,12 +167,12 @@ class _MinorTicks(LogFormatter):
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         """The label; empty for a tick that is not labelled."""
-        return _tick(x) if super().__call__(x, pos) else ""
+        return tick(x) if super().__call__(x, pos) else ""
 
 
 def _draw_line(axes: Axes, line: Line, metrics: Metrics, group: int) -> None:
     steps, values = (means(part, group) for part in series(metrics, line.metric))
-    colour, style = _SERIES[line.colour], "--" if line.dashed else "-"
+    colour, style = SERIES[line.colour], "--" if line.dashed else "-"
     marker = "o" if line.held_out or len(steps) == 1 else ""
     axes.plot(
         steps,
@@ -198,13 +198,13 @@ def _draw_stack(axes: Axes, lines: Sequence[Line], metrics: Metrics, group: int)
         means(np.array(layers), group),
         step="mid",
         labels=[line.label for line in lines],
-        colors=[_SERIES[line.colour] for line in lines],
-        edgecolor=_SURFACE,
+        colors=[SERIES[line.colour] for line in lines],
+        edgecolor=SURFACE,
         linewidth=0.4 if len(steps) < 100 else 0,
     )
 
 
-def _inline(figure: Figure, title: str) -> str:
+def inline(figure: Figure, title: str) -> str:
     """The figure as an <svg> element to put into a page."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

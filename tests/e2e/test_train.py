@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 from orchestrator.monitoring.metrics import read_metrics
+from orchestrator.tracing.activity import PARTS
+from orchestrator.tracing.shares import LOOPS
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
@@ -26,7 +30,9 @@ EVERY_STEP = {
     *("value/loss", "value/clip_fraction", "value/explained_variance", "value/grad_norm", "value/learning_rate"),
     *("response/length_mean", "response/length_max", "response/truncated"),
     *("tokens_per_s/generation", "tokens_per_s/training"),
-    *(f"seconds/{stage}" for stage in ("generate", "score", "logprobs", "train", "push", "step")),
+    *(f"seconds/{stage}" for stage in ("generate", "score", "logprobs", "train", "push", "step", "wall")),
+    *(f"wait/loop/{what}" for what in LOOPS),
+    *(f"work/{part}" for part in PARTS),
 }
 EVALUATION = {"eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eval/words", "seconds/evaluate"}
 
@@ -66,6 +72,35 @@ def test_the_policy_moves_and_its_version_rises_by_one_each_step(run: Path) -> N
     assert abs(steps[1]["kl/reference"]) > 1e-3
     # vLLM and learner agree on the weights of every step, pushed ones included.
     assert max(line["mismatch/max_abs"] for line in steps) < 1e-4
+
+
+def test_the_trace_has_every_sample_once_in_each_stage(quartet: Quartet, run: Path) -> None:
+    events = [event for event in json.loads((run / "trace.json").read_text()) if event["ph"] == "X"]
+    samples = STEPS * quartet.raw["orchestrator"]["batch_size"]
+    for stage in ("generate", "score", "reference", "value"):
+        numbers = [e["args"]["sample"] for e in events if e["name"] == stage and "sample" in e["args"]]
+        assert sorted(numbers) == list(range(samples)), stage
+        held_out = [e["args"]["held_out"] for e in events if e["name"] == stage and "held_out" in e["args"]]
+        # Evaluated three times; an evaluation needs no values.
+        assert sorted(held_out) == sorted(list(range(EVALUATED)) * 3 * (stage != "value")), stage
+    assert not [event for event in events if "error" in event["args"]]
+    names = Counter(event["name"] for event in events)
+    assert names["train"] == 2 * STEPS  # policy and critic
+    assert names["stage"] == names["deliver"] == names["push"] + 1 == STEPS + 1
+    lanes = sorted((event["tid"], event["ts"], event["ts"] + event["dur"]) for event in events)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(lanes))
+
+
+def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
+    lines = read_metrics(run / "metrics.jsonl")
+    for before, line in pairwise(lines):
+        # The time stamps are in milliseconds, and taken just after the window ends.
+        assert line["seconds/wall"] == pytest.approx(line["time"] - before["time"], rel=0.01, abs=0.01)
+        assert sum(line[f"wait/loop/{what}"] for what in LOOPS) == pytest.approx(1)
+        for part in PARTS:
+            waits = [value for name, value in line.items() if name.startswith(f"wait/{part}/")]
+            assert line[f"work/{part}"] + sum(waits) == pytest.approx(1)
+            assert 0 < line[f"work/{part}"] < 1
 
 
 def test_evaluations_are_written_as_text(run: Path) -> None:

@@ -17,6 +17,9 @@ from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
+from orchestrator.tracing.samples import SampleStages
+from orchestrator.tracing.spans import Spans
+from orchestrator.tracing.waits import Waits
 from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
 # Two prompts a step, one response each, tokens 10 and 11: one token and two.
@@ -150,6 +153,7 @@ class Stage:
         self.log, self.progress = FakeLog(self.journal), FakeProgress()
         self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
         self.evaluator = FakeEvaluator(self.journal) if evaluates else None
+        self.spans = Spans()
 
     def trainer(self, first_critic_step: int | None) -> Trainer:
         """The loop, with a critic whose last step was this; None for a run without one."""
@@ -162,7 +166,7 @@ class Stage:
             ExperienceSource(
                 config,
                 PromptStream(make_prompts(2), config.seed, config.ppo.samples_per_prompt),
-                Collector(services, config),
+                Collector(services, config, stages=SampleStages(self.spans)),
                 self.experience,  # type: ignore[arg-type]
             ),
             self.policy,
@@ -171,6 +175,7 @@ class Stage:
             self.checkpoints,  # type: ignore[arg-type]
             self.evaluator,  # type: ignore[arg-type]
             Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
+            Waits(self.spans),
         )
 
     async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:

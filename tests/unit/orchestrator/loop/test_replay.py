@@ -21,6 +21,8 @@ from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
+from orchestrator.tracing.spans import UNTRACED
+from orchestrator.tracing.waits import Waits
 from services.common.models.distribution import Distribution
 from services.common.ranks.group import RankGroup
 from services.critic.client import Values
@@ -119,6 +121,7 @@ class Run:
                 FakeCheckpoints(self.fakes.journal),  # type: ignore[arg-type]
                 None,
                 Record(self.log, FakeProgress(), STEPS),  # type: ignore[arg-type]
+                Waits(UNTRACED),
             )
             await trainer.run(
                 TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.2), self.folder / "policy"

@@ -34,7 +34,7 @@ async def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(policy
 
 
 def is_time(name: str) -> bool:
-    return name.startswith(("seconds/", "tokens_per_s/"))
+    return name.startswith(("seconds/", "tokens_per_s/", "wait/", "work/"))
 
 
 async def test_what_is_in_the_journal_is_not_sampled_again(policy_folder: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.monitoring.progress import Headline, PlainProgress, RichProgress, TimeLeft, duration, make_progress
+from orchestrator.monitoring.waiting import who_waits
 
 
 class Terminal(io.StringIO):
@@ -63,6 +64,36 @@ def test_plain_progress_writes_a_line_per_step() -> None:
     progress.step(3, {"score/mean": 0.512, "kl/reference": 3.5}, seconds_left=74)
     progress.stop()
     assert stream.getvalue() == "evaluating\nstep 3/40  score 0.51  KL 3.50  1 min 14 s left\n"
+
+
+WAITS = {"wait/policy/rollout": 0.382, "wait/policy/push": 0.1, "wait/rollout/push": 0.118, "wait/push/policy": 0.9}
+SAID = "learner waited 38 % for samples, rollout 12 % for the push"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (WAITS, SAID),
+        ({}, ""),
+        ({"wait/policy/rollout": 0.004, "wait/rollout/critic": 0.5}, "rollout waited 50 % for the critic"),
+        ({"wait/policy/scoring": 1.0}, "learner waited 100 % for scores"),
+    ],
+)
+def test_who_waits_for_whom_is_one_plain_phrase(metrics: dict[str, float], said: str) -> None:
+    assert who_waits(metrics) == said
+
+
+def test_both_displays_say_who_waits_for_whom() -> None:
+    plain, terminal = io.StringIO(), io.StringIO()
+    rich = RichProgress(Console(file=terminal, force_terminal=True, width=80, color_system=None))
+    for progress in (PlainProgress(plain), rich):
+        progress.start(40, 0)
+        progress.step(3, {"score/mean": 0.5, **WAITS}, seconds_left=5)
+        progress.stop()
+    assert plain.getvalue() == f"step 3/40  score 0.50  5 s left  ({SAID})\n"
+    last = terminal.getvalue().splitlines()
+    assert any("3/40" in line for line in last)
+    assert SAID in last[-2]
 
 
 def test_rich_progress_shows_the_step_the_figures_and_the_time_left() -> None:

@@ -1,0 +1,113 @@
+"""Works and waits of each part of a run, from spans. Pure functions."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.tracing.spans import Span, Window
+
+PARTS = ("rollout", "scoring", "policy", "critic", "push")
+"""The parts of a run that work side by side."""
+TRACK_PARTS = {
+    "rollout": "rollout",
+    "reward": "scoring",
+    "reference": "scoring",
+    "values": "scoring",
+    "policy": "policy",
+    "critic": "critic",
+    "push": "push",
+}
+"""Track -> part."""
+LOOP = "loop"
+WORKING = "working"
+AWAITED = {
+    "samples": "rollout",
+    "scores": "scoring",
+    "logprobs": "policy",
+    "training": "policy",
+    "push": "push",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+"""A wait of the loop -> the part that it waits for."""
+OWN = "own"
+"""The loop's own work."""
+_BEFORE = {"rollout": "push", "scoring": "rollout"}
+"""Part -> the part that hands it its work without the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A while in which one part did one thing."""
+
+    part: str
+    """One of PARTS, or LOOP."""
+    doing: str
+    """WORKING, or the part that it waits for; for LOOP a key of AWAITED, or OWN."""
+    began: float
+    ended: float
+
+
+def stretches(window: Window, parts: Sequence[str] = PARTS) -> list[Stretch]:
+    """Divides the window by what the loop and each of these parts did. A part's stretches do not overlap, and cover
+    it all.
+
+    A part works while a span of its tracks is open. Otherwise it waits: rollout for a push that is under way, scoring
+    for rollout, and failing that each for what the loop waits for at that moment. For example in lock-step, with a
+    window of 10 s in which samples are generated until 4 and the policy trains from 5 to 9 while the loop waits for
+    it, rollout works for 4 s, waits for the policy for 4 s and for the loop for 2 s.
+
+    A moment in which several waits of the loop are open belongs to the one that began last.
+    """
+    done: dict[str, list[Stretch]] = {part: [] for part in (LOOP, *parts)}
+    for began, ended, working, waiting in _moments(window):
+        _extend(done[LOOP], Stretch(LOOP, waiting, began, ended))
+        for part in parts:
+            _extend(done[part], Stretch(part, _doing(part, working, waiting), began, ended))
+    return [stretch for each in done.values() for stretch in each]
+
+
+def _moments(window: Window) -> Iterator[tuple[float, float, Mapping[str, int], str]]:
+    """Cuts the window wherever a span begins or ends: begin, end, open spans by part, and what the loop waits for."""
+    changes: list[tuple[float, int, Span | None]] = [(window.ended, 0, None)]
+    for span in window.spans:
+        began, ended = max(span.began, window.began), min(span.ended, window.ended)
+        if ended > began and (span.track == LOOP or span.track in TRACK_PARTS):
+            changes += [(began, 1, span), (ended, -1, span)]
+    working: Counter[str] = Counter()
+    waits: list[Span] = []
+    now = window.began
+    for moment, change, its in sorted(changes, key=lambda each: each[0]):
+        if moment > now:
+            yield now, moment, working, max(waits, key=_began).name if waits else OWN
+            now = moment
+        if its is None:
+            continue
+        if its.track != LOOP:
+            working[TRACK_PARTS[its.track]] += change
+        elif change > 0:
+            waits.append(its)
+        else:
+            waits.remove(its)
+
+
+def _began(span: Span) -> float:
+    return span.began
+
+
+def _doing(part: str, working: Mapping[str, int], waiting: str) -> str:
+    if working[part]:
+        return WORKING
+    if part in _BEFORE and working[_BEFORE[part]]:
+        return _BEFORE[part]
+    awaited = AWAITED.get(waiting, LOOP)
+    if waiting == "training" and not working["policy"]:
+        awaited = "critic" if working["critic"] else LOOP
+    return LOOP if awaited == part else awaited
+
+
+def _extend(done: list[Stretch], last: Stretch) -> None:
+    """Appends a stretch, or makes the one before it longer if the part goes on doing the same."""
+    if done and done[-1].doing == last.doing:
+        last = replace(done.pop(), ended=last.ended)
+    done.append(last)
