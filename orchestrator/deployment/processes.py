@@ -12,6 +12,8 @@ _TERMINATED_DAEMONS = ("raylet", "gcs_server")
 """Daemons of Ray that shut down in order on SIGTERM."""
 _TRACKER = "multiprocessing.resource_tracker"
 _LOOK_EVERY_S = 0.1
+GRACE_S = 2.0
+"""Seconds that workers get to end by themselves after the daemons have ended."""
 
 
 def family(mark: str) -> list[psutil.Process]:
@@ -25,18 +27,23 @@ def family(mark: str) -> list[psutil.Process]:
 
 def end(members: Sequence[psutil.Process], patience_s: float) -> None:
     """Ends the processes; returns when all have ended or time is up."""
-    # Once the daemons have ended, only workers are left, which hold models.
-    for process in members:
-        if _told(process.name) in _TERMINATED_DAEMONS or "ray.scripts.scripts" in (_told(process.cmdline) or ()):
-            _told(process.terminate)
-    # Resource trackers remove the semaphores and shared memory of their processes once the last of those has ended.
+    daemons = [process for process in members if _is_daemon(process)]
+    for process in daemons:
+        _told(process.terminate)
+    _alive_after(daemons, patience_s)
+    # Workers end by themselves then; one that does not holds nothing but memory, such as a model.
     trackers = [process for process in members if _TRACKER in " ".join(_told(process.cmdline) or ())]
-    for process in _alive_after(members, patience_s):
-        if process not in trackers:
-            _told(process.kill)
+    for process in _alive_after([member for member in members if member not in trackers], min(GRACE_S, patience_s)):
+        _told(process.kill)
+    # Resource trackers remove the semaphores and shared memory of their processes once the last of those has ended.
     for process in _alive_after(members, patience_s):
         _told(process.kill)
     _alive_after(members, patience_s)
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    """True if it shuts down in order on SIGTERM."""
+    return _told(process.name) in _TERMINATED_DAEMONS or "ray.scripts.scripts" in (_told(process.cmdline) or ())
 
 
 def _inherited(process: psutil.Process, mark: str) -> bool:

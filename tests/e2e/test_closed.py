@@ -4,6 +4,7 @@ import asyncio
 import re
 
 import psutil
+import pytest
 import yaml
 
 from orchestrator.deployment.listeners import Listener, listeners, unguarded
@@ -40,6 +41,7 @@ async def test_a_run_opens_nothing_to_other_machines(quartet: Quartet) -> None:
     assert opened == []
 
 
+@pytest.mark.exhaustive  # the check itself: tests/unit/orchestrator/deployment and the test above
 async def test_a_port_that_a_run_opens_ends_it_by_name(quartet: Quartet) -> None:
     """Here by a judge of the user's own, which `quartet train` imports."""
     opening = "import socket\n\nserver = socket.create_server(('0.0.0.0', 0))\n\n\ndef judge(pairs):\n    return []\n"

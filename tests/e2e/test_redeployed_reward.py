@@ -35,6 +35,7 @@ def redeploy(quartet: Quartet) -> Iterator[Callable[[dict[str, Any]], None]]:
     deploy(reward["args"]["scorer"])
 
 
+@pytest.mark.exhaustive  # three runs; the comparison itself: tests/unit/orchestrator/loop/test_watch.py
 async def test_it_ends_the_run_by_name_and_goes_on_when_it_is_accepted(
     quartet: Quartet, redeploy: Callable[[dict[str, Any]], None]
 ) -> None:

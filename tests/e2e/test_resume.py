@@ -53,10 +53,15 @@ def test_a_checkpoint_holds_the_policy_as_it_was_exported(straight: Run) -> None
     assert {path.name for path in folder.iterdir()} == exported
 
 
-async def test_a_run_killed_at_steps_3_and_7_ends_as_one_that_was_not(
+async def test_a_run_killed_in_a_checkpoint_and_at_a_step_ends_as_one_that_was_not(
     quartet: Quartet, straight: Run, again: Run
 ) -> None:
-    again.killed(again.reached(3), "--resume")
+    checkpoints = again.folder / "checkpoints"
+    again.killed(lambda: any(checkpoints.glob(".step-000004.*.writing/policy/*")), "--resume")
+    # Whole, or not there.
+    last_whole = latest(checkpoints)
+    assert last_whole is not None
+    assert last_whole.state.step in (2, 4)
     again.killed(again.reached(7), "--resume")
     began = time.monotonic()
     again.finish("--resume")
@@ -67,17 +72,7 @@ async def test_a_run_killed_at_steps_3_and_7_ends_as_one_that_was_not(
     assert straight.measured()[-1]["samples/used_total"] == STEPS * 16
 
 
-def test_a_run_killed_while_a_checkpoint_is_written_ends_as_one_that_was_not(straight: Run, again: Run) -> None:
-    checkpoints = again.folder / "checkpoints"
-    again.killed(lambda: any(checkpoints.glob(".step-000004.*.writing/policy/*")), "--resume")
-    # Whole, or not there.
-    found = latest(checkpoints)
-    assert found is not None
-    assert found.state.step in (2, 4)
-    again.finish("--resume")
-    assert_same(again, straight)
-
-
+@pytest.mark.exhaustive  # a run with no checkpoint begins like any other
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(quartet: Quartet) -> None:
     run = Run(quartet, "early")
     run.killed((run.folder / "metrics.jsonl").exists)
@@ -134,6 +129,7 @@ async def test_a_sender_that_dies_in_the_middle_of_a_push(quartet: Quartet, stra
     assert await versions(quartet) == [last, last]
 
 
+@pytest.mark.exhaustive  # for the run a learner that died; the wait before: tests/unit/orchestrator/policy
 async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
     """SIGSTOP: it answers nothing and does not die either."""
     raw = yaml.safe_load(again.config.read_text())

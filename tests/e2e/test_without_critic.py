@@ -54,6 +54,7 @@ def test_its_checkpoints_hold_the_policy_alone(straight: Run) -> None:
     assert {path.name for path in found.folder.iterdir()} - {MARKER} == {"policy", "state.json"}
 
 
+@pytest.mark.exhaustive  # as with a critic: test_resume.py
 def test_a_run_killed_at_step_3_ends_as_one_that_was_not(straight: Run, again: Run) -> None:
     again.killed(again.reached(3), "--resume")
     again.finish("--resume")
@@ -70,6 +71,7 @@ def test_its_file_is_fine_and_its_report_shows_no_value_function(quartet: Quarte
     assert "explained variance" not in page
 
 
+@pytest.mark.exhaustive  # one more part that differs from the checkpoint's: tests/unit/orchestrator/commands
 async def test_a_checkpoint_with_a_critic_is_not_gone_on_with_without_one(quartet: Quartet, straight: Run) -> None:
     """And the other way round."""
     run = Run(quartet, "alone")  # the same run, whose file has a critic again

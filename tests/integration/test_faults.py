@@ -121,6 +121,7 @@ def scale(quartet: Quartet, count: int) -> None:
     serving.deploy(quartet.cluster, path)
 
 
+@pytest.mark.exhaustive  # a kill at any other moment than the next test's
 async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quartet: Quartet, loop: Loop) -> None:
     psutil.Process(next(iter(rollouts(quartet).values()))).kill()
     await loop.further()
@@ -133,6 +134,7 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
     assert loop.source.midway is None
 
 
+@pytest.mark.exhaustive  # the engine dies in the test above too
 async def test_an_engine_that_dies_under_a_living_replica(quartet: Quartet, loop: Loop) -> None:
     replica, victim = next(iter(rollouts(quartet).items()))
     psutil.Process(engine_of(victim)).kill()
@@ -169,9 +171,14 @@ async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet
     await loop.further(3)
 
 
-async def test_scaling_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
-    """2 -> 4 -> 1 -> 3 -> 2. Newcomers hold the pushed version before they are RUNNING, or the loop would notice."""
-    for count in (4, 1, 3, 2):
+@pytest.mark.parametrize(
+    "counts", [(3, 2), pytest.param((4, 1, 3, 2), marks=pytest.mark.exhaustive)], ids=lambda counts: f"to {counts}"
+)
+async def test_scaling_up_and_down_while_the_loop_goes_on(
+    quartet: Quartet, loop: Loop, counts: tuple[int, ...]
+) -> None:
+    """Newcomers hold the pushed version before they are RUNNING, or the loop would notice."""
+    for count in counts:
         scale(quartet, count)
         took = await whole(quartet, count)
         await loop.further()

@@ -34,7 +34,8 @@ def judge(quartet: Quartet, service: str) -> dict[str, Any]:
     return deployed | {"name": "judge", "route_prefix": "/judge", "deployments": [deployment]}
 
 
-@pytest.fixture(params=["reward", "reference"])
+# Both are asked in the same way: services/common/wire/client.py.
+@pytest.fixture(params=["reward", pytest.param("reference", marks=pytest.mark.exhaustive)])
 def service(quartet: Quartet, request: pytest.FixtureRequest) -> Iterator[str]:
     """A service that runs as the application `judge` besides."""
     name: str = request.param

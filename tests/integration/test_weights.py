@@ -133,6 +133,7 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
     assert bool(repeated) == (in_flight == "abort")
 
 
+@pytest.mark.exhaustive  # killed replicas while samples are made and pushed: test_faults.py
 async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_pushes(quartet: Quartet) -> None:
     rollout = quartet.services.rollout
     await push_model(rollout, plain.language_model(quartet.policy))

@@ -52,6 +52,7 @@ def shorten(file: Path) -> None:
     file.write_text(text)
 
 
+@pytest.mark.exhaustive  # a quartet of its own; what `quartet init` writes: tests/unit/orchestrator/commands/init
 def test_the_page_takes_a_model_of_ones_own_to_a_trained_one(folder: Path) -> None:
     assert (len(FILES), len(COMMANDS)) == (2, 8)
     for line in COMMANDS:

@@ -13,15 +13,17 @@ from services.common.ranks.group import RankDied, RankGroup
 from services.common.ranks.ranks import Rank
 
 HOST = "127.0.0.1"
+_CONTEXT = multiprocessing.get_context("forkserver")
+# Imports DeepSpeed once in each process of pytest, and not in each rank.
+_CONTEXT.set_forkserver_preload(["tests.unit.layouts"])
 
 
 class SpawnedRank:
     """A RankProcess."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, end = context.Pipe()
-        self.process = context.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)
+        self._pipe, end = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)
         self.process.start()
         end.close()
         self._thread = ThreadPoolExecutor(1)

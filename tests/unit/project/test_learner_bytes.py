@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.zero_bytes import STAGES, formula, measure
 
-pytestmark = pytest.mark.processes
+# Exhaustive, as it is the command of docs/learner.md on a model of some size; the formula is part of it.
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 
 def test_each_stage_holds_what_the_zero_paper_says(tmp_path: Path) -> None:

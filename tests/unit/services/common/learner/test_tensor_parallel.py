@@ -52,7 +52,8 @@ async def whole(policy_folder: Path, reward_folder: Path) -> AsyncIterator[RankG
         yield group
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+# Two copies of a divided model, on four ranks, are data parallelism once more.
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 async def divided(request: pytest.FixtureRequest, policy_folder: Path, reward_folder: Path) -> AsyncIterator[Call]:
     """Calls a method of Bench under a layout: one copy of the model on two ranks, and two copies on four."""
     async with spawned(Bench, policy_folder, reward_folder, ranks=request.param) as (group, _):
@@ -70,8 +71,18 @@ async def expected(whole: RankGroup) -> dict[str, Result]:
     return {kind: await whole.call(getattr(Bench, kind), TIMEOUT_S, {}) for kind in ("policy", "critic")}
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+MORE = pytest.mark.exhaustive
+# Each stage, offload, accumulation, checkpointing and packing once, and either model.
+ALWAYS = {("zero 0", "policy"), ("zero 3", "critic"), ("adam offload, zero 2", "policy"), ("both offloads", "policy")}
+ALWAYS |= {("accumulation, checkpointing", "critic"), ("packing, accumulation, zero 1", "policy")}
+CASES = [
+    pytest.param(layout, kind, marks=() if (layout, kind) in ALWAYS else MORE)
+    for layout in LAYOUTS
+    for kind in ("policy", "critic")
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 async def test_five_steps_are_the_same(divided: Call, expected: dict[str, Result], layout: str, kind: str) -> None:
     wanted, found = expected[kind], await divided(kind, LAYOUTS[layout])
     assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
@@ -89,7 +100,7 @@ async def test_each_rank_has_a_half_of_what_is_divided(divided: Call, whole: Ran
         assert await divided("held", {}, kind) == everything - parts // 2
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=MORE)])  # the same engine
 async def test_bfloat16_stays_near_float32(divided: Call, expected: dict[str, Result], kind: str) -> None:
     found = await divided(kind, {"zero_stage": 1, "dtype": "bfloat16"})
     assert numbers(found, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
@@ -99,10 +110,14 @@ async def test_bfloat16_stays_near_float32(divided: Call, expected: dict[str, Re
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("qwen2", {"tied": True}),  # biases; embedding and head are one, and stay whole
-        ("qwen2", {"tied": False, "num_attention_heads": 4}),  # two query heads to each of keys and values
-        ("qwen3", {"tied": False}),  # norms that every rank has, of heads that it has not
-        ("llama", {"tied": False, "vocab_size": 67}),  # pieces of 34 and 33 words
+        # biases; embedding and head are one, and stay whole
+        ("qwen2", {"tied": True}),
+        # two query heads to each of keys and values
+        pytest.param("qwen2", {"tied": False, "num_attention_heads": 4}, marks=MORE),
+        # norms that every rank has, of heads that it has not
+        pytest.param("qwen3", {"tied": False}, marks=MORE),
+        # pieces of 34 and 33 words
+        pytest.param("llama", {"tied": False, "vocab_size": 67}, marks=MORE),
     ],
 )
 async def test_other_models_too(reward_folder: Path, tmp_path: Path, kind: Any, shape: dict[str, Any]) -> None:
@@ -117,7 +132,11 @@ async def test_other_models_too(reward_folder: Path, tmp_path: Path, kind: Any, 
     assert furthest(found["weights"], wanted["weights"]) < WEIGHT
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero_stage": 2}, BY_LAYERS], ids=str)
+# Weights that are whole beside those in pieces are one stage of ZeRO more.
+STAGES = [pytest.param({}, marks=MORE), pytest.param({"zero_stage": 2}, marks=MORE), BY_LAYERS]
+
+
+@pytest.mark.parametrize("layout", STAGES, ids=str)
 async def test_whole_weights_are_pushed_and_saved(
     divided: Call, whole: RankGroup, policy_folder: Path, reward_folder: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -134,7 +153,7 @@ async def test_whole_weights_are_pushed_and_saved(
     assert all(torch.equal(tensor, reward[f"model.{name}"]) for name, tensor in body.items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero_stage": 2}, BY_LAYERS], ids=str)
+@pytest.mark.parametrize("layout", STAGES, ids=str)
 async def test_the_running_mean_is_saved_whole(divided: Call, layout: dict[str, Any], tmp_path: Path) -> None:
     seen, after, _ = await divided("averaged", layout | {"ema_decay": 0.75}, tmp_path / "mean")
     assert furthest(after, seen[-1]) == 0
@@ -145,15 +164,15 @@ async def test_the_running_mean_is_saved_whole(divided: Call, layout: dict[str, 
         assert float(np.abs(tensor.numpy() - mean).max()) < 1e-6
 
 
-RESUMED: list[dict[str, Any]] = [
-    {},
-    {"zero_stage": 1, "dtype": "bfloat16"},
-    {"zero_stage": 2, "ema_decay": 0.9},
+RESUMED = [
+    pytest.param({}, marks=MORE),
+    pytest.param({"zero_stage": 1, "dtype": "bfloat16"}, marks=MORE),
+    pytest.param({"zero_stage": 2, "ema_decay": 0.9}, marks=MORE),
     BY_LAYERS,
 ]
 
 
-@pytest.mark.parametrize("which", ["policy", "critic"])
+@pytest.mark.parametrize("which", ["policy", pytest.param("critic", marks=MORE)])
 @pytest.mark.parametrize("layout", RESUMED, ids=str)
 async def test_a_snapshot_goes_on_bit_for_bit(
     divided: Call, tmp_path: Path, layout: dict[str, Any], which: str
