@@ -18,7 +18,7 @@ from orchestrator.monitoring.record import Record
 from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.samples import SampleStages
-from orchestrator.tracing.spans import Spans
+from orchestrator.tracing.spans import Span, Spans
 from orchestrator.tracing.waits import Waits
 from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
@@ -153,7 +153,8 @@ class Stage:
         self.log, self.progress = FakeLog(self.journal), FakeProgress()
         self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
         self.evaluator = FakeEvaluator(self.journal) if evaluates else None
-        self.spans = Spans()
+        self.written: list[Span] = []
+        self.spans = Spans(self.written.extend)
 
     def trainer(self, first_critic_step: int | None) -> Trainer:
         """The loop, with a critic whose last step was this; None for a run without one."""

@@ -1,0 +1,38 @@
+"""The spans and the shares of a run, as the loop and its collaborators record them."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tracing.samples import TRACKS
+from orchestrator.tracing.shares import LOOPS
+from orchestrator.tracing.spans import STEPS
+from tests.unit.fake_run import Stage
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_every_stage_of_every_sample_is_recorded_once(policy_folder: Path, ahead: int) -> None:
+    stage = Stage(policy_folder, loop={"max_staleness": ahead})
+    await stage.run()
+    for name, track in TRACKS.items():
+        numbers = [span.args["sample"] for span in stage.written if (span.name, span.track) == (name, track)]
+        assert sorted(numbers) == list(range(6)), name  # two in each of three steps
+    trained = Counter((span.track, span.args["step"]) for span in stage.written if span.name == "train")
+    assert trained == Counter((learner, step) for learner in ("policy", "critic") for step in (1, 2, 3))
+    assert [span.name for span in stage.written if span.track == STEPS] == ["start", "step 1", "step 2", "step 3"]
+    waits = Counter(span.name for span in stage.written if span.track == "loop")
+    assert (waits["samples"], waits["logprobs"], waits["training"], waits["push"]) == (3, 3, 3, 3)
+    assert waits["evaluation"] == 3  # before the first step, after the second and the last
+
+
+async def test_shares_of_a_run_add_up(policy_folder: Path) -> None:
+    stage = Stage(policy_folder)
+    await stage.run()
+    windows = [span for span in stage.written if span.track == STEPS]
+    for step, window in zip((1, 2, 3), windows[1:], strict=True):
+        line = stage.log.lines[step]
+        assert line["seconds/wall"] == window.ended - window.began
+        assert sum(line[f"wait/loop/{what}"] for what in LOOPS) == pytest.approx(1)
+    # Each window begins where the one before it ended.
+    assert [window.began for window in windows[1:]] == [window.ended for window in windows[:-1]]
