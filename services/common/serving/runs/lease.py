@@ -14,6 +14,8 @@ LONGEST_S = 600.0
 """Longest time, in seconds, that a run may ask to count as alive without a renewal."""
 LONGEST_ID = 200
 """Most characters of a run's id."""
+MOST_AHEAD = 1 << 32
+"""Most by which a claim's number may exceed the present lease's: a claim to the largest would be the last of all."""
 
 
 class Fence:
@@ -49,9 +51,14 @@ class Fence:
         """
         if not 0 <= claim.ttl_s <= LONGEST_S:
             raise InvalidArgument(f"claim.ttl_s: {claim.ttl_s:g}; must be 0 to {LONGEST_S:g}")
-        if not 0 < len(lease.run_id) <= LONGEST_ID or lease.number < 1:
+        if not 0 < len(lease.run_id) <= LONGEST_ID or not lease.run_id.isprintable() or lease.number < 1:
             raise InvalidArgument(
-                f"lease: needs a run_id of 1 to {LONGEST_ID} characters, and a number of at least 1"
+                f"lease: needs a run_id of 1 to {LONGEST_ID} printable characters, and a number of at least 1"
+            )
+        if lease.number - self._lease.number > MOST_AHEAD:
+            raise InvalidArgument(
+                f"lease.number: {lease.number}; must be at most {MOST_AHEAD} above {self._lease.number}, "
+                "the number of the lease in force"
             )
         changes = lease != self._lease
         if changes:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protos import common_pb2
-from services.common.serving.runs.lease import LONGEST_S, Fence
+from services.common.serving.runs.lease import LONGEST_S, MOST_AHEAD, Fence
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
 
 
@@ -124,10 +124,18 @@ def test_no_run_is_alive_for_ever(fence: Fence, ttl_s: float) -> None:
         claim(fence, "a", 1, ttl_s)
 
 
-@pytest.mark.parametrize(("run_id", "number"), [("", 1), ("a", 0), ("a", -1), ("a" * 201, 1)])
+@pytest.mark.parametrize(("run_id", "number"), [("", 1), ("a", 0), ("a", -1), ("a" * 201, 1), ("\x1b[2J", 1)])
 def test_a_lease_that_cannot_be_is_refused(fence: Fence, run_id: str, number: int) -> None:
     with pytest.raises(InvalidArgument, match="lease: needs a run_id"):
         claim(fence, run_id, number)
+
+
+def test_no_claim_uses_up_the_numbers_of_later_ones(fence: Fence) -> None:
+    claim(fence, "a", 3)
+    for number in (2**63 - 1, 3 + MOST_AHEAD + 1):
+        with pytest.raises(InvalidArgument, match=r"lease.number: \d+; must be at most 4294967296 above 3"):
+            claim(fence, "a", number)
+    claim(fence, "a", 3 + MOST_AHEAD)
 
 
 def test_a_replica_that_takes_anothers_place_lets_no_older_run_through(tmp_path: Path, clock: Clock) -> None:
