@@ -40,8 +40,6 @@ class Family:
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
     packs: bool = True
     """Its attention takes packed sequences."""
-    pushed: bool = True
-    """vLLM's CPU build computes with what is pushed; where not, the push is disproved."""
     one_number: bool = True
     """Its sequence classifier has a linear head, as reward models need."""
 
@@ -122,7 +120,6 @@ FAMILIES = {
         _SHAPE
         | _HEADS
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
-        pushed=False,
     ),
     "gemma2": Family(
         "gemma2",

@@ -96,11 +96,6 @@ async def test_engine_reference_and_learner_agree(
     for version, streaming in ((1, False), (2, backend == "gloo"), (3, False)):
         assert sides.train(samples) < CLOSE
         pusher = make_pusher(engine, source, make_prover(source), streaming=streaming)
-        if not FAMILIES[name].pushed:
-            with pytest.raises(PushDisproved, match="computes with other weights than were pushed"):
-                await pusher.push(version)
-            assert await sides.saved(tmp_path / "saved") < CLOSE
-            return
         await pusher.push(version)
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}

@@ -29,6 +29,8 @@ class Loading:
         """True if loading ended before the layers were closed: the weights are a mixture of two versions."""
         self._packed: dict[Any, Any] = {}
         """The packed copies that the layers computed with, while the layers are open."""
+        self._kernels: dict[Any, Any] = {}
+        """The kernels of mixtures of experts by the method that runs them, while the layers are open."""
         self.stale: list[str] = []
         """Layers that the last update brought no weights for, not even shared ones."""
 
@@ -39,6 +41,7 @@ class Loading:
         self.broken = True
         # vLLM's CPU build computes with packed copies of the weights; each refers to its source.
         self._packed = {m: m.cpu_linear for m in self._model.modules() if hasattr(m, "cpu_linear")}
+        self._put_kernels_aside()
         initialize_layerwise_reload(self._model)
 
     def load(self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]) -> None:
@@ -58,6 +61,7 @@ class Loading:
         """Closes all layers; the model is complete."""
         empty = [name for name, layer in self._model.named_modules() if _got_nothing(layer)]
         finalize_layerwise_reload(self._model, self._config)
+        self._put_kernels_back()
         self._repack()
         self.stale = _sharing_nothing(self._model, empty)
         self.broken = False
@@ -79,6 +83,24 @@ class Loading:
                     _place_kernel_tensors(layer, info)
                 info.reset()
         LOADING_LAYERS.clear()
+        self._put_kernels_back()
+
+    def _put_kernels_aside(self) -> None:
+        """Lets vLLM's CPU build pack the new experts: it does so only where a mixture has no kernel yet, as on the
+        first load, and would copy them unpacked over the packed ones. GPU kernels read the experts as they are."""
+        if self._device.type != "cpu":
+            return
+        methods: list[Any] = [getattr(module, "quant_method", None) for module in self._model.modules()]
+        self._kernels = {m: m.moe_kernel for m in methods if getattr(m, "moe_kernel", None) is not None}
+        for method in self._kernels:
+            method.moe_kernel = None
+
+    def _put_kernels_back(self) -> None:
+        """Restores the kernels, which refer to the memory that the layers have kept; those that packing made refer to
+        temporary tensors."""
+        for method, kernel in self._kernels.items():
+            method.moe_kernel = kernel
+        self._kernels = {}
 
     def _repack(self) -> None:
         """Renews the packed copies of layers that got no weights under their own name, such as a head that shares the
