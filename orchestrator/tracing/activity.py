@@ -32,6 +32,8 @@ AWAITED = {
 """A wait of the loop -> the part that it waits for."""
 OWN = "own"
 """The loop's own work."""
+_BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
+"""A wait for the policy -> the part that the loop waits for at the same time: for values, for the critic's training."""
 _BEFORE = {"rollout": "push", "scoring": "rollout"}
 """Part -> the part that hands it its work without the loop."""
 
@@ -101,8 +103,8 @@ def _doing(part: str, working: Mapping[str, int], waiting: str) -> str:
     if part in _BEFORE and working[_BEFORE[part]]:
         return _BEFORE[part]
     awaited = AWAITED.get(waiting, LOOP)
-    if waiting == "training" and not working["policy"]:
-        awaited = "critic" if working["critic"] else LOOP
+    if waiting in _BESIDE_POLICY and not working["policy"]:
+        awaited = _BESIDE_POLICY[waiting] if working[_BESIDE_POLICY[waiting]] else LOOP
     return LOOP if awaited == part else awaited
 
 

@@ -124,6 +124,11 @@ def test_what_overlaps_counts_once_and_goes_on_over_the_windows_edge() -> None:
         ([], {LOOP: "own", "rollout": LOOP, "policy": LOOP}),
         # Samples were asked for, but none is being generated: rollout does not wait for itself.
         ([span("loop", "samples", 0, 1)], {LOOP: "samples", "rollout": LOOP, "policy": "rollout"}),
+        # The policy has its log-probs, and the critic's values are still to come.
+        (
+            [span("loop", "logprobs", 0, 1), span("values", "value", 0, 1)],
+            {LOOP: "logprobs", "rollout": "scoring", "policy": "scoring"},
+        ),
         # Training has begun and neither learner has.
         ([span("loop", "training", 0, 1)], {LOOP: "training", "rollout": LOOP, "policy": LOOP}),
         # The wait that began last counts.
