@@ -68,6 +68,8 @@ class Limits(Config):
     """Share of concurrent_calls that is kept for trainers."""
     request_s: Seconds = 300
     """Longest time, in seconds, that a caller may take to send its request after the call has begun."""
+    handshake_s: Seconds = 30
+    """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed; it is then closed."""
     keepalive_s: Seconds = 20
     """Seconds of silence after which a connection is pinged; it is closed after as many again without an answer."""
     connection_age_s: Seconds = 3600

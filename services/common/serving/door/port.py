@@ -62,6 +62,7 @@ def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[t
         ("grpc.max_receive_message_length", limits.largest),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", limits.concurrent_streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_s * 1000)),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.keepalive_permit_without_calls", 1),

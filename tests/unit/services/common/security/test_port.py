@@ -62,6 +62,24 @@ async def test_a_method_that_does_not_exist_is_refused_and_the_port_stays_open(t
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
 
 
+async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"handshake_s": 0.5}}
+    keys.policy.write_text(yaml.safe_dump(values))
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+    ):
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+        host, _, number = target.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(number))
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+
+
 async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
