@@ -33,7 +33,7 @@ AWAITED = {
 OWN = "own"
 """The loop's own work."""
 _BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
-"""A wait for the policy -> the part that the loop waits for at the same time: for values, for the critic's training."""
+"""A wait for the policy -> the part that works beside it: on the values, or on the critic."""
 _BEFORE = {"rollout": "push", "scoring": "rollout"}
 """Part -> the part that hands it its work without the loop."""
 
