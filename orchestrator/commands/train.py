@@ -194,7 +194,7 @@ class Run:
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, Waits(spans))
                 newcomers = admitting_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
-                async with newcomers, watching_services(services, now), taken, source:
+                async with newcomers, watching_services(services, now), taken:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:

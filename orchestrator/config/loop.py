@@ -12,12 +12,13 @@ class LoopConfig(Config):
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Most versions between the weights that sampled a token and the policy that trains on it. 0: lock-step, every
-    sample comes from the policy that it trains. 1 or more: the next batches are sampled and scored while this one
-    trains. The bound holds for every token of every sample, because batches are started late enough; no sample is
-    discarded."""
+    sample comes from the policy that it trains. 1 or more: samples are made without a pause and weights are pushed
+    while a batch trains. The bound holds for every token of every sample, because samples are admitted late enough;
+    none is discarded."""
     depth: Count | None = None
     """Number of batches that are sampled ahead of the one that trains, at most max_staleness. Null: max_staleness.
-    Fewer batches need less room in the engines, and their samples are fresher."""
+    Fewer batches need less room in the engines; and since their samples may become older, a slow one does not hold
+    up its batch, nor a push the sampling."""
 
     mismatch_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest mean difference (`mismatch/mean_abs`), in nats per token, between the rollout engine's and the

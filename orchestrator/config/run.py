@@ -29,6 +29,9 @@ class TimeoutsConfig(Config):
     attempt_s: Seconds = 5
     """Silence after which a Score, Logprobs or Info call is also sent to another replica; the first answer counts. It
     grows if answers usually take more than a third of it, up to a third of the deadline."""
+    take_s: Seconds | None = None
+    """The loop's wait for a batch, whatever causes it. Null: the sum of generate_s, start_s and twice score_s, which
+    is more than sampling, scoring and a push need that keep their own deadlines."""
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
@@ -38,6 +41,11 @@ class TimeoutsConfig(Config):
     lease_s: Annotated[float, Field(ge=3, le=600)] = 30
     """Time for which the services count the run as alive after a renewal; the run renews three times within it. After
     that another run may claim the services; before, only by taking over."""
+
+    @property
+    def longest_take_s(self) -> float:
+        """Longest wait of the loop for a batch."""
+        return self.take_s or self.generate_s + self.start_s + 2 * self.score_s
 
 
 class LogConfig(Config):

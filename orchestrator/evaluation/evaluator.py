@@ -8,7 +8,8 @@ import numpy as np
 
 from orchestrator.evaluation.intervals import over_prompts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
-from orchestrator.experience.collector import Collector, Experience
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Experience
 from orchestrator.experience.requests import SampleRequest
 from services.common.config.base import ConfigError
 from services.common.wire.pairs import Pair

@@ -1,90 +1,24 @@
 """Collects experience: every sample is scored, referenced and valued as soon as it is finished."""
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.data.prompts import Prompt
 from orchestrator.experience.checks import check_rows, check_samples, check_scorer, check_scores
+from orchestrator.experience.experience import Collected, Experience, Finished
 from orchestrator.experience.pairs import Pairs
-from orchestrator.experience.requests import SampleRequest
+from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.experience.values import Valued, ask_values
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from services.common.wire.codec import Floats
-from services.rollout.sample import FinishReason, Sample, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """One response of T tokens with its score, log-probs and values."""
-
-    number: int
-    """Number of the sample, as in SampleRequest."""
-    prompt: Prompt
-    sample: Sample
-    score: float
-    """Score of the reward service."""
-    ref_logprobs: Floats
-    """The reference's log-probs, [T]; empty if the run has no reference."""
-    values: Floats
-    """The critic's values, [T]; empty if they were not requested."""
-    after: float = 0.0
-    """The value after the last token, as in Valued."""
-
-    @property
-    def truncated(self) -> bool:
-        """True if the length limit cut it off."""
-        return self.sample.finish_reason is FinishReason.LENGTH
-
-    @property
-    def kl(self) -> float:
-        """Sum over the response of log pi - log pi_ref: the k1 estimate, in nats. NaN without a reference."""
-        if not len(self.ref_logprobs):
-            return math.nan
-        return float((self.sample.logprobs - self.ref_logprobs).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """One batch of experience, in the order of its requests."""
-
-    experiences: list[Experience]
-    generate_s: float
-    """Seconds from the first request to the last finished sample."""
-    score_s: float
-    """Seconds that scoring took after that."""
-    repeated: int = 0
-    """Number of requests for samples that were repeated because their replica was lost, stuck or too old. No sample
-    is in `experiences` twice."""
-
-    @property
-    def valued(self) -> bool:
-        """True if every response has its values."""
-        return all(len(e.values) == len(e.sample.response_ids) for e in self.experiences)
-
-    @property
-    def tokens(self) -> int:
-        """Number of response tokens."""
-        return sum(len(experience.sample.response_ids) for experience in self.experiences)
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The requests of a batch, and their results so far."""
-
-    requests: Sequence[SampleRequest]
-    version: int | None
-    newest: int | None
-    critic_step: int | None
-    finished: dict[int, Experience] = field(default_factory=dict)
-    repeats: list[int] = field(default_factory=list)
+from services.rollout.sample import Sample, Sampling
 
 
 class Collector:
@@ -108,7 +42,8 @@ class Collector:
         self._end_ids = end_ids
         self._config = config
         self._scorer = ""
-        self._stages = stages or SampleStages(UNTRACED)
+        self.stages = stages or SampleStages(UNTRACED)
+        """The stages of samples, those under way too."""
 
     async def collect(
         self,
@@ -118,7 +53,26 @@ class Collector:
         newest: int | None = None,
         critic_step: int | None,
     ) -> Collected:
-        """One experience for each request.
+        """One experience for each request, in their order. Arguments and errors as of `finish`."""
+        finished: list[Finished] = []
+        repeats: list[int] = []
+        given: dict[str, Any] = {"version": version, "newest": newest, "critic_step": critic_step}
+        async with asyncio.TaskGroup() as group:
+            for asked in calls(requests, self._config.prompts_per_call):
+                group.create_task(self.finish(asked, put=finished.append, on_repeat=repeats.append, **given))
+        return Collected.of(finished, sum(repeats))
+
+    async def finish(
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        version: int | None,
+        newest: int | None = None,
+        critic_step: int | None,
+        put: Callable[[Finished], None],
+        on_repeat: Callable[[int], None],
+    ) -> None:
+        """Finishes the experience of each request of one Generate call, each as soon as its sample has come.
 
         Waits for all services. If one fails beyond its client's retries, the other calls are cancelled, and cancelled
         Generate calls abort their requests in the engines.
@@ -128,19 +82,23 @@ class Collector:
             version: the oldest policy version that may serve this; None for any.
             newest: the newest version that may; None for any from `version` on.
             critic_step: the least step that the critic must have trained; None leaves the critic out.
+            put: called with each experience when it is complete.
+            on_repeat: called with the number of samples that are asked for again.
         """
-        start = time.monotonic()
-        batch = _Batch(requests, version, newest, critic_step)
-        size = self._config.prompts_per_call
+        asked = time.monotonic()
+
+        async def complete(samples: Sequence[Sample]) -> None:
+            sampled = time.monotonic()
+            for experience in await self._complete([requests[s.index] for s in samples], samples, critic_step):
+                put(Finished(experience, asked, sampled, time.monotonic()))
+
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
-            calls = [
-                group.create_task(self._generate(batch, first, group)) for first in range(0, len(requests), size)
-            ]
-            await asyncio.gather(*calls, return_exceptions=True)
-            generated = time.monotonic()
-        experiences = [batch.finished[index] for index in range(len(requests))]
-        return Collected(experiences, generated - start, time.monotonic() - generated, sum(batch.repeats))
+            with self.stages("generate", [request.number for request in requests]) as finished:
+                async for samples in self._samples(requests, version or 0, newest, on_repeat):
+                    for sample in samples:
+                        finished(requests[sample.index].number)
+                    group.create_task(complete(samples))
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
@@ -152,12 +110,17 @@ class Collector:
         valued = zip(experiences, values, strict=True)
         return replace(collected, experiences=[replace(e, values=v.values, after=v.after) for e, v in valued])
 
-    async def _generate(self, batch: _Batch, first: int, group: asyncio.TaskGroup) -> None:
-        asked = batch.requests[first : first + self._config.prompts_per_call]
-        seeds = [request.seed for request in asked if request.seed is not None]
+    def _samples(
+        self,
+        requests: Sequence[SampleRequest],
+        version: int,
+        newest: int | None,
+        on_repeat: Callable[[int], None],
+    ) -> AsyncIterator[list[Sample]]:
+        seeds = [request.seed for request in requests if request.seed is not None]
         sampling = self._config.sampling
-        stream = self._services.rollout.generate(
-            [request.prompt.prompt_ids for request in asked],
+        return self._services.rollout.generate(
+            [request.prompt.prompt_ids for request in requests],
             Sampling(
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
@@ -165,42 +128,32 @@ class Collector:
                 stop_token_ids=sampling.stop_token_ids,
             ),
             seeds=seeds or None,
-            min_version=batch.version or 0,
-            max_version=batch.newest,
+            min_version=version,
+            max_version=newest,
             timeout_s=self._config.timeouts.generate_s,
             stall_s=self._config.timeouts.stall_s,
-            on_repeat=batch.repeats.append,
+            on_repeat=on_repeat,
         )
-        with self._stages("generate", [request.number for request in asked]) as finished:
-            async for samples in stream:
-                for sample in samples:
-                    finished(asked[sample.index].number)
-                group.create_task(self._complete(batch, first, samples))
 
-    async def _complete(self, batch: _Batch, first: int, samples: Sequence[Sample]) -> None:
-        requests = [batch.requests[first + sample.index] for sample in samples]
-        prompts = [request.prompt for request in requests]
+    async def _complete(
+        self, requests: Sequence[SampleRequest], samples: Sequence[Sample], critic_step: int | None
+    ) -> list[Experience]:
+        numbers, prompts = [request.number for request in requests], [request.prompt for request in requests]
         check_samples(prompts, samples)
-        pairs = Pairs.of([request.number for request in requests], prompts, samples)
+        pairs = Pairs.of(numbers, prompts, samples)
         async with asyncio.TaskGroup() as group:
             scores = group.create_task(self._scores(pairs))
             reference = group.create_task(self._references(pairs))
-            critic = group.create_task(self._values(pairs, batch.critic_step))
-        valued = critic.result()
-        for row, (request, sample) in enumerate(zip(requests, samples, strict=True)):
-            batch.finished[first + sample.index] = Experience(
-                number=request.number,
-                prompt=request.prompt,
-                sample=sample,
-                score=float(scores.result()[row]),
-                ref_logprobs=reference.result()[row],
-                values=valued[row].values,
-                after=valued[row].after,
-            )
+            critic = group.create_task(self._values(pairs, critic_step))
+        judged = zip(numbers, prompts, samples, scores.result(), reference.result(), critic.result(), strict=True)
+        return [
+            Experience(number, prompt, sample, float(score), row, valued.values, valued.after)
+            for number, prompt, sample, score, row, valued in judged
+        ]
 
     async def _scores(self, pairs: Pairs) -> Floats:
         """Scores, [B]."""
-        with self._stages("score", pairs.numbers):
+        with self.stages("score", pairs.numbers):
             scores = await self._services.reward.score(
                 pairs.prompt_ids,
                 pairs.responses,
@@ -217,7 +170,7 @@ class Collector:
         if self._services.reference is None:
             return [np.empty(0, np.float32)] * len(pairs.samples)
         sampling = self._config.sampling
-        with self._stages("reference", pairs.numbers):
+        with self.stages("reference", pairs.numbers):
             rows = await self._services.reference.logprobs(
                 pairs.prompt_ids,
                 pairs.responses,
@@ -233,5 +186,5 @@ class Collector:
         """The critic's values; empty arrays without a step, or if the run has no critic."""
         if critic_step is None or self._services.critic is None:
             return [Valued(np.empty(0, np.float32), 0.0)] * len(pairs.samples)
-        with self._stages("value", pairs.numbers):
+        with self.stages("value", pairs.numbers):
             return await ask_values(self._services.critic, self._config, pairs, critic_step)

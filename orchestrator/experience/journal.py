@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.checks import first_not_finite
-from orchestrator.experience.collector import Collected, Experience
+from orchestrator.experience.experience import Collected, Experience
 from protos import rollout_pb2 as pb
 from services.common.wire.codec import Floats
 from services.rollout.sample import Sample

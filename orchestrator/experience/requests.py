@@ -1,7 +1,9 @@
 """Requests for samples: each has a number, a prompt and a seed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Self
 
 import numpy as np
 
@@ -26,17 +28,47 @@ class SampleRequest:
     """Seed of the sampling; None for the engine's own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Numbers of the samples that a run has trained on: all below `below`, and those of `beyond`.
+
+    0 1 2 5 7 were used:  below 3, beyond 5 and 7
+    """
+
+    below: int = 0
+    beyond: frozenset[int] = frozenset()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self.beyond
+
+    def plus(self, numbers: Iterable[int]) -> Self:
+        """With these numbers too."""
+        beyond = self.beyond.union(numbers)
+        below = next(number for number in count(self.below) if number not in beyond)
+        return type(self)(below, frozenset(number for number in beyond if number >= below))
+
+    def others(self, reserved: Collection[int]) -> Iterator[int]:
+        """All other numbers that are not reserved either, ascending, without end."""
+        return (number for number in count(self.below) if number not in self.beyond and number not in reserved)
+
+
 def training_requests(
-    config: OrchestratorConfig, prompts: PromptStream, first: int, count: int
+    config: OrchestratorConfig, prompts: PromptStream, numbers: Sequence[int]
 ) -> list[SampleRequest]:
-    """The samples `first` to `first + count - 1` of a run.
+    """The samples of a run with these numbers.
 
     Their seeds are drawn in blocks of batch_size: number n has draw n % batch_size of block n // batch_size + 1.
     """
-    numbers, block = range(first, first + count), config.batch_size
+    block = config.batch_size
     draws = {which: _draws(config, which + 1, block) for which in {number // block for number in numbers}}
     seeds = [draws[number // block][number % block] for number in numbers]
-    return [SampleRequest(*each) for each in zip(numbers, prompts.dealt(first, count), seeds, strict=True)]
+    dealt = [prompts.dealt(number, 1)[0] for number in numbers]
+    return [SampleRequest(*each) for each in zip(numbers, dealt, seeds, strict=True)]
+
+
+def calls(requests: Sequence[SampleRequest], size: int) -> list[Sequence[SampleRequest]]:
+    """The requests in parts of `size`, in order; the last may be smaller."""
+    return [requests[first : first + size] for first in range(0, len(requests), size)]
 
 
 def evaluation_requests(config: OrchestratorConfig, prompts: Sequence[Prompt]) -> list[SampleRequest]:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from orchestrator.experience.collector import Experience
+from orchestrator.experience.experience import Experience
 from services.common.models.numerics import response_mask
 from services.common.models.sequences import pad_rows
 from services.common.wire.codec import Floats

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from orchestrator.experience.collector import Collected
+from orchestrator.experience.experience import Collected
 from orchestrator.loop.state import TrainState
 
 

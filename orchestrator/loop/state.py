@@ -1,10 +1,12 @@
 """The state that the PPO loop carries from step to step; all other state is the learners'."""
 
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.experience.requests import Used
 from orchestrator.loop.identities import PartIdentity
 from services.common.config.base import Config
 
@@ -36,7 +38,10 @@ class TrainState(Config):
     samples_asked: int = 0
     """Samples requested since the run began, repetitions included."""
     samples_used: int = 0
-    """Samples trained on since the run began, each once; the number of the next batch's first sample."""
+    """Samples trained on since the run began, each once."""
+    used_beyond: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Numbers of those samples that were trained on before one of a lower number, ascending; at most as many as may
+    be sampled ahead. All samples with lower numbers than `samples_used` less these were used. Empty at lock-step."""
 
     skipped_in_a_row: int = 0
     """Consecutive optimizer steps up to now whose gradient was not finite, the largest number of all learners. 0 in
@@ -52,6 +57,11 @@ class TrainState(Config):
         """The critic's last training step; None if the run has no critic."""
         return None if self.first_critic_step is None else self.first_critic_step + self.step
 
+    @property
+    def used(self) -> Used:
+        """The numbers of the samples trained on."""
+        return Used(self.samples_used - len(self.used_beyond), frozenset(self.used_beyond))
+
     @model_validator(mode="before")
     @classmethod
     def _of_format_1(cls, values: Any) -> Any:
@@ -65,16 +75,23 @@ class TrainState(Config):
         return old | {"format": 2, "first_version": version - step, "first_critic_step": critic_step - step}
 
     def advanced(
-        self, *, kl_coef: float, normaliser: RunningNormaliser, asked: int, used: int, skipped_in_a_row: int = 0
+        self,
+        *,
+        kl_coef: float,
+        normaliser: RunningNormaliser,
+        asked: int,
+        used: Sequence[int],
+        skipped_in_a_row: int = 0,
     ) -> Self:
-        """The state after one more step."""
+        """The state after one more step, which trained on the samples with the numbers `used`."""
         return self.model_copy(
             update={
                 "step": self.step + 1,
                 "kl_coef": kl_coef,
                 "normaliser": normaliser,
                 "samples_asked": self.samples_asked + asked,
-                "samples_used": self.samples_used + used,
+                "samples_used": self.samples_used + len(used),
+                "used_beyond": tuple(sorted(self.used.plus(used).beyond)),
                 "skipped_in_a_row": skipped_in_a_row,
             }
         )

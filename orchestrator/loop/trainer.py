@@ -2,24 +2,27 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
+from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import check_own_logprobs
-from orchestrator.experience.collector import Collected
+from orchestrator.experience.experience import Collected
 from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from orchestrator.learners.learner import Learner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
 from orchestrator.loop.measures import ledger, speeds, staleness
 from orchestrator.loop.mismatch import MismatchWatch
+from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.record import Record, Stopwatch
 from orchestrator.policy.trainer import PolicyBatch
-from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.waits import Waits
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import NotFinite
@@ -36,13 +39,6 @@ class TrainedPolicy(Protocol):
 
     async def save(self, folder: str) -> str:
         """Writes the model in Hugging Face's format."""
-
-
-class Pusher(Protocol):
-    """The method of the weight push that the loop uses."""
-
-    async def push(self, version: int) -> PushReport:
-        """Brings every rollout replica to `version`."""
 
 
 class StaleSample(RuntimeError):
@@ -95,42 +91,61 @@ class Trainer:
             if not resumed:
                 with self._waits("checkpoint"):
                     await self._checkpoints.first(state)
-            while state.step < self._config.steps:
-                state = await self._step(state)
-                with self._waits("checkpoint"):
-                    await self._checkpoints.take_if_due(state)
+            async with Beside() as beside:
+                stream, publishing = self._begin(state, beside)
+                while state.step < self._config.steps:
+                    state = await self._step(state, stream, publishing)
+                    with self._waits("checkpoint"):
+                        await self._checkpoints.take_if_due(state)
+                await publishing.settled()
             await self._policy.save(str(save_to))
 
-    async def _step(self, state: TrainState) -> TrainState:
-        """Carries out one step: takes experience, updates the learners, pushes the new weights."""
+    def _begin(self, state: TrainState, beside: Beside) -> tuple[Stream, Publishing]:
+        """Sampling and publishing from `state` on, the tasks of both beside the loop."""
+        stream = self._source.open(beside, step=state.step, version=state.policy_version, used=state.used)
+        overlaps = self._config.loop.max_staleness > 0
+        return stream, Publishing(self._pusher, beside, stream.served, overlaps=overlaps)
+
+    async def _step(self, state: TrainState, stream: Stream, publishing: Publishing) -> TrainState:
+        """Carries out one step: takes experience, estimates advantages, updates the learners, publishes."""
         watch = Stopwatch()
-        collected = await self._take(state)
-        update, estimate = await self._estimate(state, collected, watch)
+        with watch("take"):
+            collected = await self._take(state, stream)
+        with watch("logprobs"), self._waits("logprobs"):
+            batch, old_logprobs = await self._valued(state, stream, collected)
+        update, estimate = self._estimate(state, batch, old_logprobs)
         with watch("train"), self._waits("training"):
             learned = await self._update(update)
-        count = len(collected.experiences)
-        done = state.advanced(
-            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(estimate.kl, count).coef,
-            normaliser=estimate.normaliser,
-            asked=count + collected.repeated,
-            used=count,
-            skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
-        )
-        with self._waits("push"):
-            pushed = await self._pusher.push(done.policy_version)
+        done = self._done(state, collected, estimate, learned)
+        with watch("publish"), self._waits("push"):
+            await publishing.publish(done.policy_version)
         metrics = estimate.metrics | learned | ledger(state, done, collected)
         metrics |= staleness(state.policy_version, collected)
         metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
         metrics |= {
-            "seconds/push": pushed.seconds,
+            "seconds/push": publishing.seconds,
             "seconds/checkpoint": self._checkpoints.waited_s(),
         } | watch.seconds()
         if self._evaluator and self._is_evaluated(done.step):
+            with self._waits("push"):
+                await publishing.settled()
             metrics |= await self._evaluate(done)
         self._record.step(done.step, metrics | self._waits.step(done.step))
         self._watch.check(done.step, metrics)
         self._end_if_stuck(done)
         return done
+
+    def _done(
+        self, state: TrainState, collected: Collected, estimate: Advantages, learned: dict[str, float]
+    ) -> TrainState:
+        count = len(collected.experiences)
+        return state.advanced(
+            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(estimate.kl, count).coef,
+            normaliser=estimate.normaliser,
+            asked=count + collected.repeated,
+            used=[experience.number for experience in collected.experiences],
+            skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
+        )
 
     def _end_if_stuck(self, state: TrainState) -> None:
         """Raises NotFinite after too many steps in a row that changed nothing."""
@@ -145,13 +160,11 @@ class Trainer:
             + ("" if last is None else " goes on from there, for instance with a lower learning rate")
         )
 
-    async def _take(self, state: TrainState) -> Collected:
+    async def _take(self, state: TrainState, stream: Stream) -> Collected:
         """The next batch. StaleSample if one of its tokens is older than the configured bound."""
         version, bound = state.policy_version, self._config.loop.max_staleness
         with self._waits.for_batch() as numbers:
-            taken = await self._source.take(
-                state.step + 1, first=state.samples_used, version=version, critic_step=state.critic_step
-            )
+            taken = await stream.take(state.step + 1, critic_step=state.critic_step)
             numbers.update(experience.number for experience in taken.experiences)
         for experience in taken.experiences:
             behind = version - experience.sample.oldest_version
@@ -163,27 +176,32 @@ class Trainer:
                 )
         return taken
 
-    async def _estimate(self, state: TrainState, collected: Collected, watch: Stopwatch) -> tuple[Update, Advantages]:
+    async def _valued(self, state: TrainState, stream: Stream, collected: Collected) -> tuple[Batch, list[Floats]]:
+        """The batch with the critic's values, and the policy's own log-probs of it, both from before the update."""
+        batch = Batch.of(collected.experiences)
+        async with asyncio.TaskGroup() as group:
+            valued = group.create_task(stream.complete(state.step + 1, collected, critic_step=state.critic_step))
+            own = self._policy.logprobs(batch.prompts, batch.responses)
+            logprobs = group.create_task(self._waits.on("policy").timing("logprobs", own))
+        check_own_logprobs(logprobs.result())
+        return replace(batch, experiences=valued.result().experiences), logprobs.result()
+
+    def _estimate(self, state: TrainState, batch: Batch, old_logprobs: list[Floats]) -> tuple[Update, Advantages]:
         """The batch for the learners: the experience, the policy's own log-probs of it, and its advantages."""
-        experiences, ppo = collected.experiences, self._config.ppo
-        columns = Batch.of(experiences)
-        with watch("logprobs"), self._waits("logprobs"), self._waits.on("policy")("logprobs"):
-            old_logprobs = await self._policy.logprobs(columns.prompts, columns.responses)
-        check_own_logprobs(old_logprobs)
-        kl_coef = make_controller(ppo, state.kl_coef).coef
-        estimate = estimate_advantages(columns, columns.padded(old_logprobs), ppo, kl_coef, state.normaliser)
-        batch = PolicyBatch(
-            prompts=columns.prompts,
-            responses=columns.responses,
-            logprobs=[e.sample.logprobs for e in experiences],
+        ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
+        estimate = estimate_advantages(batch, batch.padded(old_logprobs), ppo, kl_coef, state.normaliser)
+        trained = PolicyBatch(
+            prompts=batch.prompts,
+            responses=batch.responses,
+            logprobs=[e.sample.logprobs for e in batch.experiences],
             old_logprobs=old_logprobs,
-            ref_logprobs=columns.reference_rows,
+            ref_logprobs=batch.reference_rows,
             advantages=estimate.advantages,
             kl_coef=kl_coef,
         )
         step = state.step + 1
         seed = self._config.seed * 1_000_003 + step
-        return Update(step, seed, batch, [e.values for e in experiences], estimate.returns), estimate
+        return Update(step, seed, trained, [e.values for e in batch.experiences], estimate.returns), estimate
 
     async def _update(self, update: Update) -> dict[str, float]:
         """Trains all learners at the same time, as none needs another's new weights; their metrics."""

@@ -16,6 +16,9 @@ class SampleStages:
         """`key` is the argument's name: another one for samples that are numbered by themselves."""
         self._tracks = {stage: spans.on(track) for stage, track in TRACKS.items()}
         self._key = key
+        self._clock = spans.clock
+        self._under_way: dict[str, dict[int, float]] = {stage: {} for stage in TRACKS}
+        """Stage -> number of each sample in it -> when it began."""
 
     @contextmanager
     def __call__(self, stage: str, numbers: Sequence[int]) -> Iterator[Callable[[int], None]]:
@@ -23,12 +26,29 @@ class SampleStages:
         left end with the block."""
         track = self._tracks[stage]
         spans = {number: track(stage, **{self._key: number}) for number in numbers}
-        error = ""
+        under_way, error = self._under_way[stage], ""
+        under_way.update(dict.fromkeys(numbers, self._clock()))
+
+        def finished(number: int) -> None:
+            spans[number].end()
+            under_way.pop(number, None)
+
         try:
-            yield lambda number: spans[number].end()
+            yield finished
         except BaseException as raised:
             error = type(raised).__name__
             raise
         finally:
-            for span in spans.values():
+            for number, span in spans.items():
                 span.end(error=error)
+                under_way.pop(number, None)
+
+    def __str__(self) -> str:
+        """The services that work on samples now: `rollout: 2 samples for up to 31 s, the first is number 64; ...`."""
+        now, parts = self._clock(), []
+        for stage, under_way in self._under_way.items():
+            if under_way:
+                count = "1 sample" if len(under_way) == 1 else f"{len(under_way)} samples"
+                longest = f"for up to {now - min(under_way.values()):.0f} s, the first is number {min(under_way)}"
+                parts.append(f"{TRACKS[stage]}: {count} {longest}")
+        return "; ".join(parts) or "no service works on a sample"

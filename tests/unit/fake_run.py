@@ -1,14 +1,15 @@
 """The PPO loop with everything around it faked."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orchestrator.data.prompts import PromptStream
-from orchestrator.experience.collector import Collected, Collector
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Collected
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.policy import PolicyLearner
@@ -58,10 +59,24 @@ class FakePolicy:
 class FakePusher:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
+        self.gate: Callable[[int], Any] = lambda version: asyncio.sleep(0)
+        """Awaited before a version is delivered."""
+        self.failure: Exception | None = None
 
     async def push(self, version: int) -> PushReport:
         self.journal.note("push", version)
         return PushReport(version, ("a",), 0.125, 1, "sum")
+
+    async def stage(self, version: int) -> int:
+        self.journal.note("stage", version)
+        return version
+
+    async def deliver(self, staged: int) -> PushReport:
+        await self.gate(staged)
+        if self.failure:
+            raise self.failure
+        self.journal.note("deliver", staged)
+        return PushReport(staged, ("a",), 0.125, 1, "sum")
 
 
 class FakeEvaluator:

@@ -9,8 +9,11 @@ import pytest
 
 from orchestrator.commands.restarts import is_loss
 from orchestrator.data.prompts import PromptStream
+from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Experience
 from orchestrator.experience.journal import ExperienceJournal
+from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
 from protos import critic_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
@@ -51,6 +54,14 @@ ANSWERS = {
 }
 
 
+async def first_batch(source: ExperienceSource) -> list[Experience]:
+    """What a run with a fresh critic trains on first."""
+    async with Beside() as beside:
+        stream = source.open(beside, step=0, version=1, used=Used())
+        collected = await stream.take(1, critic_step=0)
+        return (await stream.complete(1, collected, critic_step=0)).experiences
+
+
 @pytest.mark.parametrize(("service", "answer", "said"), ANSWERS.values(), ids=list(ANSWERS))
 async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     tmp_path: Path, policy_folder: Path, service: str, answer: Any, said: str
@@ -63,7 +74,7 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     prompts = PromptStream(make_prompts(3), 0)
     source = ExperienceSource(config, prompts, Collector(fakes.services, config), journal)
     with pytest.raises(ExceptionGroup) as caught:
-        await source.take(1, first=0, version=1, critic_step=0)
+        await first_batch(source)
     wrong = [leaf for leaf in leaves(caught.value) if isinstance(leaf, InvalidReply)]
     with pytest.raises(InvalidReply, match=said):
         raise wrong[0]
@@ -72,7 +83,7 @@ async def test_an_answer_that_cannot_be_is_named_and_not_kept(
     assert journal.read(1, lambda number: prompts.dealt(number, 1)[0]) is None
     # Once the service is well again, the run goes on from there.
     getattr(fakes, service).answer = good
-    assert len((await source.take(1, first=0, version=1, critic_step=0)).experiences) == 3
+    assert len(await first_batch(source)) == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
-from orchestrator.experience.collector import Collected, Experience
+from orchestrator.experience.experience import Collected, Experience
 from services.common.config.base import ConfigError
 from services.common.wire.pairs import Pair
 from services.rollout.sample import FinishReason, Sample

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.collector import Collected, Experience
+from orchestrator.experience.experience import Collected, Experience
 from orchestrator.experience.journal import ExperienceJournal
 from tests.unit.fakes import make_config, make_prompts, respond
 

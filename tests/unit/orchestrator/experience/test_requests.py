@@ -14,7 +14,7 @@ from tests.unit.fakes import make_config, make_prompts
 def asked(folder: Path, first: int, count: int, **section: Any) -> list[SampleRequest]:
     config = make_config(folder, **{"batch_size": 4} | section)
     stream = PromptStream(make_prompts(7), config.seed, config.ppo.samples_per_prompt)
-    return training_requests(config, stream, first, count)
+    return training_requests(config, stream, range(first, first + count))
 
 
 def test_a_samples_prompt_and_seed_follow_from_its_number_alone(policy_folder: Path) -> None:

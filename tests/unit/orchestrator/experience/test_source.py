@@ -1,4 +1,5 @@
-"""Experience that is sampled ahead: which versions may sample it, when it is valued, and what is left at the end."""
+"""The stream of experience: which versions may sample, what a batch takes, when it is valued, and what a restart
+finds."""
 
 import asyncio
 from pathlib import Path
@@ -9,10 +10,14 @@ import pytest
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
-from orchestrator.experience.collector import Collected, Collector
+from orchestrator.experience.beside import Beside
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Collected
+from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
+from orchestrator.experience.stream import Stream
 from services.common.config.base import ConfigError
-from services.common.wire.errors import Unavailable
+from services.common.wire.errors import DeadlineExceeded, Unavailable
 from tests.unit.fake_run import FakeExperienceJournal
 from tests.unit.fakes import Fakes, make_config, make_prompts
 
@@ -22,18 +27,49 @@ STEPS = 5
 class Bench:
     """A source over fakes: two prompts a step, and a clock that no test waits for."""
 
-    def __init__(self, folder: Path, ahead: int) -> None:
-        self.fakes, self.journal = Fakes(), FakeExperienceJournal()
-        config = make_config(folder, batch_size=2, steps=STEPS, loop={"max_staleness": ahead})
-        prompts, collector = PromptStream(make_prompts(2), 0), Collector(self.fakes.services, config)
+    def __init__(self, folder: Path, staleness: int, **section: Any) -> None:
+        self.fakes, self.journal, self.used = Fakes(), FakeExperienceJournal(), Used()
+        section = {"batch_size": 2, "steps": STEPS, "loop": {"max_staleness": staleness}} | section
+        config = make_config(folder, **section)
+        prompts = PromptStream(make_prompts(20), 0, config.ppo.samples_per_prompt)
+        collector = Collector(self.fakes.services, config)
         self.source = ExperienceSource(config, prompts, collector, self.journal)  # type: ignore[arg-type]
+        self.row_of = {int(prompt.prompt_ids[0]): number for number, prompt in enumerate(prompts.dealt(0, 20))}
+        """Number of the first sample of the prompt with this token."""
 
-    async def take(self, step: int, **state: int) -> Collected:
-        """Two samples have been used in each step before."""
-        return await self.source.take(step, first=2 * (step - 1), **state)
+    def open(self, beside: Beside, done: int = 0) -> Stream:
+        """From step `done` on; policy version and critic step are the steps done."""
+        return self.source.open(beside, step=done, version=done, used=self.used)
+
+    async def step(self, stream: Stream, step: int) -> list[int]:
+        """What the loop does in step `step`; the numbers of its samples."""
+        return self.use(await self.taken(stream, step))
+
+    async def taken(self, stream: Stream, step: int) -> Collected:
+        collected = await stream.take(step, critic_step=step - 1)
+        return await stream.complete(step, collected, critic_step=step - 1)
+
+    def use(self, collected: Collected) -> list[int]:
+        numbers = [experience.number for experience in collected.experiences]
+        self.used = self.used.plus(numbers)
+        return numbers
 
     def versions(self) -> list[Any]:
         return [call["versions"] for call in self.fakes.rollout.calls]
+
+    def hold(self, *numbers: int) -> asyncio.Event:
+        """Lets these samples come only when the event is set. With one prompt a call."""
+        event, answer = asyncio.Event(), self.fakes.rollout.generate
+
+        async def generate(prompts: Any, *arguments: Any, **options: Any) -> Any:
+            held = self.row_of[int(prompts[0][0])] in numbers
+            async for samples in answer(prompts, *arguments, **options):
+                if held:
+                    await event.wait()
+                yield samples
+
+        self.fakes.rollout.generate = generate  # type: ignore[method-assign]
+        return event
 
 
 async def settled() -> None:
@@ -42,73 +78,160 @@ async def settled() -> None:
 
 
 async def test_lock_step_samples_nothing_ahead(policy_folder: Path) -> None:
-    bench = Bench(policy_folder, ahead=0)
-    async with bench.source:
+    bench = Bench(policy_folder, 0)
+    async with Beside() as beside:
+        stream = bench.open(beside)
         for step in range(1, STEPS + 1):
-            await bench.take(step, version=step + 6, critic_step=step)
+            assert await bench.step(stream, step) == [2 * step - 2, 2 * step - 1]
+            stream.served(step)
             await settled()
-            assert bench.versions() == [(version, None) for version in range(7, step + 7)]
+            assert bench.versions() == [(version, None) for version in range(step)]
     # Values are asked for sample by sample, as each is finished.
-    assert [call["min_step"] for call in bench.fakes.critic.calls] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [call["min_step"] for call in bench.fakes.critic.calls] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-async def test_no_version_may_sample_that_is_staler_than_the_batches_ahead(policy_folder: Path, ahead: int) -> None:
-    bench = Bench(policy_folder, ahead=ahead)
-    async with bench.source:
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+async def test_no_version_may_sample_that_is_staler_than_the_bound(policy_folder: Path, staleness: int) -> None:
+    bench = Bench(policy_folder, staleness, prompts_per_call=1)
+    async with Beside() as beside:
+        stream = bench.open(beside)
         for step in range(1, STEPS + 1):
-            await bench.take(step, version=step + 6, critic_step=step)
+            assert await bench.step(stream, step) == [2 * step - 2, 2 * step - 1]
             await settled()
-            assert len(bench.versions()) == min(step + ahead, STEPS)
-    # Batch m is trained on by version m + 6, before later ones exist. At most `ahead` older ones may sample it.
-    assert bench.versions() == [(max(m + 6 - ahead, 7), None) for m in range(1, STEPS + 1)]
+            # A push frees the slots of a batch; until it has committed, none is free.
+            assert len(bench.versions()) == 2 * min(step + staleness, STEPS)
+            stream.served(step)
+    # Batch m is trained on by version m - 1. At most `staleness` older ones may sample it.
+    assert bench.versions() == [(max(m - 1 - staleness, 0), None) for m in range(1, STEPS + 1) for _ in range(2)]
+
+
+async def test_a_batch_takes_what_is_finished_first(policy_folder: Path) -> None:
+    bench = Bench(policy_folder, 1, prompts_per_call=1)
+    held = bench.hold(0, 2)
+    async with Beside() as beside:
+        stream = bench.open(beside)
+        assert await bench.step(stream, 1) == [1, 3]
+        assert bench.used == Used(0, frozenset({1, 3}))
+        stream.served(1)
+        await settled()
+        # 4 and 5 are finished, but 0 and 2 may not wait: version 2 would be two ahead of the one that sampled them.
+        waiting = asyncio.create_task(bench.step(stream, 2))
+        await settled()
+        assert not waiting.done()
+        held.set()
+        assert await waiting == [0, 2]
+        assert bench.used == Used(4)
+        stream.served(2)
+        assert await bench.step(stream, 3) == [4, 5]
+
+
+async def test_all_responses_to_a_prompt_are_in_one_batch(policy_folder: Path) -> None:
+    ppo = {"minibatch_size": 1, "samples_per_prompt": 2}
+    bench = Bench(policy_folder, 1, batch_size=4, prompts_per_call=1, ppo=ppo)
+    bench.row_of = {token: 2 * place for place, token in enumerate(list(bench.row_of)[::2])}
+    first, answer, held = asyncio.Event(), bench.fakes.rollout.generate, iter([True])
+
+    async def generate(*arguments: Any, **options: Any) -> Any:
+        hold = next(held, False)  # the first call is for sample 0
+        async for samples in answer(*arguments, **options):
+            if hold:
+                await first.wait()
+            yield samples
+
+    bench.fakes.rollout.generate = generate  # type: ignore[method-assign]
+    async with Beside() as beside:
+        stream = bench.open(beside)
+        # Sample 1 is finished, but its group is not.
+        assert await bench.step(stream, 1) == [2, 3, 4, 5]
+        first.set()
+        assert await bench.step(stream, 2) == [0, 1, 6, 7]
 
 
 async def test_values_are_of_the_critic_that_the_batch_meets(policy_folder: Path) -> None:
-    bench = Bench(policy_folder, ahead=1)
-    async with bench.source:
-        taken = [await bench.take(step, version=step, critic_step=step + 40) for step in (1, 2)]
-    assert all(batch.valued for batch in taken)
+    bench = Bench(policy_folder, 1)
+    async with Beside() as beside:
+        stream = bench.open(beside)
+        first = await stream.take(1, critic_step=0)
+        assert not first.valued
+        assert (await stream.complete(1, first, critic_step=0)).valued
+        stream.served(1)
+        assert (await bench.taken(stream, 2)).valued
+    # A batch at once when it is taken: the critic trains while samples finish.
     asked = [(call["min_step"], len(call["responses"])) for call in bench.fakes.critic.calls]
-    # The first batch as its samples finish; the second, which the critic trained beside, at once when it is taken.
-    assert asked == [(41, 1), (41, 1), (42, 2)]
+    assert asked == [(0, 2), (1, 2)]
 
 
-async def test_what_the_journal_kept_is_neither_sampled_nor_written_again(policy_folder: Path) -> None:
-    before, again = Bench(policy_folder, ahead=2), Bench(policy_folder, ahead=2)
-    async with before.source:
-        for step in range(1, STEPS + 1):
-            await before.take(step, version=step, critic_step=step)
-    again.journal.kept = {step: before.journal.kept[step] for step in (2, 3)}
-    async with again.source:
-        for step in range(2, STEPS + 1):
-            await again.take(step, version=step, critic_step=step)
-    assert again.versions() == [(2, None), (3, None)]
+async def test_a_restart_takes_what_the_journal_kept_and_samples_the_rest_again(policy_folder: Path) -> None:
+    before, again = (Bench(policy_folder, 2, prompts_per_call=1) for _ in range(2))
+    before.hold(0, 3)
+    async with Beside() as beside:
+        stream = before.open(beside)
+        assert await before.step(stream, 1) == [1, 2]
+        again.used = before.used  # a checkpoint: 0 was not used, 1 and 2 were
+        stream.served(1)
+        assert await before.step(stream, 2) == [4, 5]
+        stream.served(2)
+        # Killed while 0 and 3 are under way, the oldest that there are.
+    again.journal.kept = {2: before.journal.kept[2]}
+    async with Beside() as beside:
+        stream = again.open(beside, done=1)
+        assert await again.step(stream, 2) == [4, 5]
+        stream.served(2)
+        assert [await again.step(stream, step) for step in (3, 4, 5)] == [[0, 3], [6, 7], [8, 9]]
+    assert again.used == Used(10)
     assert sorted(again.journal.kept) == [2, 3, 4, 5]
+    # Beside what is kept for version 1 there is room for versions 2 and 3, then for 4.
+    assert again.versions() == [(1, None)] * 4 + [(2, None)] * 2
 
 
-async def test_leaving_cancels_what_is_sampled_ahead(policy_folder: Path) -> None:
-    bench = Bench(policy_folder, ahead=1)
-    async with bench.source:
-        await bench.take(1, version=1, critic_step=0)
-        bench.fakes.rollout.gate = lambda sent: asyncio.Event().wait()
-        await bench.take(2, version=2, critic_step=1)
-        await settled()
+async def test_what_another_timeline_left_in_the_journal_is_not_taken(policy_folder: Path) -> None:
+    before, again = (Bench(policy_folder, 1) for _ in range(2))
+    async with Beside() as beside:
+        await before.step(before.open(beside), 1)
+    again.used, again.journal.kept = Used(2), {2: before.journal.kept[1]}
+    async with Beside() as beside:
+        assert (await again.open(beside, done=1).take(2, critic_step=1)).experiences[0].number == 2
+
+
+async def test_the_end_cancels_what_is_sampled_ahead(policy_folder: Path) -> None:
+    bench = Bench(policy_folder, 1, prompts_per_call=1)
+    bench.hold(2, 3)
+    async with Beside() as beside:
+        await bench.step(bench.open(beside), 1)
         assert bench.fakes.rollout.cancelled == 0
-    assert bench.fakes.rollout.cancelled == 1
+    assert len(bench.fakes.rollout.calls) == 4
 
 
-async def test_a_failure_ahead_is_raised_when_its_batch_is_taken(policy_folder: Path) -> None:
-    bench = Bench(policy_folder, ahead=1)
-    async with bench.source:
-        await bench.take(1, version=1, critic_step=0)
-        await settled()
-        bench.fakes.reward.failure = Unavailable("the reward service is gone")
-        await bench.take(2, version=2, critic_step=1)  # was sampled and scored before
-        await settled()
-        with pytest.raises(ExceptionGroup) as caught:
-            await bench.take(3, version=3, critic_step=2)
+async def test_a_failure_ahead_ends_the_loop_at_once(policy_folder: Path) -> None:
+    bench = Bench(policy_folder, 1)
+
+    async def loop() -> None:
+        async with Beside() as beside:
+            stream = bench.open(beside)
+            await bench.step(stream, 1)
+            bench.fakes.reward.failure = Unavailable("the reward service is gone")
+            stream.served(1)
+            await stream.take(2, critic_step=1)
+            await asyncio.Event().wait()  # the learners train
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await loop()
     assert "the reward service is gone" in repr(caught.value.exceptions)
+    assert sorted(bench.journal.kept) == [1]
+
+
+async def test_a_wait_that_is_too_long_says_for_what(policy_folder: Path) -> None:
+    bench = Bench(policy_folder, 1, prompts_per_call=1, timeouts={"take_s": 1})
+    bench.hold(2, 3)
+    bench.fakes.reference.hangs = True
+    with pytest.raises(DeadlineExceeded) as caught:
+        async with Beside() as beside:
+            await bench.open(beside).take(1, critic_step=0)
+    assert str(caught.value) == (
+        "step 1: no batch after 1 s (timeouts.take_s). rollout: 2 samples for up to 1 s, the first is number 2; "
+        "reference: 2 samples for up to 1 s, the first is number 0; the replicas serve version 0, "
+        "version 0 trains next"
+    )
 
 
 def test_a_batch_is_not_sampled_further_ahead_than_the_bound_allows() -> None:

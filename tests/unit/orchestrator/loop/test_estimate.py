@@ -11,7 +11,7 @@ import torch
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import KLConfig, PPOConfig
-from orchestrator.experience.collector import Experience
+from orchestrator.experience.experience import Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
 from services.rollout.sample import FinishReason, Sample

@@ -111,7 +111,7 @@ class Run:
             Collector(services, config),
             ExperienceJournal(self.folder, config),
         )
-        async with self.policy() as (policy, learner), source:
+        async with self.policy() as (policy, learner):
             trainer = Trainer(
                 config,
                 source,

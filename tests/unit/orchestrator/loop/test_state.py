@@ -13,10 +13,10 @@ OLD = (
 
 
 def test_version_and_critic_step_follow_from_the_step() -> None:
-    state = TrainState(step=3, first_version=7, first_critic_step=4, kl_coef=0.1)
+    state = TrainState(step=3, first_version=7, first_critic_step=4, kl_coef=0.1, samples_used=12)
     assert (state.policy_version, state.critic_step) == (10, 7)
-    state = state.advanced(kl_coef=0.2, normaliser=RunningNormaliser(), asked=5, used=4)
-    assert (state.step, state.policy_version, state.critic_step, state.samples_used) == (4, 11, 8, 4)
+    state = state.advanced(kl_coef=0.2, normaliser=RunningNormaliser(), asked=5, used=range(12, 16))
+    assert (state.step, state.policy_version, state.critic_step, state.samples_used) == (4, 11, 8, 16)
     assert TrainState.model_validate_json(state.model_dump_json()) == state
 
 

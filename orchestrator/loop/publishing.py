@@ -1,0 +1,60 @@
+"""Publishes new weights: before the loop goes on, or beside it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from orchestrator.experience.beside import Beside
+from orchestrator.push.pusher import PushReport
+
+
+class Pusher(Protocol):
+    """The methods of the weight push that the loop uses."""
+
+    async def push(self, version: int) -> PushReport:
+        """Brings every rollout replica to `version`."""
+
+    async def stage(self, version: int) -> Any:
+        """Copies the policy's weights as `version`."""
+
+    async def deliver(self, staged: Any) -> PushReport:
+        """Brings every rollout replica to the weights that were staged."""
+
+
+class Publishing:
+    """Brings versions to the replicas, one after the other.
+
+    At lock-step `publish` returns when they serve the version. Else it returns when the weights are copied, and the
+    copy is delivered while the loop takes the next batch and trains. A failed delivery ends the loop at once.
+    """
+
+    def __init__(self, pusher: Pusher, beside: Beside, committed: Callable[[int], None], *, overlaps: bool) -> None:
+        """`committed` is called with each version that all replicas serve. `overlaps`: False for lock-step."""
+        self._pusher = pusher
+        self._beside = beside
+        self._committed = committed
+        self._overlaps = overlaps
+        self._delivery: asyncio.Task[None] | None = None
+        self.seconds = 0.0
+        """Seconds of the last push that has ended, from the copy to the commit."""
+
+    async def publish(self, version: int) -> None:
+        """Publishes the policy's present weights as `version`."""
+        if not self._overlaps:
+            self._commit(await self._pusher.push(version))
+            return
+        await self.settled()
+        staged = await self._pusher.stage(version)
+        self._delivery = self._beside.start(self._deliver(staged), f"delivery of version {version}")
+
+    async def settled(self) -> None:
+        """Returns when all replicas serve the version that was published last."""
+        if self._delivery:
+            await asyncio.wait([self._delivery])  # a failure comes as a cancellation, and `beside` raises it
+
+    async def _deliver(self, staged: Any) -> None:
+        self._commit(await self._pusher.deliver(staged))
+
+    def _commit(self, report: PushReport) -> None:
+        self.seconds = report.seconds
+        self._committed(report.policy_version)
