@@ -1,12 +1,18 @@
-"""Cost of TLS and authentication to training: seconds per PPO step behind an open port, the owner's token, and TLS.
+"""Cost of TLS and authentication to training: processor time and seconds of a PPO step behind an open port, the
+owner's token, and TLS.
 
     python -m recipes.reviews                        # once: the demo's models
-    python -m benchmarks.secured_steps [--rounds 3] [--steps 40] [--config deploy/ppo.yaml]
+    python -m benchmarks.secured_steps [--rounds 2] [--steps 20] [--side open --side again --side tls] [--in-turns]
 
-Three quartets of the same file, each on a Ray head in a folder of its own. They train at the same time and share the
-cores evenly, so that whatever else the machine does meets all three alike: runs that take turns differ by more than
-what is measured. Counted is the time in which all three train, their first steps left out. Prints the seconds per
-step and the ratio to the open port, over all rounds and round by round.
+Each side is a quartet of the same file, on a Ray head in a folder of its own; they are started in the order given.
+`again` is a second open port: how far it is from the first tells how much equal quartets differ. They train at the
+same time or, with --in-turns, one after the other.
+
+Processor time is that of all processes of the quartet and of `quartet train`, over the same number of steps for every
+side, without the first ones. It does not depend on who gets the cores, as seconds do. TLS and tokens are the work of
+Serve's proxy and of `quartet train` alone, which hardly vary otherwise: what these two need more than behind the open
+port, as a share of all its processor time, is the figure to go by. Prints it, the processor time by kind of process,
+and the ratios of processor time and seconds.
 """
 
 import os
@@ -14,26 +20,49 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any
 
-import numpy as np
+import psutil
 import typer
 import yaml
 from rich.console import Console
+from rich.table import Table
 
-from orchestrator.monitoring.metrics import read_metrics
+from benchmarks.processor_time import KINDS, Meter
+from orchestrator.deployment import cluster
+from orchestrator.monitoring.metrics import FILE, read_metrics
 from services.common.security.credentials import VARIABLE
 from services.common.security.keys.folder import Keys
 
 HOST = "127.0.0.1"
 WARM_UP = 3
-OPEN, TOKEN, TLS = "open port", "owner's token", "TLS and certificates"
+LOOK_EVERY_S = 0.05
+OPEN = "open"
+ENDS = ("quartet train", "Serve's proxy")
 console = Console()
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Cost of one run's counted steps."""
+
+    seconds: float
+    processor: dict[str, float]
+    """Seconds by kind of process."""
+
+    @property
+    def processors(self) -> float:
+        """Seconds of all processes."""
+        return self.of(*KINDS)
+
+    def of(self, *kinds: str) -> float:
+        """Seconds of these kinds of processes."""
+        return sum(self.processor[kind] for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +71,10 @@ class Side:
 
     folder: Path
     credentials: dict[str, str]
+    steps: int
+    """Counted steps of a run."""
+    spent: list[Spent] = field(default_factory=list)
+    """One entry per round."""
 
     @property
     def config(self) -> Path:
@@ -50,63 +83,119 @@ class Side:
 
     def quartet(self, *arguments: str) -> None:
         """Runs the command `quartet` in the folder."""
+        command = self._command(*arguments)
+        _, errors = command.communicate()
+        if command.returncode:
+            raise RuntimeError(f"quartet {' '.join(arguments)}: {errors}")
+
+    def train(self) -> None:
+        """Makes one run and notes what its steps cost."""
+        for old in self.folder.glob(f"runs/*/{FILE}"):
+            old.unlink()
+        run = self._command("train", "--overwrite", str(self.config))
+        meter = Meter()
+        self._await_step(run, WARM_UP - 1)
+        head = cluster.running(self.folder / cluster.STATE)
+        assert head
+        own = psutil.Process(run.pid)
+        meter.watch([*head.processes(), own, *own.children(recursive=True)])
+        self._await_step(run, WARM_UP)
+        began, before = time.monotonic(), meter.read()
+        self._await_step(run, WARM_UP + self.steps)
+        ended, after = time.monotonic(), meter.read()
+        _, errors = run.communicate()
+        if run.returncode:
+            raise RuntimeError(f"quartet train: {errors}")
+        self.spent.append(Spent(ended - began, {kind: total - before[kind] for kind, total in after.items()}))
+
+    def _command(self, *arguments: str) -> "subprocess.Popen[str]":
         path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
+        return subprocess.Popen(
             [str(Path(sys.executable).with_name("quartet")), *arguments],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | self.credentials,
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
-        if done.returncode:
-            raise RuntimeError(f"quartet {' '.join(arguments)}: {done.stderr}")
 
-    def ends(self) -> list[float]:
-        """Times, in seconds, at which the steps of a run that is made now ended."""
-        self.quartet("train", "--overwrite", str(self.config))
-        [metrics] = self.folder.glob("runs/*/metrics.jsonl")
-        return [line["time"] for line in read_metrics(metrics) if line["step"] >= WARM_UP]
+    def _await_step(self, run: "subprocess.Popen[str]", step: int) -> None:
+        while run.poll() is None:
+            for metrics in self.folder.glob(f"runs/*/{FILE}"):
+                if any(line["step"] >= step for line in read_metrics(metrics)):
+                    return
+            time.sleep(LOOK_EVERY_S)
+        raise RuntimeError(f"quartet train ended before step {step}: {run.communicate()[1]}")
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    steps: Annotated[int, typer.Option(min=WARM_UP + 2)] = 40,
+    rounds: Annotated[int, typer.Option(min=1)] = 2,
+    steps: Annotated[int, typer.Option(min=2)] = 20,
+    side: Annotated[list[str], typer.Option()] = [OPEN, "again", "tls"],  # noqa: B006 - typer copies it
+    in_turns: Annotated[bool, typer.Option("--in-turns")] = False,
     config: Path = Path("deploy/ppo.yaml"),
 ) -> None:
     """Runs the benchmark and prints its results."""
     with tempfile.TemporaryDirectory() as name:
         raw = yaml.safe_load(config.read_text())
-        sides = {side: _make(Path(name) / side.split()[0], raw, steps, secure) for side, secure in _SIDES.items()}
+        sides = {called: _make(Path(name) / called, raw, steps, _SIDES[called]) for called in side}
         try:
-            for side in sides.values():
-                side.quartet("up", str(side.config))
-            _report(_race(sides, rounds))
+            for quartet in sides.values():
+                quartet.quartet("up", str(quartet.config))
+            for round_ in range(rounds):
+                _round(sides, round_, in_turns=in_turns)
         finally:
-            for side in sides.values():
-                side.quartet("down")
+            for quartet in sides.values():
+                quartet.quartet("down")
+    _report(sides, steps)
 
 
-def _race(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    """Seconds per step in every round, for each side."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(rounds):
-        with ThreadPoolExecutor(len(sides)) as pool:
-            ends = dict(zip(sides, pool.map(Side.ends, sides.values()), strict=True))
-        begin, end = max(times[0] for times in ends.values()), min(times[-1] for times in ends.values())
-        for name, times in ends.items():
-            steps = np.interp([begin, end], times, np.arange(len(times)))
-            seconds[name].append((end - begin) / float(steps[1] - steps[0]))
-        told = ", ".join(f"{name} {spent[-1]:.3f} s" for name, spent in seconds.items())
-        console.print(f"round {round_ + 1}, {end - begin:.0f} s: {told} per step")
-    return seconds
+def _round(sides: Mapping[str, Side], number: int, *, in_turns: bool) -> None:
+    """One run of each side. In turns, each begins in another round."""
+    order = list(sides.values())
+    order = order[number % len(order) :] + order[: number % len(order)]
+    with ThreadPoolExecutor(1 if in_turns else len(order)) as pool:
+        list(pool.map(Side.train, order))
+    told = (
+        f"{name} {side.spent[-1].processors:.1f} s on the processors, {side.spent[-1].seconds:.1f} s in all"
+        for name, side in sides.items()
+    )
+    console.print(f"round {number + 1}: {'; '.join(told)}")
 
 
-def _report(seconds: dict[str, list[float]]) -> None:
-    for name, spent in seconds.items():
-        pairs = ", ".join(f"{one / other:.3f}" for one, other in zip(spent, seconds[OPEN], strict=True))
-        ratio = mean(spent) / mean(seconds[OPEN])
-        console.print(f"{name}: {mean(spent):.3f} s per step, over {OPEN} {ratio:.3f} (round by round {pairs})")
+def _report(sides: Mapping[str, Side], steps: int) -> None:
+    """Prints each side's cost per step, and its ratio to the open port over all rounds and round by round."""
+    for name, values in {
+        "processor time": {name: [spent.processors for spent in side.spent] for name, side in sides.items()},
+        "time": {name: [spent.seconds for spent in side.spent] for name, side in sides.items()},
+    }.items():
+        for side, totals in values.items():
+            base = values.get(OPEN, totals)
+            pairs = ", ".join(f"{one / other:.3f}" for one, other in zip(totals, base, strict=True))
+            each = sum(totals) / len(totals) / steps
+            console.print(f"{name}, {side}: {each:.3f} s per step, {sum(totals) / sum(base):.3f} of {OPEN} ({pairs})")
+    console.print(_by_kind(sides, steps))
+    _report_ends(sides, steps)
+
+
+def _report_ends(sides: Mapping[str, Side], steps: int) -> None:
+    """Prints what the two ends of the connection need more than behind the open port."""
+    if OPEN not in sides:
+        return
+    base = sides[OPEN].spent
+    for name, side in sides.items():
+        more = [one.of(*ENDS) - other.of(*ENDS) for one, other in zip(side.spent, base, strict=True)]
+        pairs = ", ".join(f"{one / other.processors:+.2%}" for one, other in zip(more, base, strict=True))
+        share, each = sum(more) / sum(spent.processors for spent in base), sum(more) / len(more) / steps * 1e3
+        console.print(f"{' and '.join(ENDS)}, {name}: {each:+.1f} ms a step, {share:+.2%} of {OPEN}'s step ({pairs})")
+
+
+def _by_kind(sides: Mapping[str, Side], steps: int) -> Table:
+    table = Table("processor time of a step, ms", *sides)
+    for kind in KINDS:
+        totals = [sum(spent.processor[kind] for spent in side.spent) / len(side.spent) for side in sides.values()]
+        table.add_row(kind, *(f"{total / steps * 1e3:.1f}" for total in totals))
+    return table
 
 
 def _open(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -123,7 +212,12 @@ def _tls(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return {"policy": str(keys.policy)}, {VARIABLE: str(keys.folder / "clients" / "run-a")}
 
 
-_SIDES: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, str]]]] = {OPEN: _open, TOKEN: _token, TLS: _tls}
+_SIDES: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, str]]]] = {
+    OPEN: _open,
+    "again": _open,
+    "token": _token,
+    "tls": _tls,
+}
 """Each gives the section `security` of the file, and what its callers show."""
 
 
@@ -133,9 +227,11 @@ def _make(
     folder.mkdir()
     (folder / "models").symlink_to(Path("models").resolve())
     security, credentials = secure(folder)
-    side = Side(folder, credentials)
+    side = Side(folder, credentials, steps)
     http, grpc = _free_ports()
-    orchestrator = raw["orchestrator"] | {"target": f"{HOST}:{grpc}", "steps": steps, "evaluation": {"every": 0}}
+    orchestrator = raw["orchestrator"] | {"target": f"{HOST}:{grpc}", "evaluation": {"every": 0}}
+    # One step more than what is counted, so that the end of the run is not.
+    orchestrator |= {"steps": WARM_UP + steps + 1}
     ports = {
         "http_options": raw["http_options"] | {"port": http},
         "grpc_options": raw["grpc_options"] | {"port": grpc},
