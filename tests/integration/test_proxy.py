@@ -82,6 +82,16 @@ async def test_a_call_to_the_wrong_application_is_told_so_and_nothing_else(
     assert details.endswith("applications that serve quartet.v1.Reward: reward")
 
 
+async def test_a_method_name_that_is_not_text_is_refused_and_all_services_go_on(quartet: Quartet) -> None:
+    """It once ended the proxy's gRPC server, for every service and without any proof of who called."""
+    for name in (b"/\xff\xfe/Score", b"/quartet.v1.Reward/\xc3("):
+        call = quartet.channel.unary_unary(name)(b"", timeout=30)  # type: ignore[arg-type]  # bytes pass as they are
+        code, _ = await refused(call)
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+    for service in NAMES:
+        assert await quartet.health(service) == health_pb2.HealthCheckResponse.SERVING
+
+
 @pytest.mark.usefixtures("base")
 async def test_a_thousand_callers_that_leave_their_streams_leave_nothing_behind(quartet: Quartet) -> None:
     """Every one of them once ended the proxy, and with it all four services."""

@@ -52,7 +52,7 @@ class Gate:
             raise PermissionDenied(f"{caller.name} has the role {caller.role}, which may not call {method[1:]}")
         applications = directory.identity(caller).applications
         if applications is not None and application is not None and application not in applications:
-            raise PermissionDenied(f"{caller.name} may not call the application {application}")
+            raise PermissionDenied(f"{caller.name} may not call the application {application[:64]!r}")
         return caller
 
     def check_size(self, method: str, size: int) -> None:

@@ -29,4 +29,6 @@ def share_of(context: HasMetadata) -> Share:
     caller = caller_of(context)
     if caller != ANONYMOUS:
         return Share(caller.name, purpose if caller.role == "trainer" else Purpose.FOREIGN)
-    return Share(given.get(RUN, UNKNOWN.name)[:LONGEST_NAME], purpose)
+    name = given.get(RUN, UNKNOWN.name)[:LONGEST_NAME]
+    # It is written to logs, where a caller's line breaks and control characters have no place.
+    return Share(name if name.isprintable() else repr(name), purpose)

@@ -170,7 +170,7 @@ async def test_an_identity_may_be_held_to_some_applications(tmp_path: Path) -> N
         code, details = await outcome(ask(channel, "Reference/Logprobs"))
         assert (code, details) == (
             StatusCode.PERMISSION_DENIED,
-            "evaluator may not call the application reference",
+            "evaluator may not call the application 'reference'",
         )
 
 

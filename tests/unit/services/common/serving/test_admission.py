@@ -123,6 +123,9 @@ def test_a_caller_has_the_share_that_it_declares() -> None:
     assert share_of(Context(*declared("demo", Purpose.EVALUATION))) == Share("demo", Purpose.EVALUATION)
     assert share_of(Context()) == UNKNOWN
     assert share_of(Context(("quartet-run", "x" * 1000))).name == "x" * LONGEST_NAME
+    assert share_of(Context(("quartet-run", "a\nERROR b\x1b[2J"))).name == r"'a\nERROR b\x1b[2J'", (
+        "logs show the name"
+    )
 
 
 def test_an_identity_goes_before_what_is_declared() -> None:
