@@ -18,6 +18,9 @@ _ROUTES = "quartet_routes"
 PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
 """Option of the gRPC server. Clients ping every 20 s while they wait for an answer (wire/client.py); by default a
 server closes the connection of a client that pings for some minutes."""
+UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""Option of the gRPC server: it takes no compressed messages. 64 KiB of them can fill 64 MiB before their size is looked
+at."""
 
 
 def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> int:
@@ -67,6 +70,7 @@ def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[t
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         PINGS,
+        UNCOMPRESSED,
         ("grpc.so_reuseport", int(reuse)),
     ]
     if policy is not None:

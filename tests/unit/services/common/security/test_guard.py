@@ -132,6 +132,18 @@ async def test_each_method_has_its_own_largest_request(tmp_path: Path) -> None:
         assert code is StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_compressed_request_is_refused_before_it_fills_memory(
+    door: tuple[grpc.aio.Channel, Replicas],
+) -> None:
+    channel, replicas = door
+    call = channel.unary_unary("/quartet.v1.Reward/Score")(
+        b"\x12\x00" * 500, metadata=(("application", "reward"),), compression=grpc.Compression.Gzip, timeout=10
+    )
+    assert await outcome(call) == (StatusCode.UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.")
+    assert replicas.seen == []
+    assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+
+
 def test_what_a_run_sends_fits_the_limits_that_hold_by_default() -> None:
     limits = Limits()
     assert limits.of("/quartet.v1.Critic/Train") == limits.largest == 1 << 30
