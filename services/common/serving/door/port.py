@@ -19,8 +19,7 @@ PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
 """Option of the gRPC server. Clients ping every 20 s while they wait for an answer (wire/client.py); by default a
 server closes the connection of a client that pings for some minutes."""
 UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
-"""Option of the gRPC server: it takes no compressed messages. 64 KiB of them can fill 64 MiB before their size is looked
-at."""
+"""Option of the gRPC server: it takes no compressed messages, of which 64 KiB can fill 64 MiB unseen by any limit."""
 
 
 def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> int:
