@@ -132,9 +132,7 @@ class PromptStream:
             raise ValueError(f"first, count: should be at least 0 and 1, got {first} and {count}")
         size = len(self._prompts)
         taken = [number // self._each for number in range(first, first + count)]
-        passed = taken[0] // size
-        order = np.concatenate([self._epoch(number) for number in range(passed, taken[-1] // size + 1)])
-        return [self._prompts[order[number - passed * size]] for number in taken]
+        return [self._prompts[self._epoch(number // size)[number % size]] for number in taken]
 
     def _epoch(self, number: int) -> NDArray[np.int64]:
         if number not in self._orders:

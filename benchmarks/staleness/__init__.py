@@ -1,0 +1,1 @@
+"""Random schedules of the streaming loop in virtual time: what they do to samples."""
