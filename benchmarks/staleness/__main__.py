@@ -1,4 +1,4 @@
-"""What random schedules of delays, failures and kills do to the samples of the streaming loop.
+"""Random schedules of delays, failures and kills, and what they do to the samples of the streaming loop.
 
     python -m benchmarks.staleness [--schedules 1000] [--first 0]
 

@@ -44,11 +44,11 @@ class Outcome:
     doubled: int = 0
     tasks_left: int = 0
     ages: list[float] = field(default_factory=list)
-    """Of each sample: versions between its oldest token and training."""
+    """Versions between the oldest token of each sample and training."""
     token_ages: list[float] = field(default_factory=list)
-    """Of each sample: the mean of that over its tokens."""
+    """The same, of the mean over the tokens of each sample."""
     expected: list[tuple[int, int]] = field(default_factory=list)
-    """Of each sample: the least and the greatest age by the rule of admission, if sampling begins at once."""
+    """The least and the greatest age of each sample by the rule of admission, if sampling begins at once."""
 
     @property
     def faults(self) -> int:
@@ -82,7 +82,7 @@ class Learner:
 
 
 class Disk:
-    """What survives a kill: the journal, and the last checkpoint's state."""
+    """The journal and the last checkpoint, which survive a kill."""
 
     def __init__(self, chance: Chance, every: int, state: TrainState) -> None:
         self._chance, self._every = chance, every
@@ -90,32 +90,32 @@ class Disk:
         self.state = state
 
     def read(self, step: int, prompt: Any) -> Collected | None:
-        """As ExperienceJournal.read."""
+        """Returns the batch of `step`; None if it is missing."""
         return self.kept.get(step)
 
     def write(self, step: int, collected: Collected) -> None:
-        """As ExperienceJournal.write."""
+        """Writes a batch, and deletes those of later steps."""
         self.kept = {kept: batch for kept, batch in self.kept.items() if kept < step}
         if self._chance.draw.random() > 0.05:  # else the disk was full
             self.kept[step] = collected
 
     async def first(self, state: TrainState) -> None:
-        """As Checkpoints.first."""
+        """Takes the first checkpoint."""
         self.state = state
 
     async def take_if_due(self, state: TrainState) -> None:
-        """As Checkpoints.take_if_due."""
+        """Takes a checkpoint every so many steps, and forgets the batches that it covers."""
         if state.step % self._every == 0:
             await self._chance.spend("checkpoint")
             self.state = state
             self.kept = {step: batch for step, batch in self.kept.items() if step > state.step}
 
     def last_step(self) -> int:
-        """As Checkpoints.last_step."""
+        """Step of the last checkpoint."""
         return self.state.step
 
     def waited_s(self) -> float:
-        """As Checkpoints.waited_s."""
+        """Nothing: the time is virtual."""
         return 0.0
 
 

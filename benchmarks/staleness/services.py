@@ -19,7 +19,7 @@ REPLICAS = 2
 
 @dataclass
 class Chance:
-    """Durations and failures, drawn anew for each call."""
+    """Durations and failures, drawn for each call."""
 
     draw: random.Random
     failing: float
