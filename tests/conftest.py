@@ -1,12 +1,10 @@
-"""Fixtures that all tests share: the tiny models of tests/models.py, each built once, and the quartet."""
+"""Fixtures that all tests share: the tiny models of tests/models.py, each built once."""
 
 import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,9 +26,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
     }
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
-if TYPE_CHECKING:  # unit tests do without Ray and gRPC
-    from tests.cluster import Quartet
-
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,14 +37,3 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model of one label."""
     return make_reward(tmp_path_factory.mktemp("models") / "reward")
-
-
-@pytest.fixture(scope="session")
-async def quartet(
-    tmp_path_factory: pytest.TempPathFactory, policy_folder: Path, reward_folder: Path
-) -> AsyncIterator["Quartet"]:
-    """The four services on a Ray head of their own: one for all integration and end-to-end tests."""
-    from tests.cluster import running_quartet
-
-    async with running_quartet(tmp_path_factory.mktemp("quartet"), policy_folder, reward_folder) as running:
-        yield running

@@ -7,7 +7,7 @@ import pytest
 from tests.engine_process import EngineProcess
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine() -> Iterator[EngineProcess]:
     """A process for engines, one after the other."""
     process = EngineProcess()

@@ -10,9 +10,10 @@ import ray
 from tests import plain
 from tests.cluster import Quartet
 from tests.pushing import push_model
+from tests.running import shared_quartet  # noqa: F401
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def on_ray(quartet: Quartet) -> Iterator[None]:
     """This process as a driver on the quartet's cluster."""
     # All else that a process needs that joins it is in tests/conftest.py, for the other heads of the tests too.
