@@ -173,7 +173,8 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
     while time.monotonic() < end:
         if head.poll() is not None:
             said = last_words(log)
-            kind = _SlowStart if "timed out during startup" in said else ClusterError
+            slow = "timed out during startup" in said or "Timed out waiting for node info" in said
+            kind = _SlowStart if slow else ClusterError
             raise kind(f"Ray ended with status {head.returncode}:\n{said}")
         try:
             applications(cluster)

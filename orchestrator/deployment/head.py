@@ -20,13 +20,12 @@ class Ports:
 
     gcs: int
     dashboard: int
-    client: int
     agent: int
 
     @classmethod
     def free(cls) -> "Ports":
         """Picks free ports."""
-        return cls(*free_ports(4))
+        return cls(*free_ports(3))
 
 
 def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) -> "subprocess.Popen[bytes]":
@@ -42,7 +41,8 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
-        *("--ray-client-server-port", str(ports.client)),
+        # 0 is none: nothing of Quartet connects by Ray Client, and its server would be one more listener.
+        *("--ray-client-server-port", "0"),
         # Ray's default is the same for every head of a machine.
         *("--dashboard-agent-listen-port", str(ports.agent)),
         # Ray's default range of worker ports contains Serve's port.

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -192,6 +193,7 @@ class WeightMember:
             "membership": message.membership,
             "host": self._host,
             "stall_s": message.stall_s,
+            "until": time.time() + message.stall_s,
             "streaming": message.streaming,
         }
 

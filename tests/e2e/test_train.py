@@ -93,9 +93,10 @@ def test_the_trace_has_every_sample_once_in_each_stage(quartet: Quartet, run: Pa
 
 def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
     lines = read_metrics(run / "metrics.jsonl")
-    for before, line in pairwise(lines):
-        # The time stamps are in milliseconds, and taken just after the window ends.
-        assert line["seconds/wall"] == pytest.approx(line["time"] - before["time"], rel=0.01, abs=0.01)
+    # Time stamps are taken a moment after their windows end, so windows are compared with them all together.
+    passed = lines[-1]["time"] - lines[0]["time"]
+    assert sum(line["seconds/wall"] for line in lines[1:]) == pytest.approx(passed, rel=0.01, abs=0.1)
+    for line in lines[1:]:
         assert sum(line[f"wait/loop/{what}"] for what in LOOPS) == pytest.approx(1)
         for part in PARTS:
             waits = [value for name, value in line.items() if name.startswith(f"wait/{part}/")]

@@ -1,5 +1,7 @@
 """A worker's end of a push: one interface, implemented for process groups and for shared memory."""
 
+import math
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,13 +36,21 @@ class Joining:
     """The worker's own address."""
     stall_s: float
     """Longest wait, in seconds, for the group to form, and for one bucket."""
+    until: float = math.inf
+    """Unix time at which the others stop waiting for the group to form. A worker that comes to it late, as it was
+    busy, gives up then too, and is free for the next attempt instead of always one behind."""
+
+    @property
+    def joining_s(self) -> float:
+        """Seconds that are left for the group to form."""
+        return min(self.stall_s, self.until - time.time())
 
 
 class Receiver(Protocol):
     """Takes the weights of one push after another, from the senders of a membership."""
 
     def join(self, joining: Joining) -> None:
-        """Joins the members, leaving the group before; RuntimeError if not all members come."""
+        """Joins the members, leaving the group before; RuntimeError if not all members come in time."""
 
     def receive(self, manifest: Manifest) -> str:
         """Receives all buckets; returns the checksum of their bytes.
@@ -73,10 +83,13 @@ class GroupReceiver:
         self.close()
         wire, senders = make_wire(joining.backend, joining.host, self._device), len(joining.senders)
         for sender, (address, port) in enumerate(joining.senders):
-            store = reach_store(address, port, joining.stall_s)
+            joining_s = joining.joining_s
+            if joining_s <= 0:
+                raise RuntimeError(f"membership {joining.membership} was given up before this worker came to join it")
+            store = reach_store(address, port, joining_s)
             rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
             place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
-            self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s))
+            self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))
 
     def receive(self, manifest: Manifest) -> str:
         """Receives all buckets into host memory; hashes one while the next one arrives."""

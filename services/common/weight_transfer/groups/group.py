@@ -35,7 +35,15 @@ class Group:
     """One membership's group. Every operation raises RuntimeError after the timeout instead of hanging."""
 
     def __init__(
-        self, store: TCPStore, wire: Wire, *, rank: int, world_size: int, membership: int, timeout_s: float
+        self,
+        store: TCPStore,
+        wire: Wire,
+        *,
+        rank: int,
+        world_size: int,
+        membership: int,
+        timeout_s: float,
+        joining_s: float | None = None,
     ) -> None:
         """Joins the group; returns when all `world_size` members have joined.
 
@@ -45,25 +53,27 @@ class Group:
             rank: this member's rank, 0 for the sender.
             world_size: number of members, the sender and the workers.
             membership: number of the membership; members of different numbers never meet.
-            timeout_s: deadline of joining and of each broadcast.
+            timeout_s: deadline of joining and of each broadcast, in seconds.
+            joining_s: another deadline of joining; None for the same.
 
         Raises:
             RuntimeError: not all members came in time.
         """
         self.timeout = timedelta(seconds=timeout_s)
+        self._joining = timedelta(seconds=timeout_s if joining_s is None else joining_s)
         self._rank, self._wire = rank, wire
         self._carrier = torch.empty(0, dtype=torch.uint8, device=wire.device)
         meeting = PrefixStore(f"membership{membership}", store)
         if wire.device is not None:
             self._call_the_roll(meeting, world_size)
-        self._group: Any = wire.form(meeting, rank, world_size, self.timeout)
+        self._group: Any = wire.form(meeting, rank, world_size, self._joining)
         if wire.device is not None:
             self._connect()
 
     def _call_the_roll(self, meeting: Store, world_size: int) -> None:
         """Waits until all members are about to connect, since NCCL itself would wait without a deadline."""
         meeting.set(f"here{self._rank}", b"")
-        meeting.wait([f"here{rank}" for rank in range(world_size)], self.timeout)
+        meeting.wait([f"here{rank}" for rank in range(world_size)], self._joining)
 
     def _connect(self) -> None:
         """Forms NCCL's communicator by a first operation, in a thread that can be abandoned: if a member dies after
@@ -76,7 +86,7 @@ class Group:
             except Exception as error:
                 failures.append(error)
 
-        seconds = self.timeout.total_seconds()
+        seconds = self._joining.total_seconds()
         thread = threading.Thread(target=first, daemon=True, name="push group")
         thread.start()
         thread.join(seconds)

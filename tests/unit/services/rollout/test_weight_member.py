@@ -1,6 +1,7 @@
 """A replica's part in a push: phases in order, failures rolled back, reports that say what happened."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def good(version: int, membership: int, checksum: str = "", timeline: int = 0) -
 
 async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: WeightMember) -> None:
     assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
+    before = time.time()
     assert await play(member, prepare(1)) == good(3, 1)
     assert await play(member, transfer(1)) == good(3, 1, "new")
     assert await play(member, commit(1, 4)) == good(4, 1, "new", timeline=4)
@@ -48,6 +50,8 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
         "stall_s": 7,
         "streaming": False,
     }
+    # The learner waits for stall_s too; later than that it is not there to join.
+    assert before + 7 <= engine.calls[0][1].pop("until") <= time.time() + 7
     assert engine.calls == [("join", info), ("pause", "keep"), ("receive", MANIFEST), ("commit", 4)]
 
 

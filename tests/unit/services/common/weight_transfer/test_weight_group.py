@@ -111,6 +111,21 @@ def test_a_member_that_never_comes_is_an_error_before_anything_is_formed() -> No
     assert TIMEOUT_S - 0.1 < time.monotonic() - start < TIMEOUT_S + 20
 
 
+def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_next_attempt() -> None:
+    store = serve_store(HOST, 60)
+    receiver = GroupReceiver(CPU)
+
+    def join(left_s: float) -> None:
+        receiver.join(Joining("gloo", [[HOST, store.port]], 1, 2, 1, HOST, 60, time.time() + left_s))
+
+    with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
+        join(-0.1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        join(0.5)
+    assert 0.4 < time.monotonic() - start < 30
+
+
 def test_a_member_that_dies_after_the_roll_was_called_holds_nobody_up() -> None:
     """The caller's thread is free at the deadline, though NCCL's first operation never ends by itself."""
     stuck = Stuck()
