@@ -93,6 +93,7 @@ class Plain:
 
     def _step(self, batch: PolicyBatch, rows: Sequence[int]) -> float:
         ppo = self._ppo
+        assert batch.old_logprobs is not None
         pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], self._device)
         sampled, old, advantages = (
             pad_rows([values[i] for i in rows], pairs.width, self._device)

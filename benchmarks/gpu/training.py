@@ -126,6 +126,7 @@ class Plain:
         return float(loss.detach())
 
     def _loss(self, pairs: PairTensors, ppo: PPOConfig) -> torch.Tensor:
+        assert self._batch.old_logprobs is not None
         old, advantages = pairs.spread(self._batch.old_logprobs), pairs.spread(self._batch.advantages)
         mask, count = pairs.action_mask, sum(pairs.lengths)
         logits = response_logits(self._model, pairs)

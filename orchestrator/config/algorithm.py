@@ -89,6 +89,13 @@ class PPOConfig(Config):
         """True if advantages are estimated from a critic's values."""
         return self.advantages == "gae"
 
+    def needs_old_logprobs(self, samples: int) -> bool:
+        """True if an update with so many samples needs the learner's log-probs beforehand: for a KL penalty in the
+        rewards, or because it takes several optimizer steps. A single step computes them itself, with the same
+        weights."""
+        penalised = self.kl.coef > 0 and self.kl.placement == "reward"
+        return penalised or self.epochs > 1 or self.minibatch_size < samples
+
     @model_validator(mode="after")
     def _advantages_have_what_they_need(self) -> Self:
         name = self.advantages

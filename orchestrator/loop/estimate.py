@@ -19,14 +19,21 @@ KLController = FixedKL | AdaptiveKL
 
 
 @dataclass(frozen=True, slots=True)
+class Distance:
+    """Distance of the learner's policy before the update from the reference and from the samplers' policies."""
+
+    kl: float
+    """Mean over responses of the KL estimate summed over tokens, in nats; 0 without a reference."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Advantages:
     """Inputs of the update besides the experience; lists of B arrays [T]."""
 
     advantages: list[Floats]
     returns: list[Floats]
     """The returns that the critic learns; none without a critic."""
-    kl: float
-    """Mean over responses of the KL estimate summed over tokens, in nats; 0 without a reference."""
     normaliser: RunningNormaliser
     """The normaliser after this batch's scores."""
     metrics: dict[str, float]
@@ -41,7 +48,7 @@ def make_controller(ppo: PPOConfig, coef: float) -> KLController:
 
 def estimate_advantages(
     batch: Batch,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     ppo: PPOConfig,
     kl_coef: float,
     normaliser: RunningNormaliser,
@@ -50,15 +57,14 @@ def estimate_advantages(
 
     Args:
         batch: B responses.
-        old_logprobs: [B, T], the learner's before the update; the KL excludes the rollout engine's mismatch thus.
+        old_logprobs: [B, T], the learner's before the update, so that the KL excludes the rollout engine's mismatch;
+            None if no reward holds a KL penalty.
         ppo: the algorithm.
         kl_coef: coefficient of this batch.
         normaliser: running mean and deviation of earlier scores.
     """
     mask, scores = batch.mask, batch.scores
-    reference, kl = batch.ref_logprobs, torch.zeros_like(old_logprobs)
-    if reference is not None:
-        kl = kl_estimate(old_logprobs, reference, ppo.kl.estimator, mask)
+    kl = torch.zeros(mask.shape) if old_logprobs is None else _kl(batch, old_logprobs, ppo)
     if ppo.normalise_scores:
         normaliser = normaliser.update(scores)
         scores = normaliser.normalise(scores)
@@ -67,18 +73,37 @@ def estimate_advantages(
     advantages, returns = _advantages(batch, rewards, ppo)
     whitened = whiten(advantages, mask) if ppo.whiten_advantages else advantages
 
-    kl_per_response = float(torch.where(mask, kl, 0).sum(1).mean())
     metrics = {
         "reward/mean": float(rewards.sum(1).mean()),
         "kl/coef": kl_coef,
     }
     if returns is not None:
         metrics["value/explained_variance"] = explained_variance(batch.values, returns, mask)
-    if reference is not None:
-        metrics["kl/reference"] = kl_per_response
-    metrics |= _described(batch) | _off_policy(batch, old_logprobs, ppo)
     learned = [] if returns is None else batch.rows(returns)
-    return Advantages(batch.rows(whitened), learned, kl_per_response, normaliser, metrics)
+    return Advantages(batch.rows(whitened), learned, normaliser, metrics | _described(batch))
+
+
+def measure_distance(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> Distance:
+    """Measures `kl/reference`, `mismatch/*` and `off_policy/*` of B responses.
+
+    Args:
+        batch: the responses.
+        old_logprobs: [B, T], the learner's before the update.
+        ppo: the algorithm.
+    """
+    kl = float(torch.where(batch.mask, _kl(batch, old_logprobs, ppo), 0).sum(1).mean())
+    metrics = _off_policy(batch, old_logprobs, ppo)
+    if batch.ref_logprobs is not None:
+        metrics["kl/reference"] = kl
+    return Distance(kl, metrics)
+
+
+def _kl(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> Tensor:
+    """The KL estimate per token, [B, T]; zeros without a reference."""
+    reference = batch.ref_logprobs
+    if reference is None:
+        return torch.zeros_like(old_logprobs)
+    return kl_estimate(old_logprobs, reference, ppo.kl.estimator, batch.mask)
 
 
 def _advantages(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor | None]:

@@ -1,9 +1,24 @@
-"""Metrics of a step besides its losses: samples, versions, speeds. Pure functions."""
+"""Metrics of a step besides its losses, and the bound on its samples' age. Pure functions."""
 
 from collections import Counter
 
 from orchestrator.experience.experience import Collected
 from orchestrator.loop.state import TrainState
+
+
+class StaleSample(RuntimeError):
+    """A sample exceeded the bound on staleness. The bound holds by construction, so this is a defect of a service."""
+
+
+def check_ages(collected: Collected, step: int, version: int, bound: int) -> None:
+    """Raises StaleSample if a token for `step` was sampled by a version more than `bound` behind `version`."""
+    for experience in collected.experiences:
+        oldest = experience.sample.oldest_version
+        if version - oldest > bound:
+            raise StaleSample(
+                f"step {step}, sample {experience.number}: sampled by version {oldest}, {version - oldest} behind "
+                f"the policy's {version}; loop.max_staleness is {bound}"
+            )
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:

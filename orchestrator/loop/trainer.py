@@ -16,8 +16,14 @@ from orchestrator.experience.stream import Stream
 from orchestrator.learners.learner import Learner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.checkpoint import Checkpoints
-from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
-from orchestrator.loop.measures import ledger, speeds, staleness
+from orchestrator.loop.estimate import (
+    Advantages,
+    Distance,
+    estimate_advantages,
+    make_controller,
+    measure_distance,
+)
+from orchestrator.loop.measures import check_ages, ledger, speeds, staleness
 from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
@@ -37,12 +43,11 @@ class TrainedPolicy(Protocol):
     async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """Log-probs under the current weights."""
 
+    async def trained_logprobs(self) -> list[Floats]:
+        """Log-probs of the last batch that was trained on without, under the weights before."""
+
     async def save(self, folder: str) -> str:
         """Writes the model in Hugging Face's format."""
-
-
-class StaleSample(RuntimeError):
-    """A sample exceeded the bound on staleness. The bound holds by construction, so this is a defect of a service."""
 
 
 class Trainer:
@@ -116,10 +121,11 @@ class Trainer:
         update, estimate = self._estimate(state, batch, old_logprobs)
         with watch("train"), self._waits("training"):
             learned = await self._update(update)
-        done = self._done(state, collected, estimate, learned)
+        distance = await self._distance(batch, old_logprobs)
+        done = self._done(state, collected, estimate, distance, learned)
         with watch("publish"), self._waits("push"):
             await publishing.publish(done.policy_version)
-        metrics = estimate.metrics | learned | ledger(state, done, collected)
+        metrics = estimate.metrics | distance.metrics | learned | ledger(state, done, collected)
         metrics |= staleness(state.policy_version, collected)
         metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
         metrics |= {
@@ -136,11 +142,16 @@ class Trainer:
         return done
 
     def _done(
-        self, state: TrainState, collected: Collected, estimate: Advantages, learned: dict[str, float]
+        self,
+        state: TrainState,
+        collected: Collected,
+        estimate: Advantages,
+        distance: Distance,
+        learned: dict[str, float],
     ) -> TrainState:
         count = len(collected.experiences)
         return state.advanced(
-            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(estimate.kl, count).coef,
+            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(distance.kl, count).coef,
             normaliser=estimate.normaliser,
             asked=count + collected.repeated,
             used=[experience.number for experience in collected.experiences],
@@ -162,34 +173,45 @@ class Trainer:
 
     async def _take(self, state: TrainState, stream: Stream) -> Collected:
         """The next batch. StaleSample if one of its tokens is older than the configured bound."""
-        version, bound = state.policy_version, self._config.loop.max_staleness
         with self._waits.for_batch() as numbers:
             taken = await stream.take(state.step + 1, critic_step=state.critic_step)
             numbers.update(experience.number for experience in taken.experiences)
-        for experience in taken.experiences:
-            behind = version - experience.sample.oldest_version
-            if behind > bound:
-                raise StaleSample(
-                    f"step {state.step + 1}, sample {experience.number}: sampled by version "
-                    f"{experience.sample.oldest_version}, {behind} behind the policy's {version}; loop.max_staleness "
-                    f"is {bound}"
-                )
+        check_ages(taken, state.step + 1, state.policy_version, self._config.loop.max_staleness)
         return taken
 
-    async def _valued(self, state: TrainState, stream: Stream, collected: Collected) -> tuple[Batch, list[Floats]]:
-        """The batch with the critic's values, and the policy's own log-probs of it, both from before the update."""
+    async def _valued(
+        self, state: TrainState, stream: Stream, collected: Collected
+    ) -> tuple[Batch, list[Floats] | None]:
+        """The batch with the critic's values, and the policy's own log-probs of it, both from before the update; no
+        log-probs where the update computes them itself."""
         batch = Batch.of(collected.experiences)
         async with asyncio.TaskGroup() as group:
             valued = group.create_task(stream.complete(state.step + 1, collected, critic_step=state.critic_step))
-            own = self._policy.logprobs(batch.prompts, batch.responses)
-            logprobs = group.create_task(self._waits.on("policy").timing("logprobs", own))
-        check_own_logprobs(logprobs.result())
-        return replace(batch, experiences=valued.result().experiences), logprobs.result()
+            own = group.create_task(self._old_logprobs(batch))
+        if (logprobs := own.result()) is not None:
+            check_own_logprobs(logprobs)
+        return replace(batch, experiences=valued.result().experiences), logprobs
 
-    def _estimate(self, state: TrainState, batch: Batch, old_logprobs: list[Floats]) -> tuple[Update, Advantages]:
+    async def _old_logprobs(self, batch: Batch) -> list[Floats] | None:
+        if not self._config.ppo.needs_old_logprobs(len(batch)):
+            return None
+        own = self._policy.logprobs(batch.prompts, batch.responses)
+        return await self._waits.on("policy").timing("logprobs", own)
+
+    async def _distance(self, batch: Batch, old_logprobs: list[Floats] | None) -> Distance:
+        """Measures the batch by the log-probs from before the update, which computed them where they are None."""
+        if old_logprobs is None:
+            old_logprobs = await self._policy.trained_logprobs()
+            check_own_logprobs(old_logprobs)
+        return measure_distance(batch, batch.padded(old_logprobs), self._config.ppo)
+
+    def _estimate(
+        self, state: TrainState, batch: Batch, old_logprobs: list[Floats] | None
+    ) -> tuple[Update, Advantages]:
         """The batch for the learners: the experience, the policy's own log-probs of it, and its advantages."""
         ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
-        estimate = estimate_advantages(batch, batch.padded(old_logprobs), ppo, kl_coef, state.normaliser)
+        padded = None if old_logprobs is None else batch.padded(old_logprobs)
+        estimate = estimate_advantages(batch, padded, ppo, kl_coef, state.normaliser)
         trained = PolicyBatch(
             prompts=batch.prompts,
             responses=batch.responses,

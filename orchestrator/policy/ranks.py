@@ -78,6 +78,10 @@ class Policy:
         call = self._ranks.call(PolicyTrainer.train, self._timeouts.train_s, self._share(batch), seed)
         return await self._told(call)
 
+    async def trained_logprobs(self) -> list[Floats]:
+        """Log-probs that the last update computed, as PolicyTrainer.trained_logprobs."""
+        return await self._told(self._ranks.call(PolicyTrainer.trained_logprobs, self._timeouts.train_s))
+
     async def places(self) -> list[Place]:
         """The place of each sending rank, see WeightSending.place."""
         weights = self._weights

@@ -34,8 +34,8 @@ class PolicyBatch:
     """[T]"""
     logprobs: Sequence[Floats]
     """[T] as sampled, by the rollout engine"""
-    old_logprobs: Sequence[Floats]
-    """[T] by this learner, before the update"""
+    old_logprobs: Sequence[Floats] | None
+    """[T] by this learner, before the update; None where the update is one optimizer step, which computes them"""
     ref_logprobs: Sequence[Floats] | None
     """[T] by the frozen reference; None where the run has none"""
     advantages: Sequence[Floats]
@@ -46,9 +46,11 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Micro:
+    rows: Sequence[int]
+    """The pairs' numbers in the batch; none on a rank whose share only makes the ranks' counts equal."""
     pairs: PairTensors
     logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     tokens: int
@@ -72,6 +74,10 @@ class PolicyTrainer:
         self._distribution = distribution
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = Learner(add_adapters(model, config.lora), config, ranks)
+        self._computed: list[tuple[_Micro, torch.Tensor]] = []
+        """Log-probs that the last update computed, if its batch came without."""
+        self._lengths: list[int] = []
+        """Tokens of each response of that batch."""
         self.sending = WeightSending(self._learner)
         self.snapshots = Snapshots(self._learner, self._write, exported=True)
 
@@ -109,18 +115,31 @@ class PolicyTrainer:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
         gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not.
 
-        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect.
+        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect. ValueError if
+        the batch has no old log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
         """
+        if batch.old_logprobs is None and self._ppo.needs_old_logprobs(len(batch.prompts)):
+            raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")
+        self._computed, self._lengths = [], [len(response) for response in batch.responses]
         means, first = Means(), dict[str, float]()
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         for chosen in order:
-            weight = weight_of(chosen, [len(response) for response in batch.responses], self._ppo.minibatch_size)
+            weight = weight_of(chosen, self._lengths, self._ppo.minibatch_size)
             measured = self._learner.step(self._micro_batches(batch, chosen, weight), self._loss)
             if measured and not first:
                 first = {"first_log_ratio_max": measured["log_ratio_max"]}
             means.add(measured, weight)
         self._learner.check_weights()
         return means.result() | first | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
+
+    def trained_logprobs(self) -> list[Floats]:
+        """The old log-probs of a batch that was trained on without, as its optimizer step computed them before it
+        changed the weights; [T] for each response. Every rank calls it, once."""
+        by_row: dict[int, Floats] = {}
+        for micro, logprobs in self._computed:
+            by_row |= dict(zip(micro.rows, micro.pairs.unpad(logprobs), strict=True))
+        self._computed = []
+        return self._learner.shared(by_row, self._lengths)
 
     def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
@@ -135,9 +154,10 @@ class PolicyTrainer:
             return pairs.spread([values[i] for i in rows])
 
         return _Micro(
+            rows=rows if part.counts else (),
             pairs=pairs if part.counts else pairs.muted(),
             logprobs=spread(batch.logprobs),
-            old_logprobs=spread(batch.old_logprobs),
+            old_logprobs=None if batch.old_logprobs is None else spread(batch.old_logprobs),
             ref_logprobs=None if batch.ref_logprobs is None else spread(batch.ref_logprobs),
             advantages=spread(batch.advantages),
             tokens=tokens,
@@ -151,17 +171,27 @@ class PolicyTrainer:
         logits = response_logits(self._learner.model, micro.pairs)
         new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs, trained=ppo.entropy_coef > 0)
         entropy = masked_sum(entropies, mask) / micro.tokens
-        result = self._policy_loss(micro, new_logprobs)
+        old_logprobs = self._old_logprobs(micro, new_logprobs)
+        result = self._policy_loss(micro, new_logprobs, old_logprobs)
         loss = result.loss
         if ppo.entropy_coef > 0:
             loss = loss - ppo.entropy_coef * entropy
         if ppo.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
             kl = kl_estimate(new_logprobs, micro.ref_logprobs, ppo.kl.estimator, mask)
             loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
-        moved = torch.where(mask, new_logprobs - micro.old_logprobs, 0.0).abs().max()
+        moved = torch.where(mask, new_logprobs - old_logprobs, 0.0).abs().max()
         return loss * micro.weight, result._asdict() | {"loss": loss, "entropy": entropy, "log_ratio_max": moved}
 
-    def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor) -> PolicyLoss:
+    def _old_logprobs(self, micro: _Micro, new_logprobs: torch.Tensor) -> torch.Tensor:
+        """The log-probs that came with the batch, or else the present ones, since no step has been taken yet."""
+        if micro.old_logprobs is not None:
+            return micro.old_logprobs
+        old_logprobs = new_logprobs.detach()
+        if micro.rows:
+            self._computed.append((micro, old_logprobs))
+        return old_logprobs
+
+    def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> PolicyLoss:
         ppo, mask = self._ppo, micro.pairs.action_mask
         if ppo.correction == "dis":
             return dis_loss(
@@ -174,7 +204,7 @@ class PolicyTrainer:
             )
         weights = correction_weights(
             ppo.correction,
-            micro.old_logprobs,
+            old_logprobs,
             micro.logprobs,
             mask,
             cap=ppo.importance_cap,
@@ -183,7 +213,7 @@ class PolicyTrainer:
         )
         return policy_loss(
             new_logprobs,
-            micro.old_logprobs,
+            old_logprobs,
             micro.advantages,
             mask,
             clip_eps_low=ppo.clip_eps_low,

@@ -41,6 +41,10 @@ class FakePolicy:
         self.journal.note("old logprobs")
         return [np.full(len(response), -1.25, np.float32) for response in responses]
 
+    async def trained_logprobs(self) -> list[Any]:
+        self.journal.note("trained logprobs")
+        return [np.full(len(response), -1.25, np.float32) for response in self.batches[-1][0].responses]
+
     async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         self.journal.note("train policy")
         if self.meeting:

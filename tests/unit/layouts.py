@@ -72,6 +72,15 @@ class Bench:
             "before": old,
         }
 
+    def on_policy(self, layout: dict[str, Any], samples: int) -> tuple[list[Floats], list[Floats]]:
+        """Log-probs of so many samples by a pass before an update of one step, and those that the update computed."""
+        config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
+        trainer = PolicyTrainer(config, PPOConfig(epochs=1, kl=KLConfig(coef=0)), Distribution(0.7), self._ranks)
+        prompts, responses = pairs(samples)
+        before, rows = trainer.logprobs(prompts, responses), noise(responses, 1)
+        trainer.train(PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0), seed=0)
+        return before, trainer.trained_logprobs()
+
     def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5) -> Result:
         """The same with the critic and its values."""
         trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)

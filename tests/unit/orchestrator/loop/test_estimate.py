@@ -1,6 +1,6 @@
 """Rewards, advantages and returns of a batch of two responses, by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import KLConfig, PPOConfig
 from orchestrator.experience.experience import Experience
 from orchestrator.loop.batch import Batch
-from orchestrator.loop.estimate import Advantages, estimate_advantages, make_controller
+from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fakes import make_config, make_prompts
 
@@ -37,17 +37,32 @@ BATCH = [
 ]
 
 
+@dataclass
+class Estimated:
+    """Advantages and distance of a batch."""
+
+    advantages: list[Any]
+    returns: list[Any]
+    normaliser: RunningNormaliser
+    kl: float
+    metrics: dict[str, float]
+
+
 def estimated(
     experiences: list[Experience],
     settings: PPOConfig,
     kl_coef: float = 0.1,
     normaliser: RunningNormaliser | None = None,
-) -> Advantages:
+) -> Estimated:
     batch = Batch.of(experiences)
-    return estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
+    old = batch.padded(OLD)
+    made = estimate_advantages(batch, old, settings, kl_coef, normaliser or RunningNormaliser())
+    distance = measure_distance(batch, old, settings)
+    metrics = made.metrics | distance.metrics
+    return Estimated(made.advantages, made.returns, made.normaliser, distance.kl, metrics)
 
 
-def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **ppo: Any) -> Advantages:
+def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **ppo: Any) -> Estimated:
     settings = PPOConfig(**{"gae_lambda": 0.5, "whiten_advantages": False} | ppo)
     return estimated(BATCH, settings, kl_coef, normaliser)
 
@@ -78,6 +93,34 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     # k2: 0.5^2 / 2 + 0.3^2 / 2 = 0.17 and 0.5^2 / 2 = 0.125.
     assert found.kl == pytest.approx((0.17 + 0.125) / 2)
     assert found.metrics["kl/coef"] == 0.1
+
+
+def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
+    settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
+    batch = Batch.of(BATCH)
+    without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
+    found = estimated(BATCH, settings)
+    assert rows(without.advantages) == rows(found.advantages)
+    assert rows(without.returns) == rows(found.returns)
+    assert without.metrics.items() <= found.metrics.items()
+
+
+@pytest.mark.parametrize(
+    ("ppo", "needed"),
+    [
+        ({"kl": {"coef": 0}}, False),
+        ({"kl": {"placement": "loss", "estimator": "k3"}}, False),
+        ({}, True),
+        ({"kl": {"coef": 0}, "epochs": 2}, True),
+        ({"kl": {"coef": 0}, "minibatch_size": 7}, True),
+        ({"kl": {"coef": 0}, "minibatch_size": 9}, False),
+    ],
+)
+def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
+    ppo: dict[str, Any], needed: bool
+) -> None:
+    """For 8 samples."""
+    assert PPOConfig.parse({"epochs": 1, "minibatch_size": 8} | ppo, "ppo").needs_old_logprobs(8) is needed
 
 
 def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:

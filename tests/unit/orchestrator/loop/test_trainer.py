@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.loop.trainer import StaleSample
+from orchestrator.loop.measures import StaleSample
 from orchestrator.tracing.shares import LOOPS
 from tests.unit.fake_run import Stage
 
@@ -46,6 +46,30 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         ("save", "saved"),
     ]
     assert stage.progress.calls == [("start", 3, 0), ("step", 1), ("step", 2), ("step", 3), "stop"]
+
+
+ON_POLICY = {"minibatch_size": 2, "epochs": 1, "kl": {"placement": "loss", "estimator": "k2"}}
+
+
+async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_folder: Path) -> None:
+    spared, asked = Stage(policy_folder, ppo=ON_POLICY), Stage(policy_folder, ppo=ON_POLICY | {"minibatch_size": 1})
+    for stage in (spared, asked):
+        await stage.run()
+    names = spared.journal.names()
+    assert names.count("trained logprobs") == 3
+    assert "old logprobs" not in names
+    assert names.index("train policy") < names.index("trained logprobs") < names.index("push", 1)
+    assert asked.journal.names().count("old logprobs") == 3
+    assert "trained logprobs" not in asked.journal.names()
+    for (batch, _), (other, _) in zip(spared.policy.batches, asked.policy.batches, strict=True):
+        assert batch.old_logprobs is None
+        assert [row.tolist() for row in batch.advantages] == [row.tolist() for row in other.advantages]
+    for step in (1, 2, 3):
+        of_one, of_two = spared.log.lines[step], asked.log.lines[step]
+        assert of_one.keys() == of_two.keys()
+        for name in of_one:
+            if not name.startswith(("seconds/", "tokens_per_s/", "wait/", "work/")):
+                assert of_one[name] == of_two[name], name
 
 
 async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None:
@@ -98,6 +122,7 @@ async def test_what_policy_and_critic_train_on(policy_folder: Path) -> None:
     (batch, seed), critic = stage.policy.batches[0], stage.fakes.critic.trained[0]
     order = [int(prompt[0]) for prompt in batch.prompts]
     assert batch.ref_logprobs is not None
+    assert batch.old_logprobs is not None
     assert sorted(order) == [10, 11]
     assert [response.tolist() for response in batch.responses] == [[token] * (token - 9) for token in order]
     for rows, value in ((batch.logprobs, -1), (batch.old_logprobs, -1.25), (batch.ref_logprobs, -1.5)):

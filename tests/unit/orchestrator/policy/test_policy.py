@@ -30,6 +30,7 @@ def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_bat
 def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None) -> torch.Tensor:
     """PPO's loss over the whole batch: clip 0.2, importance weights capped at 2, over all ten tokens."""
     logprobs = distributions(model, TEMPERATURE)
+    assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     total = torch.zeros(())
     for row, (every, new) in enumerate(zip(logprobs, chosen(logprobs), strict=True)):
@@ -84,6 +85,7 @@ def test_every_correction_trains_alike_however_a_batch_is_cut(
     policy_folder: Path, batch: PolicyBatch, correction: str, micro_batch_tokens: int
 ) -> None:
     """The loss by hand, response by response."""
+    assert batch.old_logprobs is not None
     band = (0.8, 1.25)
     expected = 0.0
     with torch.no_grad():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from orchestrator.config.algorithm import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from services.common.learner.minibatches import minibatches
 from services.common.models.loading import load_tokenizer
@@ -30,6 +31,7 @@ def test_epochs_minibatches_and_the_seed_of_their_order(policy_folder: Path, bat
 
 def test_no_token_of_a_short_minibatch_counts_for_more_than_others(policy_folder: Path, batch: PolicyBatch) -> None:
     """Two small steps of AdamW, whose second is the mean of both gradients, over the tokens of whole minibatches."""
+    assert batch.old_logprobs is not None
     rate, size = 1e-4, 3
     trainer = make_trainer(policy_folder, size=size, rate=rate)
     before = weights(trainer)
@@ -61,6 +63,35 @@ def test_the_first_steps_ratio_is_told_apart_and_the_largest_is_the_largest(
     assert metrics["first_log_ratio_max"] < 1e-5
     assert metrics["log_ratio_max"] > 1e-2
     assert metrics["ratio_max"] > metrics["ratio_mean"]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
+def test_one_step_computes_the_old_logprobs_itself(
+    policy_folder: Path, batch: PolicyBatch, micro_batch_tokens: int
+) -> None:
+    """As a pass of its own would, but for rounding; and bit for bit as if they had come with the batch."""
+    kl = KLConfig(placement="loss", estimator="k2")
+    options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "rate": 0.1, "kl": kl}
+    trainer, again = (make_trainer(policy_folder, **options) for _ in range(2))
+    before = trainer.logprobs(batch.prompts, batch.responses)
+    metrics = trainer.train(replace(batch, old_logprobs=None), seed=0)
+    computed = trainer.trained_logprobs()
+    assert metrics["first_log_ratio_max"] == 0
+    assert metrics["ratio_max"] == 1
+    for row, expected in zip(computed, before, strict=True):
+        assert row.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert again.train(replace(batch, old_logprobs=computed), seed=0) == metrics
+    assert torch.equal(weights(again), weights(trainer))
+    assert float((weights(trainer) - weights(make_trainer(policy_folder))).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"kl": KLConfig(coef=0), "epochs": 2}, {"kl": KLConfig(coef=0), "size": 3}])
+def test_several_steps_or_a_penalty_need_old_logprobs(
+    policy_folder: Path, batch: PolicyBatch, options: dict[str, Any]
+) -> None:
+    trainer = make_trainer(policy_folder, **options)
+    with pytest.raises(ValueError, match="4 responses have no old_logprobs, and this update needs them"):
+        trainer.train(replace(batch, old_logprobs=None), seed=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -160,6 +160,15 @@ def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
     assert len(ran) == forwards
 
 
+@pytest.mark.parametrize("samples", [1, 21])
+async def test_logprobs_of_one_step_come_from_all_ranks(benches: dict[int, RankGroup], samples: int) -> None:
+    """Of one sample, rank 1 has none."""
+    before, computed = await benches[2].call(Bench.on_policy, TIMEOUT_S, ACCUMULATED, samples)
+    assert len(computed) == samples
+    for row, expected in zip(computed, before, strict=True):
+        assert row.tolist() == pytest.approx(expected.tolist(), abs=LOSS)
+
+
 async def test_the_steps_move_the_weights_far_beyond_the_tolerance(expected: dict[str, Result]) -> None:
     for result in expected.values():
         assert furthest(result["after"], result["before"]) > 100 * WEIGHT
