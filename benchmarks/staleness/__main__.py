@@ -7,8 +7,9 @@ keep the contracts of the real clients: each kind of call takes a random time wi
 versions one after the other, are lost, and go on with requests in flight; calls fail beyond their retries; the run is
 killed at any moment and resumed from its last checkpoint and its journal. The number of the schedule is its seed.
 
-Prints how many samples were trained on beyond the bound, discarded, lost (never trained on) or trained on twice, and
-how many tasks a life left behind; all of these must be 0. And beside each other, by the bound and the depth: the mean
+Prints how many samples were trained on beyond the bound, discarded (complete after the last restart, and not trained
+on), lost (their numbers never trained on) or trained on twice, and how many tasks were left behind at a kill, a failure
+or the end; all of these must be 0. And beside each other, by the bound and the depth: the mean
 age of the oldest tokens that admission lets one expect if sampling begins at once, and the measured one.
 """
 
