@@ -8,9 +8,9 @@ versions one after the other, are lost, and go on with requests in flight; calls
 killed at any moment and resumed from its last checkpoint and its journal. The number of the schedule is its seed.
 
 Prints how many samples were trained on beyond the bound, discarded (complete after the last restart, and not trained
-on), lost (their numbers never trained on) or trained on twice, and how many tasks were left behind at a kill, a failure
-or the end; all of these must be 0. And beside each other, by the bound and the depth: the mean
-age of the oldest tokens that admission lets one expect if sampling begins at once, and the measured one.
+on), lost (their numbers never trained on) or trained on twice, and how many tasks were left behind at a kill, at a
+failure or at the end; all of these must be 0. And beside each other, by the bound and the depth: the mean age of the
+oldest tokens that admission lets one expect if sampling begins at once, and the measured one.
 """
 
 from collections import defaultdict
