@@ -15,8 +15,9 @@ PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
 GREEDY = Sampling(max_new_tokens=40, temperature=0)
 
 
-# By shared memory each worker reads what one worker does: test_shared_push.py.
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("ipc", marks=pytest.mark.exhaustive)])
+# Three processes that import vLLM; with which ranks workers join: tests/unit/services/rollout.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
 async def test_two_workers_serve_what_was_pushed(engine: EngineProcess, tmp_path: Path, backend: str) -> None:
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5)
     model = plain.language_model(folder)

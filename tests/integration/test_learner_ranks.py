@@ -22,7 +22,7 @@ from tests.pushing import TIMEOUT_S, hold_critic, push
 PROMPTS, RESPONSES = plain.random_pairs(31, seed=22, longest=20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def learner(quartet: Quartet, on_ray: None) -> AsyncIterator[Policy]:
     """Two ranks; every parameter but the norms in pieces."""
     raw = quartet.raw["orchestrator"]
@@ -60,6 +60,7 @@ async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner
     assert {info.weights_checksum for info in (await quartet.replicas()).values()} == {report.checksum}
 
 
+# After the other test of the learner, whose ranks end here.
 async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learner: Policy) -> None:
     batch = make_batch([np.zeros(len(row), np.float32) for row in RESPONSES])
     logprobs = [*batch.logprobs] * 200
@@ -78,6 +79,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
         await learner.logprobs(PROMPTS, RESPONSES)
 
 
+@pytest.mark.exhaustive  # two more critics on Serve; the layout itself: tests/unit/services/common/learner
 async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) -> None:
     one = next(a for a in quartet.raw["applications"] if a["name"] == "critic")
     layout = {"ranks": 2, "zero_stage": 2, "num_cpus": 0.2, "env_vars": {"OMP_NUM_THREADS": "1"}}

@@ -12,6 +12,9 @@ import pytest
 
 from tests.gpu_requests import gpu_requests, load
 
+# What Ray itself does changes with its version only.
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 Order = list[tuple[str, float]]
 
