@@ -35,7 +35,7 @@ class WeightsConfig(Config):
     """Longest wait, in seconds, for answers that need no work; slower replicas are left out of the push."""
     patience_s: Seconds = 300
     """Longest wait, in seconds, for a first replica, for instance while Serve replaces the only one."""
-    prove_every: Annotated[int, Field(ge=0)] = 25
+    prove_every: Annotated[int, Field(ge=0)] = 40
     """Pushes between two proofs, in which each replica scores a few fixed sequences and the push fails unless the
     learner gives the same log-probs. The first push, a push after a change of members and a new replica are always
     proved. 0: never."""
