@@ -20,12 +20,13 @@ class Ports:
 
     gcs: int
     dashboard: int
+    client: int
     agent: int
 
     @classmethod
     def free(cls) -> "Ports":
         """Picks free ports."""
-        return cls(*free_ports(3))
+        return cls(*free_ports(4))
 
 
 def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) -> "subprocess.Popen[bytes]":
@@ -41,8 +42,8 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
-        # 0 is none: nothing of Quartet connects by Ray Client, and its server would be one more listener.
-        *("--ray-client-server-port", "0"),
+        # Nothing of Quartet uses it, but `ray start` refuses 0 and has another default for none.
+        *("--ray-client-server-port", str(ports.client)),
         # Ray's default is the same for every head of a machine.
         *("--dashboard-agent-listen-port", str(ports.agent)),
         # Ray's default range of worker ports contains Serve's port.
