@@ -200,13 +200,13 @@ class Scene:
 
     def _outcome(self, kind: str, folder: Path, status: int, grow: Callable[[], None] = lambda: None) -> Outcome:
         """Looks at what a writer left; `grow` makes room for another checkpoint."""
-        found = latest(folder)
-        whole = found is not None and self._restores(found.folder, found.state.step)
+        last = latest(folder)
+        whole = last is not None and self._restores(last.folder, last.state.step)
         grow()
         whole = whole and self._goes_on(folder)
         died, code = os.WIFSIGNALED(status), os.waitstatus_to_exitcode(status)
         assert code in (0, 1, -signal.SIGKILL), code
-        return Outcome(kind, died, code == 1, found.state.step if found else 0, whole)
+        return Outcome(kind, died, code == 1, last.state.step if last else 0, whole)
 
     def _restores(self, folder: Path, step: int) -> bool:
         policy, critic = self._learners()
@@ -215,8 +215,8 @@ class Scene:
             step,
         ):
             return False
-        found, wanted = _weights(policy, critic), self._weights[step]
-        return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        actual, wanted = _weights(policy, critic), self._weights[step]
+        return actual.keys() == wanted.keys() and all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
     def _goes_on(self, folder: Path) -> bool:
         asyncio.run(self._next(folder, 3))

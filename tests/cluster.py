@@ -86,15 +86,15 @@ class Quartet:
 
     async def replicas(self) -> dict[str, Any]:
         """RolloutInfo of every rollout replica, by its name. Info reaches any one, so ask until all have answered."""
-        found: dict[str, Any] = {}
+        infos: dict[str, Any] = {}
 
         async def all_seen() -> bool:
             info = await self.services.rollout.info(30)
-            found[info.replica] = info
-            return len(found) == self.rollout_replicas
+            infos[info.replica] = info
+            return len(infos) == self.rollout_replicas
 
         await eventually(all_seen, 30)
-        return found
+        return infos
 
     @property
     def rollout_replicas(self) -> int:
@@ -182,8 +182,8 @@ def named(quartet: Quartet, name: str) -> psutil.Process:
     """The Ray worker of the cluster whose title begins so."""
     family = psutil.Process(quartet.cluster.pid).children(recursive=True)
     alive = [process for process in family if process.status() != psutil.STATUS_ZOMBIE]
-    [found] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
-    return found
+    [only] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
+    return only
 
 
 def rollouts(quartet: Quartet) -> dict[str, int]:
@@ -200,14 +200,14 @@ def engine_of(pid: int) -> int:
 
 def left_behind(mark: str) -> list[str]:
     """Command lines of the living processes that inherited `mark`."""
-    found = []
+    left = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+                left.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return left
 
 
 def free_ports(count: int) -> list[int]:

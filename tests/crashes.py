@@ -38,14 +38,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Looks at what Ray wrote, and at all folders of the tests."""
     of_ray = [Path(os.environ["RAY_TMPDIR"])] if "RAY_TMPDIR" in os.environ else []
     of_tests = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    session.config.stash[_FOUND] = found = crashes([of_tests, *of_ray])
-    if found and session.exitstatus == pytest.ExitCode.OK:
+    session.config.stash[_FOUND] = crashed = crashes([of_tests, *of_ray])
+    if crashed and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Names file and line of each crash."""
-    found = config.stash.get(_FOUND, [])
-    if found:
+    crashed = config.stash.get(_FOUND, [])
+    if crashed:
         terminalreporter.section("processes that crashed", red=True)
-        terminalreporter.write("\n".join([*found, ""]))
+        terminalreporter.write("\n".join([*crashed, ""]))

@@ -172,8 +172,8 @@ class Phases:
     ) -> list[pb.WeightReport]:
         """As RolloutClient.update_weights."""
         if not self.lease.run_id:
-            found = await self._ask(TIMEOUT_S, discover=pb.Discover())
-            self.lease = common_pb2.Lease(run_id="pushing", number=found.held.lease.number + 1)
+            report = await self._ask(TIMEOUT_S, discover=pb.Discover())
+            self.lease = common_pb2.Lease(run_id="pushing", number=report.held.lease.number + 1)
             await self._ask(TIMEOUT_S, claim=common_pb2.Claim(ttl_s=0))
         return [await self._ask(timeout_s, **phase)]
 

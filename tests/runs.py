@@ -100,6 +100,6 @@ class Run:
 def assert_same(run: Run, straight: Run) -> None:
     """The same weights and measurements, bit for bit."""
     assert run.measured() == straight.measured()
-    found, wanted = (load_file(one.folder / "policy" / "model.safetensors") for one in (run, straight))
-    assert found.keys() == wanted.keys()
-    assert all((found[name] == wanted[name]).all() for name in wanted)
+    actual, wanted = (load_file(one.folder / "policy" / "model.safetensors") for one in (run, straight))
+    assert actual.keys() == wanted.keys()
+    assert all((actual[name] == wanted[name]).all() for name in wanted)

@@ -68,7 +68,7 @@ class LocalSource:
         midway, self.midway = self.midway, None
         parts = await (self._on_all("send", push) if midway is None else self._interrupted(midway, push))
         self.transfer_s = time.perf_counter() - began
-        return checksum({number: found for part in parts for number, found in part.items()})
+        return checksum({number: digest for part in parts for number, digest in part.items()})
 
     async def admit(self, membership: int, world_size: int) -> None:
         await self._on_all("admit", membership, world_size)

@@ -40,10 +40,10 @@ async def ask_values(
     if config.ppo.bootstrap_truncated:
         asked = [_extended(sample) for sample in asked]
         responses = Ragged.of([sample.response_ids for sample in asked])
-    found = await critic.values(pairs.prompt_ids, responses, min_step=critic_step, timeout_s=config.timeouts.score_s)
-    check_rows("critic.Values", "values", pairs.prompts, found.rows, asked)
+    answer = await critic.values(pairs.prompt_ids, responses, min_step=critic_step, timeout_s=config.timeouts.score_s)
+    check_rows("critic.Values", "values", pairs.prompts, answer.rows, asked)
     valued = []
-    for sample, row in zip(pairs.samples, found.rows, strict=True):
+    for sample, row in zip(pairs.samples, answer.rows, strict=True):
         length = len(sample.response_ids)
         valued.append(Valued(row[:length], float(row[length]) if len(row) > length else 0.0))
     return valued

@@ -104,8 +104,8 @@ class CriticClient(ServiceClient[CriticStub]):
                 steps = _steps(unpack_longs(reply.steps, "steps").tolist(), len(their), min_step)
                 return list(zip(split(unpack_floats(reply.values, "values"), lengths, "values"), steps, strict=True))
 
-        found = [pair for part in await in_parts(tokens_of(prompts, responses), ask) for pair in part]
-        return Values([row for row, _ in found], [step for _, step in found])
+        valued = [pair for part in await in_parts(tokens_of(prompts, responses), ask) for pair in part]
+        return Values([row for row, _ in valued], [step for _, step in valued])
 
     async def _reached(self, request: pb.ValuesRequest, deadline: Deadline, *, divisible: bool) -> pb.ValuesResponse:
         """Asks for values, again and again while the critic is behind the step that they need."""

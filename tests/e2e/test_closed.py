@@ -27,10 +27,10 @@ async def test_a_run_opens_nothing_to_other_machines(quartet: Quartet) -> None:
     drivers: set[int] = set()
     while not running.done():
         drivers |= {process.pid for process in psutil.Process().children(recursive=True)}
-        found = set(listeners(alive(quartet))) - seen
-        opened += await asyncio.to_thread(unguarded, found)
-        seen |= found
-        names |= {listener.process for listener in found}
+        listening = set(listeners(alive(quartet))) - seen
+        opened += await asyncio.to_thread(unguarded, listening)
+        seen |= listening
+        names |= {listener.process for listener in listening}
         await asyncio.sleep(0.2)
     done = await running
     assert done.returncode == 0, done.stderr

@@ -46,9 +46,9 @@ async def versions(quartet: Quartet) -> list[int]:
 
 def test_a_checkpoint_holds_the_policy_as_it_was_exported(straight: Run) -> None:
     folder = straight.folder / "checkpoints" / f"step-{STEPS:06d}" / "policy" / "model"
-    found, wanted = (load_file(path / "model.safetensors") for path in (folder, straight.folder / "policy"))
-    assert found.keys() == wanted.keys()
-    assert all((found[name] == wanted[name]).all() for name in wanted)
+    actual, wanted = (load_file(path / "model.safetensors") for path in (folder, straight.folder / "policy"))
+    assert actual.keys() == wanted.keys()
+    assert all((actual[name] == wanted[name]).all() for name in wanted)
     exported = {path.name for path in (straight.folder / "policy").iterdir()} - {MARKER}
     assert {path.name for path in folder.iterdir()} == exported
 

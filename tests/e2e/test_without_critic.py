@@ -48,10 +48,10 @@ def test_the_policy_learns_and_nothing_is_said_of_values(straight: Run) -> None:
 
 
 def test_its_checkpoints_hold_the_policy_alone(straight: Run) -> None:
-    found = latest(straight.folder / "checkpoints")
-    assert found is not None
-    assert found.state.first_critic_step is None
-    assert {path.name for path in found.folder.iterdir()} - {MARKER} == {"policy", "state.json"}
+    last = latest(straight.folder / "checkpoints")
+    assert last is not None
+    assert last.state.first_critic_step is None
+    assert {path.name for path in last.folder.iterdir()} - {MARKER} == {"policy", "state.json"}
 
 
 @pytest.mark.exhaustive  # as with a critic: test_resume.py

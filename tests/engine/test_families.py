@@ -90,7 +90,7 @@ async def test_engine_reference_and_learner_agree(
     samples = await sides.sample()
     assert max(sample.response_ids.max() for sample in samples) < sides.distribution.vocabulary  # type: ignore[operator]
     assert min(len(sample.response_ids) for sample in samples) >= 3
-    found = {"learner": sides.of_learner(samples), "reference": sides.of_reference(samples)}
+    actual = {"learner": sides.of_learner(samples), "reference": sides.of_reference(samples)}
     source = TrainerSource(sides.learner, backend)
     before = sides.weights()
     for version, streaming in ((1, False), (2, backend == "gloo"), (3, False)):
@@ -99,9 +99,9 @@ async def test_engine_reference_and_learner_agree(
         await pusher.push(version)
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}
-        found[f"version {version}"] = sides.of_learner(samples)
-    print(name, backend, found)
-    assert max(found.values()) < CLOSE
+        actual[f"version {version}"] = sides.of_learner(samples)
+    print(name, backend, actual)
+    assert max(actual.values()) < CLOSE
     still = [key for key, tensor in sides.weights().items() if torch.equal(tensor, before[key])]
     assert not still
     assert sides.of_reference(samples) > 0.01

@@ -61,8 +61,8 @@ class Verdict:
         elif code is not grpc.StatusCode.OK and not details:
             self.faults.append(f"{where}: {code.name} without a word")
         for leak, pattern in _LEAKS.items():
-            if found := pattern.search(details):
-                self.faults.append(f"{where}: {code.name} tells {leak}: {found[0]!r} in {details[:300]!r}")
+            if leaked := pattern.search(details):
+                self.faults.append(f"{where}: {code.name} tells {leak}: {leaked[0]!r} in {details[:300]!r}")
 
 
 async def fuzz(channel: grpc.aio.Channel, requests: Iterable[Request]) -> Verdict:

@@ -9,10 +9,10 @@ from tests.cluster import Quartet, named
 def replica_processes(quartet: Quartet) -> dict[str, int]:
     """Process ids of every replica of every service, and of Serve's proxy, by name."""
     applications = cluster.applications(quartet.cluster)
-    found = {
+    watched = {
         replica["replica_id"]: int(replica["pid"])
         for application in applications.values()
         for deployment in application["deployments"].values()
         for replica in deployment["replicas"]
     }
-    return found | {"proxy": psutil.Process(named(quartet, "ray::ProxyActor").pid).pid}
+    return watched | {"proxy": psutil.Process(named(quartet, "ray::ProxyActor").pid).pid}

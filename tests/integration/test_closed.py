@@ -72,15 +72,15 @@ async def test_a_stranger_on_another_machine_gets_nothing(
     quartet: Quartet, elsewhere: Stranger, tmp_path: Path
 ) -> None:
     """Every process of the head, and this one, which has joined it."""
-    found = listeners([psutil.Process(), *quartet.cluster.processes()])
-    beyond = [listener for listener in found if not listener.on_loopback]
-    ports = {listener.port for listener in found}
+    listening = listeners([psutil.Process(), *quartet.cluster.processes()])
+    beyond = [listener for listener in listening if not listener.on_loopback]
+    ports = {listener.port for listener in listening}
     assert quartet.raw["grpc_options"]["port"] in ports
     answers = elsewhere.asks(sorted(ports), tmp_path / "planted")
     reached = {port: answer for port, answer in answers.items() if answer != "unreachable"}
-    opened = await asyncio.to_thread(unguarded, found)
+    opened = await asyncio.to_thread(unguarded, listening)
     print(
-        f"{len(found)} listeners, {len(beyond)} off loopback, {len(reached)} reached from "
+        f"{len(listening)} listeners, {len(beyond)} off loopback, {len(reached)} reached from "
         f"{'another network namespace' if elsewhere.namespace else 'this machine'}, "
         f"{len(opened)} unauthenticated off loopback"
     )

@@ -43,19 +43,19 @@ async def test_info_describes_the_model(quartet: Quartet) -> None:
 
 
 async def test_values_are_those_of_the_saved_model(quartet: Quartet) -> None:
-    found = await values(quartet)
+    actual = await values(quartet)
     await hold_critic(quartet.critic)
     await quartet.critic.save("saved/critic", 60)
     saved = quartet.folder / "runs" / "saved" / "critic"
-    assert plain.furthest(found, plain.values(str(saved), *PAIRS)) < 1e-4
+    assert plain.furthest(actual, plain.values(str(saved), *PAIRS)) < 1e-4
     # Again, over the first.
     await quartet.critic.save("saved/critic", 60)
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     prompts, responses = PAIRS
-    found = await values(quartet, (prompts * 170, responses * 170))
-    assert plain.furthest(found, await values(quartet) * 170) < 1e-4
+    actual = await values(quartet, (prompts * 170, responses * 170))
+    assert plain.furthest(actual, await values(quartet) * 170) < 1e-4
 
 
 async def test_training_moves_values_towards_the_returns(quartet: Quartet) -> None:

@@ -104,10 +104,10 @@ async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) 
         for critic in (single, double):
             await hold_critic(critic)
         options = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
-        wanted, found = [
+        wanted, actual = [
             await critic.train(1, PROMPTS, RESPONSES, before, returns, **options) for critic in (single, double)
         ]
-        assert found == pytest.approx(wanted, abs=1e-4)
+        assert actual == pytest.approx(wanted, abs=1e-4)
         after = (await single.values(PROMPTS, RESPONSES, timeout_s=60)).rows
         assert plain.furthest((await double.values(PROMPTS, RESPONSES, timeout_s=60)).rows, after) < 1e-3
     finally:

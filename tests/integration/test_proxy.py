@@ -76,8 +76,8 @@ async def test_a_call_to_the_wrong_application_is_told_so_and_nothing_else(
 ) -> None:
     """A replica without the method once answered with its trace, process id, address and paths."""
     ask = quartet.channel.unary_unary(f"/quartet.v1.Reward/{method}", lambda _: b"", reward_pb2.RewardInfo.FromString)
-    found, details = await refused(ask(None, metadata=metadata, timeout=30))
-    assert found is code
+    actual, details = await refused(ask(None, metadata=metadata, timeout=30))
+    assert actual is code
     assert details.startswith("metadata application: ")
     assert details.endswith("applications that serve quartet.v1.Reward: reward")
 

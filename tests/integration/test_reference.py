@@ -34,9 +34,9 @@ async def test_info_describes_the_model(quartet: Quartet) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_transformers(quartet: Quartet, temperature: float) -> None:
     prompts, responses = plain.random_pairs(40)
-    found = await quartet.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
+    actual = await quartet.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, temperature)
-    assert plain.furthest(found, expected) < 1e-4
+    assert plain.furthest(actual, expected) < 1e-4
 
 
 async def test_temperature_is_one_unless_given(quartet: Quartet) -> None:
@@ -57,16 +57,16 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
             for pair, temperature in zip(pairs, temperatures, strict=True)
         )
     )
-    for pair, temperature, found in zip(pairs, temperatures, answers, strict=True):
-        assert plain.furthest(found, plain.logprobs(model, *pair, temperature)) < 1e-4
+    for pair, temperature, actual in zip(pairs, temperatures, answers, strict=True):
+        assert plain.furthest(actual, plain.logprobs(model, *pair, temperature)) < 1e-4
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     """Batched by length inside, answered in the order asked."""
     prompts, responses = plain.random_pairs(20)
-    found = await quartet.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
+    actual = await quartet.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses)
-    assert plain.furthest(found, expected * 100) < 1e-4
+    assert plain.furthest(actual, expected * 100) < 1e-4
 
 
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:

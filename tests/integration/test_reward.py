@@ -36,9 +36,9 @@ async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
 
 async def test_scores_are_the_heads_output_at_the_last_token(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(40)
-    found = await quartet.services.reward.score(prompts, responses, timeout_s=60)
-    assert plain.furthest([found.values], [plain.scores(quartet.reward, prompts, responses)]) < 1e-4
-    assert found.model_hash == model_hash(quartet.reward)
+    actual = await quartet.services.reward.score(prompts, responses, timeout_s=60)
+    assert plain.furthest([actual.values], [plain.scores(quartet.reward, prompts, responses)]) < 1e-4
+    assert actual.model_hash == model_hash(quartet.reward)
 
 
 async def test_texts_score_as_their_ids_do(quartet: Quartet) -> None:
@@ -51,9 +51,9 @@ async def test_texts_score_as_their_ids_do(quartet: Quartet) -> None:
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(20)
-    found = await quartet.services.reward.score(prompts * 100, responses * 100, timeout_s=120)
+    actual = await quartet.services.reward.score(prompts * 100, responses * 100, timeout_s=120)
     expected = np.tile(plain.scores(quartet.reward, prompts, responses), 100)
-    assert plain.furthest([found.values], [expected]) < 1e-4
+    assert plain.furthest([actual.values], [expected]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -150,9 +150,9 @@ async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
     """0.1 per word, 100 for a label, 1000 for an end: of two words, labelled, ended; and of one, cut off."""
     words = RewardClient(quartet.channel, "words")
     prompts, responses = [np.asarray([1, 5])] * 2, [np.asarray([7, 8, EOS]), np.asarray([9])]
-    found = await words.score(prompts, responses, labels=["yes", ""], timeout_s=120)
-    assert found.values == pytest.approx([1100.2, 0.1])
-    assert found.scorer == "function:tests.scorers:words"
+    actual = await words.score(prompts, responses, labels=["yes", ""], timeout_s=120)
+    assert actual.values == pytest.approx([1100.2, 0.1])
+    assert actual.scorer == "function:tests.scorers:words"
     assert (await words.score_texts(["w5"], ["w7 w8 w9"], timeout_s=120)).values == pytest.approx([1000.3])
 
 

@@ -50,10 +50,10 @@ async def test_greedy_tokens_are_those_of_transformers(quartet: Quartet, base: A
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_the_references(quartet: Quartet, base: Any, temperature: float) -> None:
     samples = in_order(await generate(quartet, PROMPTS, Sampling(max_new_tokens=30, temperature=temperature)))
-    responses, found = [s.response_ids for s in samples], [s.logprobs for s in samples]
+    responses, actual = [s.response_ids for s in samples], [s.logprobs for s in samples]
     reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=temperature, timeout_s=60)
-    assert plain.furthest(found, reference) < 1e-4
-    assert plain.furthest(found, plain.logprobs(base, PROMPTS, responses, temperature)) < 1e-4
+    assert plain.furthest(actual, reference) < 1e-4
+    assert plain.furthest(actual, plain.logprobs(base, PROMPTS, responses, temperature)) < 1e-4
 
 
 async def test_every_sample_says_how_it_ended_and_which_weights_made_it(quartet: Quartet) -> None:
@@ -95,8 +95,8 @@ async def test_sampling_parameters_reach_the_engine(quartet: Quartet) -> None:
     assert {len(sample.response_ids) for sample in first_only} == {1}
     greedy = Sampling(max_new_tokens=10, temperature=0)
     top_one = Sampling(max_new_tokens=10, top_k=1)
-    found = [in_order(await generate(quartet, PROMPTS, sampling)) for sampling in (greedy, top_one)]
-    assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
+    actual = [in_order(await generate(quartet, PROMPTS, sampling)) for sampling in (greedy, top_one)]
+    assert [s.response_ids.tolist() for s in actual[0]] == [s.response_ids.tolist() for s in actual[1]]
 
 
 async def test_two_thousand_prompts_in_one_call(quartet: Quartet) -> None:

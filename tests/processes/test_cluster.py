@@ -61,8 +61,8 @@ UP = "from orchestrator.deployment import cluster; print(cluster.start(lambda te
 
 def heads(folder: Path) -> list[psutil.Process]:
     """The heads that run because of this folder."""
-    found = [process for process in psutil.process_iter() if "ray.scripts.scripts" in told(process.cmdline, [])]
-    return [process for process in found if told(process.cwd, "") == str(folder)]
+    actual = [process for process in psutil.process_iter() if "ray.scripts.scripts" in told(process.cmdline, [])]
+    return [process for process in actual if told(process.cwd, "") == str(folder)]
 
 
 def told(ask: Callable[[], Any], instead: Any) -> Any:

@@ -96,10 +96,10 @@ async def test_no_call_comes_in_without_a_certificate(channels: dict[str, grpc.a
 async def test_nothing_else_is_open_and_the_port_refuses_those_it_does_not_know(target: str, keys: Keys) -> None:
     head = ray_cluster.running(keys.folder.parent / "ray.json")
     assert head
-    found = listeners(head.processes())
+    listening = listeners(head.processes())
     port = int(target.rpartition(":")[2])
-    assert any(listener.port == port and not listener.on_loopback for listener in found)
-    assert await asyncio.to_thread(unguarded, found) == []
+    assert any(listener.port == port and not listener.on_loopback for listener in listening)
+    assert await asyncio.to_thread(unguarded, listening) == []
 
 
 async def test_a_role_is_asked_for_before_an_application(channels: dict[str, grpc.aio.Channel]) -> None:

@@ -102,8 +102,8 @@ async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(stage: Sta
     report = await stage.push(2)
     assert report.replicas == ("a", "c")
     assert report.attempts <= 2
-    found = SILENCE_S[phase] + 1 if fault == "frozen" else 0
-    assert report.seconds < found + CONTROL_S + 15
+    actual = SILENCE_S[phase] + 1 if fault == "frozen" else 0
+    assert report.seconds < actual + CONTROL_S + 15
     assert await stage.fleet.versions() == {"a": 2, "c": 2}
     # And on it goes, at once.
     again = await stage.push(3)
@@ -118,8 +118,8 @@ async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(sta
     stage.source.midway = lambda: stage.fleet.members["b"].signal(FAULTS[fault])
     report = await stage.push(2)
     assert (report.attempts, report.replicas) == (2, ("a", "c"))
-    found = {"killed": 0.0, "frozen": STALL_S + CONTROL_S + 1}[fault]
-    assert report.seconds < found + 15
+    actual = {"killed": 0.0, "frozen": STALL_S + CONTROL_S + 1}[fault]
+    assert report.seconds < actual + 15
     assert await stage.fleet.versions() == {"a": 2, "c": 2}
     assert (await stage.push(3)).attempts == 1
 

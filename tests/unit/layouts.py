@@ -163,9 +163,9 @@ class Bench:
         trainer = self._trainer(layout, which, dropout=0.0)
         self._steps(trainer, 0, 1)
         said = [self._poisoned(trainer, value) for value in (float("nan"), float("inf"))]
-        found = self._steps(trainer, 1, 2)
+        actual = self._steps(trainer, 1, 2)
         said.append({"skipped_in_a_row": float(trainer._learner.skipped_in_a_row)})
-        return found, wanted, said
+        return actual, wanted, said
 
     def _poisoned(self, trainer: PolicyTrainer | CriticTrainer, value: float) -> dict[str, float]:
         """A batch of which the first number of one row makes the gradient NaN."""
@@ -216,12 +216,12 @@ class Bench:
         CriticTrainer(critic, self._ranks).snapshots.save(str(folder / "critic"))
 
 
-def furthest(found: Any, wanted: Any) -> float:
+def furthest(actual: Any, wanted: Any) -> float:
     """The largest difference between two rows of arrays, or two dicts of arrays."""
     if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        found, wanted = found.values(), wanted.values()
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+        assert list(actual) == list(wanted)
+        actual, wanted = actual.values(), wanted.values()
+    return max(float(np.abs(a - b).max()) for a, b in zip(actual, wanted, strict=True))
 
 
 def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:

@@ -24,11 +24,11 @@ def language_model(folder: Path) -> Any:
 
 def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
     """For each pair [T, V]: log-probs of every token at each place of the response."""
-    found = []
+    actual = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        found.append((logits / temperature).log_softmax(-1))
-    return found
+        actual.append((logits / temperature).log_softmax(-1))
+    return actual
 
 
 def chosen(distributions: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -65,8 +65,8 @@ class FakeReplica(RolloutServicer):
 
     def asked(self) -> list[list[int]]:
         """For each call, the first token of each prompt."""
-        found = [unpack_sequences(request.prompts, "x", vocab_size=100) for request in self.requests]
-        return [[int(prompt[0]) for prompt in prompts] for prompts in found]
+        actual = [unpack_sequences(request.prompts, "x", vocab_size=100) for request in self.requests]
+        return [[int(prompt[0]) for prompt in prompts] for prompts in actual]
 
     def seeds(self) -> list[list[int]]:
         return [unpack_longs(request.seeds, "x").tolist() for request in self.requests]

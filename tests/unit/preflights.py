@@ -29,5 +29,5 @@ def problems(raw: dict[str, Any], folder: Path) -> list[str]:
 
 
 def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
-    return found
+    actual: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
+    return actual

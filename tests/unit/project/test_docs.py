@@ -36,12 +36,12 @@ def test_the_way_of_a_sample_names_functions_that_exist() -> None:
 
 def _definitions(file: Path) -> set[str]:
     """Names of functions, and `Class.method` of methods."""
-    found = set[str]()
+    actual = set[str]()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            actual.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {
+            actual |= {
                 f"{node.name}.{f.name}" for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
             }
-    return found
+    return actual

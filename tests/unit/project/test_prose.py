@@ -26,15 +26,15 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 def complaints(source: str) -> list[str]:
     """One line per docstring that breaks a rule: its line number and the words in question."""
-    found = []
+    actual = []
     for line, text in docstrings(source):
         if word := WORDS.search(text):
-            found.append(f"{line}: {word.group()!r}")
+            actual.append(f"{line}: {word.group()!r}")
         if opener := OPENERS.match(text):
-            found.append(f"{line}: opens with {opener.group()!r}")
+            actual.append(f"{line}: opens with {opener.group()!r}")
         if POINTER.fullmatch(text):
-            found.append(f"{line}: {text!r} says nothing by itself")
-    return found
+            actual.append(f"{line}: {text!r} says nothing by itself")
+    return actual
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

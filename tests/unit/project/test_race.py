@@ -16,11 +16,11 @@ def test_operations_follow_from_the_models_weights(name: str) -> None:
     matrices = {key: weight.numel() for key, weight in model.named_parameters() if weight.dim() == 2}
     head, body = matrices["lm_head.weight"], sum(matrices.values()) - 2 * matrices["lm_head.weight"]
     every, answered = case.batch * (case.prompt + 10), case.batch * 10
-    found = operations(case, response=10)
-    assert found["generate"] == found["logprobs"] == 2 * (body * every + head * answered)
+    actual = operations(case, response=10)
+    assert actual["generate"] == actual["logprobs"] == 2 * (body * every + head * answered)
     # A critic and a reward model have no head; training does three forward passes' work in each epoch.
-    assert found["score"] == 3 * 2 * body * every + 2 * head * answered
-    assert found["train"] == case.epochs * 3 * (found["logprobs"] + 2 * body * every)
+    assert actual["score"] == 3 * 2 * body * every + 2 * head * answered
+    assert actual["train"] == case.epochs * 3 * (actual["logprobs"] + 2 * body * every)
 
 
 def test_the_cores_do_more_than_a_million_operations_a_second() -> None:

@@ -78,24 +78,24 @@ def test_double_sided_importance_sampling_and_its_gradient() -> None:
     r = torch.tensor([[2.0, 0.1, 1.0], [5.0, nan, nan]])
     new = (torch.where(MASK, ENGINE, 0.0) + torch.where(MASK, r, 1.0).log()).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -3.0], [2.0, nan, nan]])
-    found = dis_loss(new, ENGINE, advantages, MASK, band=None, denominator=4)
-    found.loss.backward()  # type: ignore[no-untyped-call]
-    assert float(found.loss.detach()) == pytest.approx(0.25)
+    actual = dis_loss(new, ENGINE, advantages, MASK, band=None, denominator=4)
+    actual.loss.backward()  # type: ignore[no-untyped-call]
+    assert float(actual.loss.detach()) == pytest.approx(0.25)
     # d(r A) / d(log pi) = r A where r is inside the band, and nothing outside.
     assert new.grad is not None
     assert new.grad.tolist() == [pytest.approx([-0.5, 0.0, 0.75]), [0.0, 0.0, 0.0]]
-    assert (float(found.clip_fraction_low), float(found.clip_fraction_high)) == (0.25, 0.25)
-    assert float(found.ratio_mean) == pytest.approx(8.1 / 4)
-    assert float(found.ratio_max) == pytest.approx(5)
+    assert (float(actual.clip_fraction_low), float(actual.clip_fraction_high)) == (0.25, 0.25)
+    assert float(actual.ratio_mean) == pytest.approx(8.1 / 4)
+    assert float(actual.ratio_max) == pytest.approx(5)
 
 
 def test_measures_by_hand() -> None:
     # k: 0.25, 1.2, 2, 8: sum 11.45, squares 69.5025.
-    found = measures("tis", OLD, ENGINE, MASK, cap=2.5, band=None)
-    assert found["ess"] == pytest.approx(11.45**2 / (69.5025 * 4), rel=1e-5)
-    assert found["ratio_p50"] == pytest.approx(1.6, rel=1e-5)
-    assert found["ratio_p01"] == pytest.approx(0.25 + 0.03 * 0.95, rel=1e-4)
-    assert found["ratio_p99"] == pytest.approx(2 + 0.97 * 6, rel=1e-4)
+    actual = measures("tis", OLD, ENGINE, MASK, cap=2.5, band=None)
+    assert actual["ess"] == pytest.approx(11.45**2 / (69.5025 * 4), rel=1e-5)
+    assert actual["ratio_p50"] == pytest.approx(1.6, rel=1e-5)
+    assert actual["ratio_p01"] == pytest.approx(0.25 + 0.03 * 0.95, rel=1e-4)
+    assert actual["ratio_p99"] == pytest.approx(2 + 0.97 * 6, rel=1e-4)
     shares = {"tis": 0.25, "tis-sequence": 0.25, "icepop": 0.5, "geometric": 1.0, "decoupled": 0.25, "dis": 0.25}
     for kind, share in shares.items():
         assert measures(kind, OLD, ENGINE, MASK, cap=2.5, band=None)["corrected"] == share  # type: ignore[arg-type]

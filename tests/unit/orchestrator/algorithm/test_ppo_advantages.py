@@ -83,10 +83,10 @@ def test_leave_one_out_by_hand() -> None:
 def test_leave_one_out_against_the_reference(seed: int, group: int) -> None:
     lengths = (ref.random_lengths(seed) * 8)[: 2 * group]
     rewards = ref.random_rows(seed, lengths)
-    found = rloo(ref.pad(rewards), ref.mask_of(rewards), group=group)
-    close(found, ref.pad(ref.rloo(rewards, group), fill=0.0))
+    actual = rloo(ref.pad(rewards), ref.mask_of(rewards), group=group)
+    close(actual, ref.pad(ref.rloo(rewards, group), fill=0.0))
     # What one response gains the others of its prompt lose.
-    close(found[:, 0].view(-1, group).sum(dim=1), torch.zeros(2))
+    close(actual[:, 0].view(-1, group).sum(dim=1), torch.zeros(2))
 
 
 def test_leave_one_out_needs_whole_groups_of_two_or_more() -> None:
@@ -110,8 +110,8 @@ def test_rewards_to_go_by_hand() -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_rewards_to_go_against_the_reference(seed: int, gamma: float) -> None:
     rewards = ref.random_rows(seed, ref.random_lengths(seed))
-    found = rewards_to_go(ref.pad(rewards), ref.mask_of(rewards), gamma=gamma)
-    close(found, ref.pad(ref.rewards_to_go(rewards, gamma), fill=0.0))
+    actual = rewards_to_go(ref.pad(rewards), ref.mask_of(rewards), gamma=gamma)
+    close(actual, ref.pad(ref.rewards_to_go(rewards, gamma), fill=0.0))
 
 
 def test_whitening_by_hand() -> None:

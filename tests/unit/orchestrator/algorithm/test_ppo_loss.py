@@ -34,9 +34,9 @@ def test_mismatch_by_hand() -> None:
     behaviour, old = doubles([[-1.0, -2.0, NAN]]), doubles([[-1.0 + LN2, -2.0, NAN]])
     mask = response_mask(torch.tensor([2]), 3)
     # differences ln 2 and 0; k3 = (2 - 1 - ln 2) and 0; ratios 2 and 1
-    found = mismatch(behaviour, old, mask, cap=1.5)
+    actual = mismatch(behaviour, old, mask, cap=1.5)
     expected = {"mean_abs": LN2 / 2, "max_abs": LN2, "kl": (1 - LN2) / 2, "capped": 0.5}
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert actual == pytest.approx(expected, rel=1e-6)
     assert mismatch(behaviour, old, mask, cap=None)["capped"] == 0
     with pytest.raises(ValueError, match="mask is empty"):
         mismatch(behaviour, old, torch.zeros_like(mask), cap=None)
@@ -48,8 +48,8 @@ def test_weights_and_mismatch_against_the_reference(seed: int) -> None:
     args = (ref.pad(old), ref.pad(behaviour), ref.mask_of(old))
     expected = ref.pad(ref.importance_weights(old, behaviour, 2.0), fill=1.0)
     close(importance_weights(*args, cap=2.0), expected)
-    found = mismatch(args[1], args[0], args[2], cap=2.0)
-    assert found == pytest.approx(ref.mismatch(behaviour, old, 2.0), rel=1e-6)
+    actual = mismatch(args[1], args[0], args[2], cap=2.0)
+    assert actual == pytest.approx(ref.mismatch(behaviour, old, 2.0), rel=1e-6)
 
 
 CLIPS: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
@@ -89,9 +89,9 @@ def test_policy_loss_and_gradient_against_the_reference(seed: int, dual: float |
     args = (leaf, ref.pad(old), ref.pad(advantages), mask)
     got = policy_loss(*args, **CLIPS, dual_clip=dual, weights=ref.pad(weights), denominator=17.0)
     expected, slopes = ref.policy_loss(new, old, advantages, weights, (0.2, 0.28, dual), 17.0)
-    found = dict(zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True))
-    assert {k: float(v.detach()) for k, v in found.items()} == pytest.approx(expected, rel=1e-6)
-    assert all(not v.requires_grad for k, v in found.items() if k != "loss")
+    actual = dict(zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True))
+    assert {k: float(v.detach()) for k, v in actual.items()} == pytest.approx(expected, rel=1e-6)
+    assert all(not v.requires_grad for k, v in actual.items() if k != "loss")
     close(
         gradient(got.loss, leaf),
         ref.pad([slopes], 0.0).new_zeros(mask.shape).masked_scatter(mask, doubles(slopes)),

@@ -65,8 +65,8 @@ def test_what_is_sampled_from_is_read_from_the_policy(raw: dict[str, Any], tmp_p
     for name in ("rollout", "reference"):
         args(raw, name)["model"] = folder
     raw["orchestrator"]["sampling"] |= {"min_new_tokens": 2, "stop_token_ids": [9]}
-    found = checked(raw, tmp_path).distribution
-    assert (found.vocabulary, found.min_new_tokens, found.end_ids) == (len(WORDS), 2, (*ENDS, 9))
+    actual = checked(raw, tmp_path).distribution
+    assert (actual.vocabulary, actual.min_new_tokens, actual.end_ids) == (len(WORDS), 2, (*ENDS, 9))
 
 
 def test_a_model_with_less_entries_than_the_tokenizer_is_named(raw: dict[str, Any], tmp_path: Path) -> None:

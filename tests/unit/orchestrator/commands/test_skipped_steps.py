@@ -29,12 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 async def check_skipping(bench: RankGroup, layout: dict[str, Any], which: str) -> None:
-    found, wanted, said = await bench.call(Bench.skipping, TIMEOUT_S, layout, which)
+    actual, wanted, said = await bench.call(Bench.skipping, TIMEOUT_S, layout, which)
     assert said[:2] == [{"skipped_steps": 1, "skipped_in_a_row": n} for n in (1, 2)]
     assert said[2] == {"skipped_in_a_row": 0}
-    assert found["steps"] == wanted["steps"]
-    assert furthest(found["weights"], wanted["weights"]) == 0
-    assert all((a == b).all() for a, b in zip(found["averages"], wanted["averages"], strict=True))
+    assert actual["steps"] == wanted["steps"]
+    assert furthest(actual["weights"], wanted["weights"]) == 0
+    assert all((a == b).all() for a, b in zip(actual["averages"], wanted["averages"], strict=True))
 
 
 MORE = pytest.mark.exhaustive

@@ -50,10 +50,10 @@ def test_what_all_processes_ask_of_ray_is_there(
     name: str, asked: dict[str, float], there: dict[str, float], tmp_path: Path
 ) -> None:
     requests = gpu_requests(load(ROOT / "deploy" / name, tmp_path))
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     for request in requests:
-        found.update({"GPU": request.gpus} | request.resources)
-    assert {kind: amount for kind, amount in found.items() if amount} == pytest.approx(asked)
+        actual.update({"GPU": request.gpus} | request.resources)
+    assert {kind: amount for kind, amount in actual.items() if amount} == pytest.approx(asked)
     assert all(asked[kind] <= there[kind] for kind in asked)
 
 

@@ -116,7 +116,7 @@ def _close_all(server: socket.socket) -> None:
 async def test_a_port_of_any_other_kind_is_named_unless_it_is_on_loopback(silent: tuple[str, int]) -> None:
     host, port = silent
     me = psutil.Process()
-    assert (host, port) in {(found.host, found.port) for found in listeners([me])}
+    assert (host, port) in {(actual.host, actual.port) for actual in listeners([me])}
     if host in ("127.0.0.1", "::1"):
         await asyncio.to_thread(check_closed, [me])
         return

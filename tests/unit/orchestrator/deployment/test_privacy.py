@@ -52,14 +52,14 @@ def test_a_folder_that_is_too_long_is_refused_by_the_variable_that_sets_it(
 
 def test_a_token_is_another_each_time_and_this_users_alone(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    found = set()
+    actual = set()
     for _ in range(3):
         token.touch(0o666)
         write_token(token)
         assert token.stat().st_mode & 0o777 == 0o600
-        found.add(token.read_text())
-    assert {len(secret) for secret in found} == {64}
-    assert len(found) == 3
+        actual.add(token.read_text())
+    assert {len(secret) for secret in actual} == {64}
+    assert len(actual) == 3
 
 
 def test_processes_that_join_are_told_all_of_it(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_processes_that_join_are_told_all_of_it(tmp_path: Path) -> None:
 def test_a_process_group_stays_on_loopback_whatever_the_hosts_name_resolves_to(tmp_path: Path) -> None:
     """The machine is called by its outside address, in a namespace for names."""
     namespace = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--uts"]
-    found = []
+    actual = []
     for variables in ({}, environment(tmp_path, tmp_path)):
         done = subprocess.run(
             [*namespace, sys.executable, "-c", GROUP, own_address()],
@@ -83,8 +83,8 @@ def test_a_process_group_stays_on_loopback_whatever_the_hosts_name_resolves_to(t
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        found.append(done.stdout.split())
-    assert found == [[own_address()], ["127.0.0.1"]]
+        actual.append(done.stdout.split())
+    assert actual == [[own_address()], ["127.0.0.1"]]
 
 
 def test_a_lock_is_waited_for_and_ends_with_its_process(tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ async def test_one_is_taken_before_the_first_step_and_when_due(tmp_path: Path) -
     assert stage.there() == ["step-000020", "step-000030"]
     # Whoever goes back may go back to the older one.
     assert stage.journal.forgotten == 20
-    found = latest(tmp_path)
-    assert found is not None
-    assert (found.folder, found.state) == (tmp_path / "step-000030", state(30))
+    actual = latest(tmp_path)
+    assert actual is not None
+    assert (actual.folder, actual.state) == (tmp_path / "step-000030", state(30))
 
 
 async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_good_one(tmp_path: Path) -> None:
@@ -246,6 +246,6 @@ def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
     folder = tmp_path / "step-000003"
     folder.mkdir()
     (folder / "state.json").write_text(kept.model_dump_json(indent=1))
-    found = latest(tmp_path)
-    assert found is not None
-    assert found.state == kept
+    actual = latest(tmp_path)
+    assert actual is not None
+    assert actual.state == kept

@@ -21,10 +21,10 @@ def test_a_kill_or_a_full_disk_at_any_point_leaves_a_checkpoint_to_restore(
     scene = Scene(tmp_path, policy_folder, reward_folder, seed=1)
     outcomes = [scene.trial(number, KINDS[number % len(KINDS)]) for number in range(TRIALS)]
     assert [outcome for outcome in outcomes if not outcome.whole] == []
-    found = Counter(outcome.step for outcome in outcomes)
-    print(f"\n{found[1]} times the old one, {found[2]} times the new one, of {TRIALS}")
+    actual = Counter(outcome.step for outcome in outcomes)
+    print(f"\n{actual[1]} times the old one, {actual[2]} times the new one, of {TRIALS}")
     # Every fault was felt: the writer died, or was told, or had just finished.
     killed = {outcome.died for outcome in outcomes if outcome.kind.startswith("killed")}
     told = {outcome.noted for outcome in outcomes if outcome.kind.startswith("full")}
     assert (killed, told) == ({True}, {True})
-    assert found[1] > TRIALS / 4
+    assert actual[1] > TRIALS / 4

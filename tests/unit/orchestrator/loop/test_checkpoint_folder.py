@@ -30,9 +30,9 @@ def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     for name in ("step-000003", "step-000009.bak"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text(state(3).model_dump_json())
-    found = latest(tmp_path)
-    assert found is not None
-    assert found.folder.name == "step-000003"
+    actual = latest(tmp_path)
+    assert actual is not None
+    assert actual.folder.name == "step-000003"
     clear(tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000009.bak"]
 

@@ -71,38 +71,38 @@ def rows(values: list[Any]) -> list[list[float]]:
     return [row.tolist() for row in values]
 
 
-def check(found: list[Any], expected: list[list[float]]) -> None:
-    assert [row.dtype for row in found] == [np.float32] * 2
-    for row, wanted in zip(rows(found), expected, strict=True):
+def check(actual: list[Any], expected: list[list[float]]) -> None:
+    assert [row.dtype for row in actual] == [np.float32] * 2
+    for row, wanted in zip(rows(actual), expected, strict=True):
         assert row == pytest.approx(wanted, abs=1e-6)
 
 
 def test_kl_in_the_reward() -> None:
     # Rewards -0.05 and -0.03 + 2; -0.05 - 1. With lambda 1/2, from the back:
     # 1.97 - 1 = 0.97, then -0.05 + 1 - 0.5 + 0.97 / 2 = 0.935; -1.05 - 0.
-    found = estimate()
-    check(found.advantages, [[0.935, 0.97], [-1.05]])
-    check(found.returns, [[1.435, 1.97], [-1.05]])
-    assert found.kl == pytest.approx((0.8 + 0.5) / 2)
+    actual = estimate()
+    check(actual.advantages, [[0.935, 0.97], [-1.05]])
+    check(actual.returns, [[1.435, 1.97], [-1.05]])
+    assert actual.kl == pytest.approx((0.8 + 0.5) / 2)
 
 
 def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     # Rewards 0 and 2; -1. Advantages 2 - 1 = 1, then 0 + 1 - 0.5 + 1 / 2 = 1; -1 - 0.
-    found = estimate(kl=KLConfig(placement="loss", estimator="k2"))
-    check(found.advantages, [[1.0, 1.0], [-1.0]])
+    actual = estimate(kl=KLConfig(placement="loss", estimator="k2"))
+    check(actual.advantages, [[1.0, 1.0], [-1.0]])
     # k2: 0.5^2 / 2 + 0.3^2 / 2 = 0.17 and 0.5^2 / 2 = 0.125.
-    assert found.kl == pytest.approx((0.17 + 0.125) / 2)
-    assert found.metrics["kl/coef"] == 0.1
+    assert actual.kl == pytest.approx((0.17 + 0.125) / 2)
+    assert actual.metrics["kl/coef"] == 0.1
 
 
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
     batch = Batch.of(BATCH)
     without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
-    found = estimated(BATCH, settings)
-    assert rows(without.advantages) == rows(found.advantages)
-    assert rows(without.returns) == rows(found.returns)
-    assert without.metrics.items() <= found.metrics.items()
+    actual = estimated(BATCH, settings)
+    assert rows(without.advantages) == rows(actual.advantages)
+    assert rows(without.returns) == rows(actual.returns)
+    assert without.metrics.items() <= actual.metrics.items()
 
 
 @pytest.mark.parametrize(
@@ -125,43 +125,43 @@ def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
 
 def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
     # Rewards 1.92 and -1.05 as above: each less the other, at every token. No critic, no returns.
-    found = estimate(advantages="rloo", samples_per_prompt=2)
-    check(found.advantages, [[2.97, 2.97], [-2.97]])
-    assert found.returns == []
-    assert found.metrics.keys() == estimate().metrics.keys() - {"value/explained_variance"}
-    assert found.kl == pytest.approx((0.8 + 0.5) / 2)
+    actual = estimate(advantages="rloo", samples_per_prompt=2)
+    check(actual.advantages, [[2.97, 2.97], [-2.97]])
+    assert actual.returns == []
+    assert actual.metrics.keys() == estimate().metrics.keys() - {"value/explained_variance"}
+    assert actual.kl == pytest.approx((0.8 + 0.5) / 2)
 
 
 def test_reinforce_with_the_batch_as_the_baseline() -> None:
     # To go: -0.05 + 1.97 = 1.92, 1.97; -1.05. Their mean is 2.84 / 3, their unbiased variance as below.
-    found = estimate(advantages="reinforce++", whiten_advantages=True)
+    actual = estimate(advantages="reinforce++", whiten_advantages=True)
     to_go = np.asarray([1.92, 1.97, -1.05])
     scaled = ((to_go - to_go.mean()) / to_go.std(ddof=1)).tolist()
-    check(found.advantages, [scaled[:2], scaled[2:]])
-    assert found.returns == []
+    check(actual.advantages, [scaled[:2], scaled[2:]])
+    assert actual.returns == []
 
 
 def test_whitened_advantages_and_returns_that_are_not() -> None:
     # Mean 0.285, unbiased variance (0.65^2 + 0.685^2 + 1.335^2) / 2 = 1.336975.
-    found = estimate(whiten_advantages=True)
+    actual = estimate(whiten_advantages=True)
     scale = 1.336975**-0.5
-    check(found.advantages, [[0.65 * scale, 0.685 * scale], [-1.335 * scale]])
-    check(found.returns, [[1.435, 1.97], [-1.05]])
+    check(actual.advantages, [[0.65 * scale, 0.685 * scale], [-1.335 * scale]])
+    check(actual.returns, [[1.435, 1.97], [-1.05]])
 
 
 def test_normalised_and_clipped_scores() -> None:
     # Mean 0.5, unbiased standard deviation sqrt(4.5): 2 becomes 1.5 / 2.1213 = 0.7071, and -1 its negative.
-    found = estimate(kl_coef=0, normalise_scores=True)
-    check(found.returns, [[0.7071068 - 0.5 * (0.7071068 - 1), 0.7071068], [-0.7071068]])
-    assert (found.normaliser.count, found.normaliser.mean) == (2, 0.5)
-    assert found.metrics["score/mean"] == 0.5
-    found = estimate(kl_coef=0, normalise_scores=True, score_clip=0.5)
-    assert rows(found.returns)[0][-1] == pytest.approx(0.5)
-    assert rows(found.returns)[1] == pytest.approx([-0.5])
+    actual = estimate(kl_coef=0, normalise_scores=True)
+    check(actual.returns, [[0.7071068 - 0.5 * (0.7071068 - 1), 0.7071068], [-0.7071068]])
+    assert (actual.normaliser.count, actual.normaliser.mean) == (2, 0.5)
+    assert actual.metrics["score/mean"] == 0.5
+    actual = estimate(kl_coef=0, normalise_scores=True, score_clip=0.5)
+    assert rows(actual.returns)[0][-1] == pytest.approx(0.5)
+    assert rows(actual.returns)[1] == pytest.approx([-0.5])
     # Scores seen before count too: 0, 0, 2 and -1 have mean 0.25 and unbiased variance 4.75 / 3.
     seen = RunningNormaliser().update(torch.zeros(2))
-    found = estimate(kl_coef=0, normalise_scores=True, normaliser=seen)
-    assert rows(found.returns)[1] == pytest.approx([-1.25 / (4.75 / 3) ** 0.5])
+    actual = estimate(kl_coef=0, normalise_scores=True, normaliser=seen)
+    assert rows(actual.returns)[1] == pytest.approx([-1.25 / (4.75 / 3) ** 0.5])
     assert seen.count == 2
 
 
@@ -222,7 +222,7 @@ def test_what_would_have_followed_a_cut_response_is_added_to_its_last_token() ->
     # Reward -1.05 and 0.75 after it: 0.9 * 0.75 - 1.05 - 0.
     cut = [BATCH[0], replace(BATCH[1], after=0.75)]
     settings = PPOConfig(gae_lambda=0.5, gamma=0.9, whiten_advantages=False)
-    found = estimated(cut, settings)
-    assert found.advantages[1].tolist() == pytest.approx([-0.375], abs=1e-6)
+    actual = estimated(cut, settings)
+    assert actual.advantages[1].tolist() == pytest.approx([-0.375], abs=1e-6)
     whole = estimated(BATCH, settings)
-    assert found.advantages[0].tolist() == whole.advantages[0].tolist()
+    assert actual.advantages[0].tolist() == whole.advantages[0].tolist()

@@ -21,8 +21,8 @@ def measured(mean_abs: float, staleness: float = 0) -> dict[str, float]:
 def test_steps_in_a_row_beyond_the_limit_end_the_run() -> None:
     notes: list[str] = []
     watch = MismatchWatch(LoopConfig(mismatch_steps=3), "float32", notes.append)
-    for step, found in enumerate([0.02, 0.03, 0.04, 0.01, 0.03, 0.04], 1):
-        watch.check(step, measured(found))
+    for step, actual in enumerate([0.02, 0.03, 0.04, 0.01, 0.03, 0.04], 1):
+        watch.check(step, measured(actual))
     said = "mismatch/mean_abs is 0.03 nats, beyond loop.mismatch_limit 0.02"
     assert notes[0] == f"step 2: {said} (1 of 3 steps in a row)"
     assert [note[:6] for note in notes] == ["step 2", "step 3", "step 5", "step 6"]

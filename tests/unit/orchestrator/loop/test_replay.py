@@ -73,10 +73,10 @@ class LocalCritic:
 
 
 def digest(weights: Iterator[tuple[str, Any]]) -> str:
-    found = hashlib.sha256()
+    actual = hashlib.sha256()
     for name, tensor in weights:
-        found.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
-    return found.hexdigest()
+        actual.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
+    return actual.hexdigest()
 
 
 class Run:
@@ -145,6 +145,6 @@ async def test_a_run_from_its_journal_ends_with_the_same_weights(policy_folder: 
     assert (straight.rollout.drawn, again.rollout.drawn) == (STEPS * 4, 0)
     assert again.weights == straight.weights
     for name, wanted in GOLDEN.items():
-        found = [[run.log.lines[step][name] for step in range(1, STEPS + 1)] for run in (straight, again)]
-        assert found[0] == found[1]
-        assert found[0] == pytest.approx(wanted, rel=1e-4)
+        actual = [[run.log.lines[step][name] for step in range(1, STEPS + 1)] for run in (straight, again)]
+        assert actual[0] == actual[1]
+        assert actual[0] == pytest.approx(wanted, rel=1e-4)

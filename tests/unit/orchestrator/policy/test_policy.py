@@ -19,11 +19,11 @@ Rows = list[list[float]]
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
 def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_batch_tokens: int) -> None:
     trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens)
-    found = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
+    actual = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
     with torch.no_grad():
         expected = chosen(distributions(language_model(policy_folder), TEMPERATURE))
-    assert [row.dtype for row in found] == [np.float32] * 4
-    for row, wanted in zip(found, expected, strict=True):
+    assert [row.dtype for row in actual] == [np.float32] * 4
+    for row, wanted in zip(actual, expected, strict=True):
         assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
@@ -115,12 +115,12 @@ def test_every_correction_trains_alike_however_a_batch_is_cut(
 
 
 def test_a_reference_that_weighs_nothing_need_not_be(policy_folder: Path, batch: PolicyBatch) -> None:
-    found = []
+    actual = []
     for reference in (batch.ref_logprobs, None):
         trainer = make_trainer(policy_folder, kl=KLConfig(coef=0, placement="loss", estimator="k2"))
         metrics = trainer.train(replace(batch, ref_logprobs=reference, kl_coef=0.0), seed=0)
-        found.append((metrics, weights(trainer).tolist()))
-    assert found[0] == found[1]
+        actual.append((metrics, weights(trainer).tolist()))
+    assert actual[0] == actual[1]
 
 
 def test_entropy_is_measured_without_a_bonus_and_raised_by_one(policy_folder: Path, batch: PolicyBatch) -> None:

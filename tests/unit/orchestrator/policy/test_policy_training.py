@@ -110,7 +110,7 @@ def test_weights_are_sent_under_their_names_as_they_are_now(tmp_path: Path, tied
 
     first = send(1)
     assert send(2) == first
-    assert [len(found) for found in first.values()] == [16] * len(first)
+    assert [len(actual) for actual in first.values()] == [16] * len(first)
     trainer.train(batch, seed=0)
     # Until they are gathered again, what was sent last is what newcomers get.
     assert trainer.sending.send(2) == first

@@ -64,8 +64,8 @@ def copied(trainer: PolicyTrainer) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in trainer._learner.full_weights()}
 
 
-def same(found: Weights, wanted: Weights) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+def same(actual: Weights, wanted: Weights) -> bool:
+    return actual.keys() == wanted.keys() and all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])

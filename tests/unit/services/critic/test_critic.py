@@ -40,22 +40,22 @@ def saved_values(folder: Path) -> list[list[float]]:
     body = AutoModel.from_pretrained(folder).eval()
     head = load_file(folder / "value_head.safetensors")
     assert sorted(head) == ["value_head.bias", "value_head.weight"]
-    found = []
+    actual = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         with torch.no_grad():
             hidden = body(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]
-        found.append((hidden @ head["value_head.weight"][0] + head["value_head.bias"]).tolist())
-    return found
+        actual.append((hidden @ head["value_head.weight"][0] + head["value_head.bias"]).tolist())
+    return actual
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
 def test_values_are_those_of_the_saved_model(reward_folder: Path, tmp_path: Path, micro_batch_tokens: int) -> None:
     trainer = make_trainer(reward_folder, micro_batch_tokens=micro_batch_tokens)
     trainer.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
-    found = trainer.values(arrays(PROMPTS), arrays(RESPONSES))
+    actual = trainer.values(arrays(PROMPTS), arrays(RESPONSES))
     saved = Path(trainer.snapshots.save(str(tmp_path / "critic")))
-    assert [row.dtype for row in found] == [np.float32] * 4
-    for row, wanted in zip(found, saved_values(saved), strict=True):
+    assert [row.dtype for row in actual] == [np.float32] * 4
+    for row, wanted in zip(actual, saved_values(saved), strict=True):
         assert row.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_a_critic_starts_from_what_a_critic_saved_head_and_all(reward_folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("head", "found"),
+    ("head", "actual"),
     [
         ({"weight": [1, 32], "bias": [1]}, r"value_head\.bias \[1\], value_head\.weight \[1, 32\]"),
         ({"weight": [1, 64]}, r"value_head\.weight \[1, 64\]"),
@@ -83,13 +83,13 @@ def test_a_critic_starts_from_what_a_critic_saved_head_and_all(reward_folder: Pa
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(
-    reward_folder: Path, tmp_path: Path, head: dict[str, list[int]], found: str
+    reward_folder: Path, tmp_path: Path, head: dict[str, list[int]], actual: str
 ) -> None:
     folder = Path(shutil.copytree(reward_folder, tmp_path / "critic"))
     tensors = {f"value_head.{name}": torch.zeros(shape) for name, shape in head.items()}
     save_file(tensors, folder / "value_head.safetensors")
     takes = r"but the body beside it takes value_head\.bias \[1\], value_head\.weight \[1, 64\]$"
-    with pytest.raises(ConfigError, match=rf"^model: .*value_head\.safetensors holds {found}, {takes}"):
+    with pytest.raises(ConfigError, match=rf"^model: .*value_head\.safetensors holds {actual}, {takes}"):
         make_trainer(folder)
 
 
@@ -102,12 +102,12 @@ def test_a_head_that_is_no_file_of_tensors_is_refused(reward_folder: Path, tmp_p
 
 def test_the_first_values_are_small_and_follow_the_seed(reward_folder: Path) -> None:
     first, same, other = (make_trainer(reward_folder, seed=seed) for seed in (1, 1, 2))
-    found, again, different = (
+    actual, again, different = (
         np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES))) for trainer in (first, same, other)
     )
-    assert found.tolist() == again.tolist()
-    assert np.abs(found - different).max() > 1e-3
-    assert 0 < np.abs(found).max() < 1
+    assert actual.tolist() == again.tolist()
+    assert np.abs(actual - different).max() > 1e-3
+    assert 0 < np.abs(actual).max() < 1
 
 
 def test_the_loss_is_half_the_mean_squared_error_over_all_tokens(reward_folder: Path) -> None:
@@ -145,8 +145,8 @@ def test_micro_batches_and_checkpointing_change_nothing(reward_folder: Path) -> 
     options: list[dict[str, Any]] = [{}, {"micro_batch_tokens": 1}, {"gradient_checkpointing": True}]
     trainers = [make_trainer(reward_folder, rate=1e-5, **option) for option in options]
     measured = [t.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=3) for t in trainers]
-    for found in measured[1:]:
-        assert found == pytest.approx(measured[0], abs=1e-4)
+    for actual in measured[1:]:
+        assert actual == pytest.approx(measured[0], abs=1e-4)
     values = [np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES))) for trainer in trainers]
     for row in values[1:]:
         assert row.tolist() == pytest.approx(values[0].tolist(), abs=1e-4)

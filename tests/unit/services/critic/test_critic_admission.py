@@ -72,9 +72,9 @@ def pairs(count: int) -> common_pb2.Pairs:
 async def values(critic: Any, count: int, min_step: int | None = None) -> list[float]:
     """They are the steps, of which the reply says the same."""
     reply = await critic.Values(pb.ValuesRequest(pairs=pairs(count), min_step=min_step), Context())
-    found = unpack_floats(reply.values, "values").tolist()
-    assert unpack_longs(reply.steps, "steps").tolist() == found
-    return list(found)
+    actual = unpack_floats(reply.values, "values").tolist()
+    assert unpack_longs(reply.steps, "steps").tolist() == actual
+    return list(actual)
 
 
 def train(step: int, count: int) -> pb.TrainRequest:

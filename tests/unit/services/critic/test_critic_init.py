@@ -30,8 +30,8 @@ def test_the_reward_model_is_the_best_start_and_the_policy_no_better_than_chance
     weights, here and with the demo's models alike."""
     models = tmp_path / "models"
     assert make(models, SMALL, Console(file=io.StringIO()))
-    found = measure(models, seed=0, steps=2)
-    reward, policy, random = (found[name] for name in ("reward model", "policy", "random"))
+    actual = measure(models, seed=0, steps=2)
+    reward, policy, random = (actual[name] for name in ("reward model", "policy", "random"))
     # A new head explains nothing, whatever it sits on.
     assert max(abs(values[0]) for values in (reward, policy, random)) < 0.1
     # Found: 0.18 against 0.01 and 0.04.

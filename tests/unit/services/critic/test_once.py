@@ -98,9 +98,9 @@ async def test_a_step_that_became_old_while_it_waited_is_refused(trainer: Traine
     asked = [ask(once, trainer, 1), ask(once, trainer, 3), ask(once, trainer, 2)]
     await settle()
     trainer.gate.set()
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    assert [str(result) for result in found[:2]] == ["trained 1", "trained 3"]
-    assert isinstance(found[2], FailedPrecondition)
+    actual = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(result) for result in actual[:2]] == ["trained 1", "trained 3"]
+    assert isinstance(actual[2], FailedPrecondition)
     assert trainer.begun == [1, 3]
 
 

@@ -25,12 +25,12 @@ def test_each_response_at_its_own_temperature_and_in_its_own_place(policy_folder
         Question(prompt, response, Distribution(temperature))
         for prompt, response, temperature in zip(arrays(PROMPTS), arrays(RESPONSES), temperatures, strict=True)
     ]
-    found = frozen.logprobs(questions)
-    assert [row.dtype for row in found] == [np.float32] * 4
+    actual = frozen.logprobs(questions)
+    assert [row.dtype for row in actual] == [np.float32] * 4
     with torch.no_grad():
         for index, temperature in enumerate(temperatures):
             expected = chosen(distributions(language_model(policy_folder), temperature))[index]
-            assert found[index].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+            assert actual[index].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_the_model_is_frozen(policy_folder: Path) -> None:

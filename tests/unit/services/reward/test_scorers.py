@@ -49,10 +49,10 @@ def raw_scores(folder: Path) -> np.ndarray:
 @pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
 def test_a_model_scores_the_last_token_normalised_as_its_config_says(reward_folder: Path, batch_tokens: int) -> None:
     scorer = make(kind="model", model=str(reward_folder), dtype="float32", batch_tokens=batch_tokens)
-    found = scorer.score(PAIRS)
-    assert found.dtype == np.float32
+    actual = scorer.score(PAIRS)
+    assert actual.dtype == np.float32
     expected = (raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert scorer.max_length == MAX_LENGTH
     assert scorer.identity == pb.ScorerIdentity(
         name=f"model:{reward_folder}", model_hash=model_hash(reward_folder), weight=1

@@ -78,8 +78,8 @@ async def test_weights_that_are_not_the_models_are_refused_before_anything_moves
     phase["prepare"].manifest = wide.pack()
     report = await play(member, phase)
     assert (report.ok, report.error) == (False, "prepare: InvalidArgument: manifest: ((3,),)")
-    found = await play(member, {"discover": pb.Discover(manifest=wide.pack())})
-    assert (found.ok, found.misfit) == (True, "manifest: ((3,),)")
+    actual = await play(member, {"discover": pb.Discover(manifest=wide.pack())})
+    assert (actual.ok, actual.misfit) == (True, "manifest: ((3,),)")
     assert (await play(member, {"discover": pb.Discover(manifest=MANIFEST.pack())})).misfit == ""
     assert engine.calls == []
     # Nor what says at first that it fits.

@@ -138,8 +138,8 @@ async def test_a_roll_back_that_fails_or_hangs_is_reported_like_any_failure(
     report = await play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05)
     assert (report.ok, report.error) == (False, "abort: TimeoutError: ")
     assert member.failure == "paused by a push that could not be rolled back: TimeoutError: "
-    found = await play(member, {"discover": pb.Discover()})
-    assert (found.ok, found.error) == (False, member.failure)
+    actual = await play(member, {"discover": pb.Discover()})
+    assert (actual.ok, actual.error) == (False, member.failure)
     # It stays open until an abort succeeds, so that the engine is not left paused for ever.
     engine.hanging.clear()
     engine.failing.clear()

@@ -45,8 +45,8 @@ def written(folder: Path, wanted: Wanted, machine: Machine = HERE) -> dict[str, 
 
 
 def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
-    return found
+    actual: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
+    return actual
 
 
 def test_a_critic_starts_from_the_reward_model(

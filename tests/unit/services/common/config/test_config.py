@@ -123,13 +123,13 @@ def sections(kind: type[Config] = Config) -> Iterator[type[Config]]:
 
 
 def test_every_section_and_every_field_is_documented() -> None:
-    found = list(sections())
-    assert len(found) >= 20
-    assert {module.__name__ for module in MODULES} <= {section.__module__ for section in found}
-    unexplained = [section.__name__ for section in found if not vars(section).get("__doc__")]
+    actual = list(sections())
+    assert len(actual) >= 20
+    assert {module.__name__ for module in MODULES} <= {section.__module__ for section in actual}
+    unexplained = [section.__name__ for section in actual if not vars(section).get("__doc__")]
     unexplained += [
         f"{section.__name__}.{name}"
-        for section in found
+        for section in actual
         for name, field in section.model_fields.items()
         if not field.description
     ]

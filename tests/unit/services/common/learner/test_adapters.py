@@ -34,9 +34,9 @@ def test_fresh_adapters_change_neither_names_nor_weights(tmp_path: Path, kind: A
     folder = make_policy(tmp_path / "policy", kind=kind, tied=tied)
     plain = dict(load_causal(str(folder), "float32").named_parameters())
     adapted = add_adapters(load_causal(str(folder), "float32"), LORA)
-    found = {weight.name: weight.merged() for weight in weights_of(adapted)}
-    assert list(found) == list(plain)
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    actual = {weight.name: weight.merged() for weight in weights_of(adapted)}
+    assert list(actual) == list(plain)
+    assert all(torch.equal(actual[name], plain[name]) for name in plain)
 
 
 def test_only_adapters_are_trained(policy_folder: Path) -> None:
@@ -58,11 +58,11 @@ def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank
     policy_folder: Path, tmp_path: Path
 ) -> None:
     bench = Bench(policy_folder, policy_folder, Ranks())
-    found = bench.policy({"lora": LORA})
-    assert furthest(found["after"], found["before"]) > 0.1
+    actual = bench.policy({"lora": LORA})
+    assert furthest(actual["after"], actual["before"]) > 0.1
     source = AutoModelForCausalLM.from_pretrained(policy_folder).state_dict()
-    assert list(found["weights"]) == list(source)
-    for name, tensor in found["weights"].items():
+    assert list(actual["weights"]) == list(source)
+    for name, tensor in actual["weights"].items():
         change = torch.from_numpy(tensor) - source[name]
         sizes = torch.linalg.svdvals(change) if change.dim() == 2 else change.abs()
         if "_proj" in name:

@@ -102,8 +102,8 @@ def test_three_steps_equal_plain_adamw_with_clipping_and_schedule(policy_folder:
     # Rates by hand: warm-up 1/2, then 0.1 + 0.9 * (1 + cos(pi * k / 3)) / 2 for k = 0 and 1.
     assert [numbers["learning_rate"] for numbers in measured] == pytest.approx([0.025, 0.05, 0.05 * 0.775])
     assert min(numbers["grad_norm"] for numbers in expected) > OPTIMIZER.max_grad_norm
-    for found, wanted in zip(measured, expected, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-6)
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-6)
     assert float((weights(learner.module) - weights(plain)).abs().max()) < 1e-6
     assert float((weights(network()) - weights(plain)).abs().max()) > 0.01
 
@@ -113,8 +113,8 @@ def test_a_minibatch_in_parts_is_the_same_step(policy_folder: Path, zero_stage: 
     whole, split = (make_learner(policy_folder, zero_stage=zero_stage) for _ in range(2))
     expected = train(whole, [[batch] for batch in batches(3)])
     measured = train(split, [parts(batch, 3, 2, 1) for batch in batches(3)])
-    for found, wanted in zip(measured, expected, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-6)
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-6)
     assert float((weights(split.module) - weights(whole.module)).abs().max()) < 1e-6
 
 
@@ -136,8 +136,8 @@ def test_bfloat16_keeps_float32_master_weights(policy_folder: Path) -> None:
     learner = make_learner(policy_folder, config, dtype="bfloat16", zero_stage=1)
     assert {parameter.dtype for parameter in learner.module.parameters()} == {torch.bfloat16}
     measured = train(learner, [[(x.bfloat16(), target)] for x, target in batches(1) * 30])
-    for found, wanted in zip(measured, expected, strict=True):
-        assert found == pytest.approx(wanted, rel=0.02)
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, rel=0.02)
     moved = weights(plain) - weights(network())
     assert 2e-3 < float(moved.abs().mean()) < 3e-3
     along = (weights(learner.module) - weights(network())) * moved.sign()

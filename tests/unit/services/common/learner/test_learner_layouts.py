@@ -95,13 +95,13 @@ async def test_five_steps_are_the_same(
     benches: dict[int, RankGroup], expected: dict[str, Result], layout: str, ranks: int, kind: str
 ) -> None:
     wanted = expected[kind]
-    found = await benches[ranks].call(getattr(Bench, kind), TIMEOUT_S, LAYOUTS[layout])
-    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
-    assert furthest(found["before"], wanted["before"]) < 1e-5
-    assert furthest(found["after"], wanted["after"]) < 1e-4
-    for step, right in zip(found["steps"], wanted["steps"], strict=True):
+    actual = await benches[ranks].call(getattr(Bench, kind), TIMEOUT_S, LAYOUTS[layout])
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(actual["before"], wanted["before"]) < 1e-5
+    assert furthest(actual["after"], wanted["after"]) < 1e-4
+    for step, right in zip(actual["steps"], wanted["steps"], strict=True):
         assert step == pytest.approx(right, abs=1e-4)
 
 
@@ -138,11 +138,11 @@ async def test_the_running_mean_is_saved_and_the_weights_go_on(
 async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], kind: str) -> None:
     lora: dict[str, Any] = {"lora": LoraConfig(rank=4)}
     wanted = await benches[1].call(getattr(Bench, kind), TIMEOUT_S, lora)
-    found = await benches[2].call(getattr(Bench, kind), TIMEOUT_S, lora | ACCUMULATED | BY_LAYERS)
-    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
-    assert furthest(found["after"], wanted["after"]) < 1e-4
+    actual = await benches[2].call(getattr(Bench, kind), TIMEOUT_S, lora | ACCUMULATED | BY_LAYERS)
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(actual["after"], wanted["after"]) < 1e-4
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 1), (True, 2)])
@@ -190,9 +190,9 @@ async def test_bfloat16_stays_near_float32(
     benches: dict[int, RankGroup], expected: dict[str, Result], zero: int, ranks: int, kind: str
 ) -> None:
     layout = BY_LAYERS | {"zero_stage": zero, "dtype": "bfloat16"}
-    found = await benches[ranks].call(getattr(Bench, kind), TIMEOUT_S, layout)
-    assert numbers(found, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(expected[kind], "grad_norm"), rel=0.05)
+    actual = await benches[ranks].call(getattr(Bench, kind), TIMEOUT_S, layout)
+    assert numbers(actual, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(expected[kind], "grad_norm"), rel=0.05)
 
 
 async def test_what_zero_3_saves_on_two_ranks_is_the_model(

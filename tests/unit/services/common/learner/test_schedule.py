@@ -25,14 +25,14 @@ def test_warm_up_rises_in_equal_parts_and_is_never_zero() -> None:
 def test_half_cosine() -> None:
     # final + (1 - final) * (1 + cos(pi * k / 4)) / 2 for k = 0 to 4, then the final rate.
     expected = [1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2, 0.2, 0.2]
-    found = factors(7, schedule="cosine", total_steps=4, final_fraction=0.2)
-    assert found == pytest.approx(expected, abs=1e-6)
+    actual = factors(7, schedule="cosine", total_steps=4, final_fraction=0.2)
+    assert actual == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_cosine_begins_after_the_warm_up() -> None:
     # Warm-up 1/3, 2/3; the cosine spans steps 2 to 6, and its middle is at step 4.
-    found = factors(8, schedule="cosine", warmup_steps=2, total_steps=6, final_fraction=0)
-    assert found == pytest.approx([1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
+    actual = factors(8, schedule="cosine", warmup_steps=2, total_steps=6, final_fraction=0)
+    assert actual == pytest.approx([1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
 
 
 def test_a_constant_rate_ignores_where_a_cosine_would_end() -> None:

@@ -143,12 +143,12 @@ def test_what_is_written_is_the_state_as_it_was_copied(tmp_path: Path) -> None:
     snapshot.save({"a": weight, "tied": weight, "shape": weight.shape, "rows": [weight[:2], 3]}, str(tmp_path / "x"))
     weight.zero_()
     snapshot.write()
-    found = snapshot.load(str(tmp_path / "x"))
-    assert found["a"].tolist() == [0, 1, 2, 3]
-    assert found["rows"][0].tolist() == [0, 1]
-    assert found["rows"][1] == 3
-    assert found["tied"].data_ptr() == found["a"].data_ptr()
-    assert found["shape"] == torch.Size([4])
+    actual = snapshot.load(str(tmp_path / "x"))
+    assert actual["a"].tolist() == [0, 1, 2, 3]
+    assert actual["rows"][0].tolist() == [0, 1]
+    assert actual["rows"][1] == 3
+    assert actual["tied"].data_ptr() == actual["a"].data_ptr()
+    assert actual["shape"] == torch.Size([4])
 
 
 def test_without_copies_everything_is_written_at_once(tmp_path: Path) -> None:

@@ -84,12 +84,12 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 async def test_five_steps_are_the_same(divided: Call, expected: dict[str, Result], layout: str, kind: str) -> None:
-    wanted, found = expected[kind], await divided(kind, LAYOUTS[layout])
-    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
-    assert furthest(found["before"], wanted["before"]) < 1e-5
-    assert furthest(found["after"], wanted["after"]) < 1e-4
+    wanted, actual = expected[kind], await divided(kind, LAYOUTS[layout])
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(actual["before"], wanted["before"]) < 1e-5
+    assert furthest(actual["after"], wanted["after"]) < 1e-4
 
 
 async def test_each_rank_has_a_half_of_what_is_divided(divided: Call, whole: RankGroup) -> None:
@@ -102,9 +102,9 @@ async def test_each_rank_has_a_half_of_what_is_divided(divided: Call, whole: Ran
 
 @pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=MORE)])  # the same engine
 async def test_bfloat16_stays_near_float32(divided: Call, expected: dict[str, Result], kind: str) -> None:
-    found = await divided(kind, {"zero_stage": 1, "dtype": "bfloat16"})
-    assert numbers(found, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(expected[kind], "grad_norm"), rel=0.05)
+    actual = await divided(kind, {"zero_stage": 1, "dtype": "bfloat16"})
+    assert numbers(actual, "loss") == pytest.approx(numbers(expected[kind], "loss"), abs=5e-3)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(expected[kind], "grad_norm"), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ async def test_other_models_too(reward_folder: Path, tmp_path: Path, kind: Any, 
     for ranks, layout in ((1, {}), (2, {"ranks": 2, "tensor_parallel": {"size": 2}})):
         async with spawned(Bench, folder, reward_folder, ranks=ranks) as (group, _):
             results.append(await group.call(Bench.policy, TIMEOUT_S, layout))
-    wanted, found = results
-    assert numbers(found, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
-    assert numbers(found, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
-    assert furthest(found["weights"], wanted["weights"]) < WEIGHT
+    wanted, actual = results
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
 
 
 # Weights that are whole beside those in pieces are one stage of ZeRO more.

@@ -56,12 +56,12 @@ DISTRIBUTIONS = [
 def test_it_is_that_by_hand(make: str, distribution: Distribution) -> None:
     pairs, responses = random_pairs(make)
     logits = torch.randn(*pairs.action_mask.shape, 11, generator=torch.Generator().manual_seed(0)) * 3
-    found = pairs.unpad(distribution.logprobs(logits, pairs))
+    actual = pairs.unpad(distribution.logprobs(logits, pairs))
     both = [pairs.unpad(part) for part in distribution.with_entropy(logits, pairs, trained=True)]
     rows = logits[pairs.action_mask].split(pairs.lengths)
     for index, (row, ids) in enumerate(zip(rows, responses, strict=True)):
         logprobs, entropies = by_hand(row, ids.tolist(), distribution)
-        assert found[index].tolist() == pytest.approx(logprobs, abs=1e-5)
+        assert actual[index].tolist() == pytest.approx(logprobs, abs=1e-5)
         assert both[0][index].tolist() == pytest.approx(logprobs, abs=1e-5)
         assert both[1][index].tolist() == pytest.approx(entropies, abs=1e-5)
 
@@ -83,10 +83,10 @@ def test_a_token_without_mass_that_is_asked_for_gets_a_finite_number() -> None:
     pairs = pad_pairs([np.asarray([5], np.int32)], [np.asarray([2, 10, 4], np.int32)])
     distribution = Distribution(vocabulary=VOCABULARY, min_new_tokens=1, end_ids=(2,))
     logits = torch.randn(1, 3, 11)
-    found = distribution.logprobs(logits, pairs)[0]
+    actual = distribution.logprobs(logits, pairs)[0]
     possible = logits[0, 1, :VOCABULARY]
-    assert found.isfinite().all()
-    assert float(found[1]) == pytest.approx(float(logits[0, 1, 10] - possible.logsumexp(-1)), abs=1e-5)
+    assert actual.isfinite().all()
+    assert float(actual[1]) == pytest.approx(float(logits[0, 1, 10] - possible.logsumexp(-1)), abs=1e-5)
 
 
 def learner_logprobs(folder: Path, distribution: Distribution, **options: bool) -> list[Floats]:
@@ -101,9 +101,9 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
     assert model.config.vocab_size == PADDED
     frozen = FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
     reference = frozen.logprobs([Question(p, r, distribution) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
-    found = learner_logprobs(folder, distribution)
-    assert plain.furthest(reference, found) < 1e-5
-    assert plain.furthest(learner_logprobs(folder, distribution, packing=True), found) < 1e-5
+    actual = learner_logprobs(folder, distribution)
+    assert plain.furthest(reference, actual) < 1e-5
+    assert plain.furthest(learner_logprobs(folder, distribution, packing=True), actual) < 1e-5
     for index, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
@@ -111,7 +111,7 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
             None if step < 3 and token == EOS else by_hand(logits[step : step + 1], [int(token)], _at(step))[0][0]
             for step, token in enumerate(response)
         ]
-        for value, wanted in zip(found[index].tolist(), expected, strict=True):
+        for value, wanted in zip(actual[index].tolist(), expected, strict=True):
             assert wanted is None or value == pytest.approx(wanted, abs=1e-4)
 
 

@@ -91,10 +91,10 @@ def test_a_reward_model_scores_the_last_token(name: str, tmp_path: Path) -> None
     whole: Any = AutoModelForSequenceClassification.from_pretrained(reward, attn_implementation="eager").eval()
     body = getattr(whole, whole.base_model_prefix)
     with torch.no_grad():
-        found = model.scores(pad_pairs(PROMPTS, RESPONSES)).tolist()
+        actual = model.scores(pad_pairs(PROMPTS, RESPONSES)).tolist()
         rows = [torch.tensor([[*p, *r]]) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
         expected = [float(whole.score(body(row).last_hidden_state[0, -1])) for row in rows]
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert actual == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_critic_values_and_learns(folder: Path, tmp_path: Path) -> None:

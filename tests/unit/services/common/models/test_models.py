@@ -53,11 +53,11 @@ def head_outputs(folder: Path, row: list[int]) -> torch.Tensor:
 def test_response_logits_equal_those_without_padding(kind: str, tmp_path: Path) -> None:
     folder = make_policy(tmp_path / kind, kind=kind, tied=True)  # type: ignore[arg-type]
     model = load_causal(str(folder), "float32").eval().requires_grad_(False)
-    found = response_logits(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
-    assert found.shape == (3, 4, 64)
+    actual = response_logits(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
+    assert actual.shape == (3, 4, 64)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        torch.testing.assert_close(found[row, : len(response)], alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[row, : len(response)], alone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -66,14 +66,14 @@ def test_packed_logits_equal_those_of_each_sequence_alone(kind: str, tmp_path: P
     plain = load_causal(str(folder), "float32").eval().requires_grad_(False)
     model = load_causal(str(folder), "float32", packing=True).eval().requires_grad_(False)
     pairs = concatenate_pairs(arrays(PROMPTS), arrays(RESPONSES))
-    found = response_logits(model, pairs)
-    assert found.shape == (1, 7, 64)
-    for piece, prompt, response in zip(found[0].split(pairs.lengths), PROMPTS, RESPONSES, strict=True):
+    actual = response_logits(model, pairs)
+    assert actual.shape == (1, 7, 64)
+    for piece, prompt, response in zip(actual[0].split(pairs.lengths), PROMPTS, RESPONSES, strict=True):
         alone = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(piece, alone, atol=1e-5, rtol=0)
     # The model that takes the row for one sequence finds something else, so that the comparison tells.
     crossed = plain(pairs.input_ids, position_ids=pairs.position_ids, attention_mask=torch.ones(1, 14)).logits
-    assert (crossed[0, pairs.predictors] - found[0]).abs().max() > 0.01
+    assert (crossed[0, pairs.predictors] - actual[0]).abs().max() > 0.01
 
 
 def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
 
 
 def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: Path, scalar: ScalarModel) -> None:
-    found = scalar.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
+    actual = scalar.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
     rows = [head_outputs(reward_folder, p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    assert found.tolist() == pytest.approx([float(row[-1]) for row in rows], abs=1e-5)
+    assert actual.tolist() == pytest.approx([float(row[-1]) for row in rows], abs=1e-5)
     # A model that looks for the last token that is no pad would have taken these instead.
     assert abs(float(rows[1][-1] - rows[1][-2])) > 1e-3
 
@@ -203,5 +203,5 @@ def test_capped_attention_is_computed_capped(tmp_path: Path) -> None:
     folder = FAMILIES["gemma2"].make(tmp_path / "gemma2")
     ids = torch.arange(4, 40)[None]
     with torch.no_grad():
-        found, expected = load_causal(str(folder), "float32")(ids).logits, plain.language_model(folder)(ids).logits
-    torch.testing.assert_close(found, expected)
+        actual, expected = load_causal(str(folder), "float32")(ids).logits, plain.language_model(folder)(ids).logits
+    torch.testing.assert_close(actual, expected)

@@ -37,14 +37,14 @@ def varlen(
     assert window_size == (-1, 0)  # causal
     assert max_q == max_k == max(LENGTHS)
     scale = WIDTH**-0.5 if scale is None else scale
-    found = torch.empty_like(query)
+    actual = torch.empty_like(query)
     bounds = cu_seq_q.tolist()
     for begin, end in itertools.pairwise(bounds):
         scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * scale
         later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        found[begin:end] = torch.einsum("hqk,khd->qhd", weights, value[begin:end])
-    return found
+        actual[begin:end] = torch.einsum("hqk,khd->qhd", weights, value[begin:end])
+    return actual
 
 
 class Attention(nn.Module):
@@ -61,9 +61,9 @@ def test_the_kernel_gets_what_it_takes_and_gives_what_the_plain_path_gives(scale
     boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     plain, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions, scaling=scale)
-    found = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
-    assert found.shape == plain.shape == (1, 9, HEADS, WIDTH)
-    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+    actual = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
+    assert actual.shape == plain.shape == (1, 9, HEADS, WIDTH)
+    torch.testing.assert_close(actual, plain, atol=1e-5, rtol=0)
 
 
 def test_boundaries_that_are_known_are_not_looked_for() -> None:

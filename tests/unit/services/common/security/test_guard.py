@@ -61,8 +61,8 @@ async def test_a_call_that_names_no_application_that_runs_is_told_so(
     says: str,
 ) -> None:
     channel, replicas = door
-    found, details = await outcome(ask(channel, method, *metadata))
-    assert (found, details.startswith(says)) == (code, True), details
+    actual, details = await outcome(ask(channel, method, *metadata))
+    assert (actual, details.startswith(says)) == (code, True), details
     assert replicas.seen == []
 
 

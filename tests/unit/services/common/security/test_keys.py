@@ -154,11 +154,11 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path, tokens: bool) -> None:
         keys.make(["127.0.0.1"], {"run-a": "trainer", "run-b": "trainer"}, tokens=tokens)
     finally:
         os.umask(before)
-    found = [keys.folder, *keys.folder.rglob("*")]
-    modes = {path.relative_to(keys.folder).as_posix(): path.stat().st_mode & 0o777 for path in found}
+    actual = [keys.folder, *keys.folder.rglob("*")]
+    modes = {path.relative_to(keys.folder).as_posix(): path.stat().st_mode & 0o777 for path in actual}
     assert {modes[name] for name in ("ca/ca.key", "server/server.key", "policy.yaml")} == {0o600}
-    assert {mode for path, mode in zip(found, modes.values(), strict=True) if path.is_dir()} == {0o700}
-    assert {mode for path, mode in zip(found, modes.values(), strict=True) if path.is_file()} == {0o600}
-    written = [path.read_text() for path in found if path.name == "token"]
+    assert {mode for path, mode in zip(actual, modes.values(), strict=True) if path.is_dir()} == {0o700}
+    assert {mode for path, mode in zip(actual, modes.values(), strict=True) if path.is_file()} == {0o600}
+    written = [path.read_text() for path in actual if path.name == "token"]
     assert not any(token in keys.policy.read_text() for token in written)
     assert all(a != b for a, b in itertools.pairwise(written))

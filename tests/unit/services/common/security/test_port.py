@@ -163,7 +163,7 @@ async def test_serve_opens_its_port_as_the_environment_says(tmp_path: Path, monk
     for name, value in Port(policy=keys.policy).environment.items():
         monkeypatch.setenv(name, value)
     server, number = await _start_as_serve_does(monkeypatch)
-    here = [found.laddr for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+    here = [actual.laddr for actual in psutil.Process().net_connections("tcp") if actual.status == psutil.CONN_LISTEN]
     hosts = {address.ip.removeprefix("::ffff:") for address in here if address.port == number}
     assert hosts == {"127.0.0.1"}
     async with channel_of(keys, "run-a", f"127.0.0.1:{number}") as channel:

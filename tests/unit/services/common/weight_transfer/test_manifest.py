@@ -51,9 +51,9 @@ def test_buckets_cover_everything_once_in_order_and_are_full(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.randint(0, 20, (30,), generator=draw).tolist()
     limit = int(torch.randint(1, 40, (1,), generator=draw))
-    found = buckets(manifest(*sizes, bucket_bytes=limit))
-    assert list(chain.from_iterable(found)) == list(range(30))
-    for bucket, following in pairwise(found):
+    actual = buckets(manifest(*sizes, bucket_bytes=limit))
+    assert list(chain.from_iterable(actual)) == list(range(30))
+    for bucket, following in pairwise(actual):
         total = sum(sizes[index] for index in bucket)
         assert total <= limit or len(bucket) == 1
         assert total + sizes[following[0]] > limit
@@ -77,11 +77,11 @@ def test_fill_and_cut_are_inverse_for_mixed_dtypes_at_odd_offsets() -> None:
         for number in packed.fill(tensors.items()):
             size = sum(made.size(index) for index in packed.ranges[number])
             assert (packed[number].dtype, len(packed[number])) == (torch.uint8, size)
-        found = dict(packed.tensors())
-        assert list(found) == list(tensors)
+        actual = dict(packed.tensors())
+        assert list(actual) == list(tensors)
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor.detach())
+            assert actual[name].dtype == tensor.dtype
+            assert torch.equal(actual[name], tensor.detach())
 
 
 def test_cut_gives_views_where_it_can() -> None:

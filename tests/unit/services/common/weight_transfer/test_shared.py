@@ -64,9 +64,9 @@ def test_another_process_reads_what_was_loaded(count: int) -> None:
     process = spawn.Process(target=read, args=(numbers, MANIFEST.pack(), theirs), daemon=True)
     process.start()
     assert mine.poll(60)
-    found, values = mine.recv()
+    actual, values = mine.recv()
     process.join(10)
-    assert found == checksum({n: d for sender in senders for n, d in sender.send(1).items()})
+    assert actual == checksum({n: d for sender in senders for n, d in sender.send(1).items()})
     assert values == {name: tensor.tolist() for name, tensor in TENSORS.items()}
     for sender in senders:
         sender.close()
@@ -164,8 +164,8 @@ def test_buckets_begin_at_multiples_of_64() -> None:
     buckets = Buckets(MANIFEST, memory=memory)
     assert list(buckets.fill(TENSORS.items())) == [0, 1]
     assert [buckets[n].data_ptr() - memory.data_ptr() for n in (0, 1)] == [0, 4032]
-    found: dict[str, Any] = {name: tensor.tolist() for name, tensor in buckets.tensors()}
-    assert found == {name: tensor.tolist() for name, tensor in TENSORS.items()}
+    actual: dict[str, Any] = {name: tensor.tolist() for name, tensor in buckets.tensors()}
+    assert actual == {name: tensor.tolist() for name, tensor in TENSORS.items()}
 
 
 def test_a_bucket_is_waited_for_until_it_is_full_of_the_right_push() -> None:

@@ -95,8 +95,8 @@ def test_split_cuts_by_lengths() -> None:
 def test_sequences_round_trip(seed: int) -> None:
     draw = np.random.default_rng(seed)
     given = [draw.integers(0, 50, int(length)).astype(np.int32) for length in draw.integers(1, 9, 7)]
-    found = unpack_sequences(pack_sequences(given), "prompts", vocab_size=50)
-    assert [sequence.tolist() for sequence in found] == [sequence.tolist() for sequence in given]
+    actual = unpack_sequences(pack_sequences(given), "prompts", vocab_size=50)
+    assert [sequence.tolist() for sequence in actual] == [sequence.tolist() for sequence in given]
     # Plain lists pack alike, and a message without sequences holds none.
     assert pack_sequences([sequence.tolist() for sequence in given]) == pack_sequences(given)
     assert list(unpack_sequences(pack_sequences([]), "prompts", vocab_size=50)) == []
@@ -130,8 +130,8 @@ def test_malformed_sequences(message: common_pb2.Sequences, expected: str) -> No
 
 
 def test_empty_sequences_where_they_are_allowed() -> None:
-    found = unpack_sequences(sequences([7], [0, 1, 0]), "x", vocab_size=10, allow_empty=True)
-    assert [sequence.tolist() for sequence in found] == [[], [7], []]
+    actual = unpack_sequences(sequences([7], [0, 1, 0]), "x", vocab_size=10, allow_empty=True)
+    assert [sequence.tolist() for sequence in actual] == [[], [7], []]
     with refused("x.lengths[0]: -1; every sequence needs at least 0 token(s)"):
         unpack_sequences(sequences([7], [-1, 2]), "x", vocab_size=10, allow_empty=True)
 
