@@ -33,16 +33,20 @@ def collected(version: int = 1) -> Collected:
     return Collected(rows, 1.25, 0.1, repeated=4)
 
 
-def same(found: Collected | None, wanted: Collected) -> bool:
-    assert found is not None
-    for a, b in zip(found.experiences, wanted.experiences, strict=True):
+def same(actual: Collected | None, wanted: Collected) -> bool:
+    assert actual is not None
+    for a, b in zip(actual.experiences, wanted.experiences, strict=True):
         assert (a.number, a.prompt) == (b.number, b.prompt)
         assert (a.score, a.sample.spans, a.sample.finish_reason) == (b.score, b.sample.spans, b.sample.finish_reason)
         for name in ("ref_logprobs", "values"):
             assert getattr(a, name).tolist() == getattr(b, name).tolist()
         assert a.sample.response_ids.tolist() == b.sample.response_ids.tolist()
         assert a.sample.logprobs.tolist() == b.sample.logprobs.tolist()
-    return (found.generate_s, found.score_s, found.repeated) == (wanted.generate_s, wanted.score_s, wanted.repeated)
+    return (actual.generate_s, actual.score_s, actual.repeated) == (
+        wanted.generate_s,
+        wanted.score_s,
+        wanted.repeated,
+    )
 
 
 def journal(folder: Path, policy: Path, **section: Any) -> ExperienceJournal:
