@@ -1,0 +1,180 @@
+"""Runs of the real loop against the emulated quartet, with a policy and a push that sleep."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.emulated.pace import Pace
+from orchestrator.clients import Services
+from orchestrator.commands.beginning import first_state
+from orchestrator.config.loop import LoopConfig
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.prompts import Prompt, PromptStream
+from orchestrator.experience.collector import Collector
+from orchestrator.experience.experience import Finished
+from orchestrator.experience.requests import SampleRequest
+from orchestrator.experience.source import ExperienceSource
+from orchestrator.learners.critic import CriticLearner
+from orchestrator.learners.learner import Update
+from orchestrator.loop.trainer import Trainer
+from orchestrator.monitoring.record import Record
+from orchestrator.push.pusher import PushReport
+from orchestrator.tracing.samples import SampleStages
+from orchestrator.tracing.spans import Spans
+from orchestrator.tracing.waits import Waits
+from protos import rollout_pb2 as pb
+from services.rollout.client import RolloutClient
+
+Line = Mapping[str, float]
+PROMPTS = [Prompt(row, np.asarray([4 + row] * 8, np.int32), "p", "") for row in range(40)]
+
+
+class SleepingPolicy:
+    """A policy that takes its time and learns nothing."""
+
+    name = prefix = "policy"
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    async def train(self, update: Update) -> dict[str, float]:
+        """Takes a step's time."""
+        await asyncio.sleep(self._pace.train)
+        return {"loss": 0.0}
+
+    async def logprobs(self, prompts: Any, responses: Sequence[Any]) -> list[Any]:
+        """The engine's own log-probs."""
+        await asyncio.sleep(self._pace.logprobs)
+        return [np.full(len(row), -1.0, np.float32) for row in responses]
+
+    async def save(self, folder: str) -> str:
+        """Writes nothing."""
+        return folder
+
+
+class SleepingPusher:
+    """A push that takes its time, at the end of which the replicas stamp their samples with the version."""
+
+    def __init__(self, rollout: RolloutClient, pace: Pace) -> None:
+        self._rollout, self._pace = rollout, pace
+
+    async def push(self, version: int) -> PushReport:
+        """Stages and delivers."""
+        return await self.deliver(await self.stage(version))
+
+    async def stage(self, version: int) -> int:
+        """Takes the time of a copy."""
+        await asyncio.sleep(self._pace.stage)
+        return version
+
+    async def deliver(self, staged: int) -> PushReport:
+        """Takes the time of a delivery, and commits."""
+        began = time.monotonic()
+        await asyncio.sleep(self._pace.deliver)
+        reports = await self._rollout.update_weights(30, commit=pb.Commit(membership=1, policy_version=staged))
+        return PushReport(staged, tuple(r.replica for r in reports), time.monotonic() - began, 1, "emulated")
+
+
+class CountingCollector(Collector):
+    """A collector that counts its samples: those asked for whose experience is not complete."""
+
+    in_flight = most = 0
+
+    async def finish(
+        self, requests: Sequence[SampleRequest], *, put: Callable[[Finished], None], **options: Any
+    ) -> None:
+        """Counts and finishes these samples."""
+
+        def counted(finished: Finished) -> None:
+            self.in_flight -= 1
+            put(finished)
+
+        self.in_flight += len(requests)
+        self.most = max(self.most, self.in_flight)
+        await super().finish(requests, put=counted, **options)
+
+
+class Lines:
+    """A metrics log that keeps its lines and passes each on; also a progress display and checkpoints that do
+    nothing."""
+
+    def __init__(self, seen: Callable[[Line], None]) -> None:
+        self.lines: list[Line] = []
+        self._seen = seen
+
+    def write(self, step: int, metrics: Line) -> None:
+        """Keeps the line of a step."""
+        self.lines.append({"at": time.monotonic(), "step": step} | dict(metrics))
+        self._seen(self.lines[-1])
+
+    async def first(self, state: Any) -> None:
+        """Writes no checkpoint."""
+
+    async def take_if_due(self, state: Any) -> None:
+        """Writes no checkpoint."""
+
+    def last_step(self) -> None:
+        """Returns None, as no checkpoint exists."""
+
+    def waited_s(self) -> float:
+        """Training never waits for one."""
+        return 0.0
+
+    def start(self, total_steps: int, done: int) -> None:
+        """Shows nothing."""
+
+    def step(self, step: int, metrics: Line, seconds_left: float) -> None:
+        """Shows nothing."""
+
+    def stop(self) -> None:
+        """Shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Prints what the user would be told."""
+        print(text)
+
+
+class Run:
+    """One run of `steps` steps at a bound on staleness."""
+
+    def __init__(self, config: OrchestratorConfig, services: Services, pace: Pace, *, staleness: int, steps: int):
+        """
+        Args:
+            config: configuration of the quartet.
+            services: its clients.
+            pace: times of the policy and the push.
+            staleness: loop.max_staleness.
+            steps: number of steps.
+        """
+        changed = {"steps": steps, "loop": LoopConfig(max_staleness=staleness)}
+        self._config, self._services, self._pace = config.model_copy(update=changed), services, pace
+        self._spans = Spans()
+        self.collector = CountingCollector(services, self._config, stages=SampleStages(self._spans))
+
+    async def finish(self, seen: Callable[[Line], None] = lambda line: None) -> list[Line]:
+        """Carries it out; the metrics of each step, with the moment at which it ended as `at`.
+
+        `seen` is called with each line. Raises the error of a service that fails beyond its client's retries.
+        """
+        config, services, pace = self._config, self._services, self._pace
+        state = first_state(config, await services.infos(config.timeouts.info_s), lambda note: None)
+        assert services.critic is not None
+        assert state.first_critic_step is not None
+        policy, lines = cast(Any, SleepingPolicy(pace)), Lines(seen)
+        trainer = Trainer(
+            config,
+            ExperienceSource(config, PromptStream(PROMPTS, config.seed), self.collector, None),
+            policy,
+            [policy, CriticLearner(services.critic, config, state.first_critic_step)],
+            SleepingPusher(services.rollout, pace),
+            cast(Any, lines),
+            None,
+            Record(cast(Any, lines), cast(Any, lines), config.steps),
+            Waits(self._spans),
+        )
+        await trainer.run(state, Path("saved"))
+        return lines.lines
