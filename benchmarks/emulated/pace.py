@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+PROMPT, RESPONSE = 8, 16
+"""Tokens of each prompt and of each response."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:

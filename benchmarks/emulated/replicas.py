@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ray import serve
 
-from benchmarks.emulated.pace import Pace
+from benchmarks.emulated.pace import PROMPT, RESPONSE, Pace
 from protos import common_pb2, reward_pb2
 from protos import rollout_pb2 as pb
 from services.common.config.limits import LimitsConfig
@@ -28,8 +28,6 @@ from services.rollout.replica import Rollout
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 VOCABULARY, LONGEST = 64, 256
-RESPONSE = 16
-"""Tokens of each response."""
 MODEL = common_pb2.ModelInfo(path="emulated", vocab_size=VOCABULARY, max_length=LONGEST, dtype="float32")
 LIMITS = LimitsConfig()
 
@@ -136,7 +134,7 @@ class EmulatedReward(Batched, Reward.func_or_class):  # type: ignore[misc, name-
             return np.asarray([pair.response_ids[0] % 7 for pair in pairs], np.float32)
 
         self._admission, self._received = Admission(LIMITS), Received
-        self._batcher = batcher(score)
+        self._batcher = batcher(score, sleep)
         self._encoder = Encoder(None, VOCABULARY, LONGEST, texts=False)
         self._scorer, self._model = reward_pb2.ScorerIdentity(name="function:emulated", model_hash="none"), MODEL
 
@@ -152,7 +150,7 @@ class EmulatedReference(Batched, Reference.func_or_class):  # type: ignore[misc,
             await sleep("reference", len(responses))
             return [np.full(len(response), -1.5, np.float32) for response in responses]
 
-        self._admission, self._batcher = Admission(LIMITS), batcher(logprobs)
+        self._admission, self._batcher = Admission(LIMITS), batcher(logprobs, sleep)
         self._question, self._distribution, self._model = _response, SimpleNamespace, MODEL
 
 
@@ -162,9 +160,10 @@ class EmulatedCritic(Batched, Critic.func_or_class):  # type: ignore[misc, name-
     def __init__(self, args: dict[str, Any]) -> None:
         shorten_failed_calls()
         self._config, self._batch = SimpleNamespace(model="emulated"), SimpleNamespace
-        self._critic = CriticModel(Sleep(args))
+        sleep = Sleep(args)
+        self._critic = CriticModel(sleep)
         self._admission, self._train_admission = Admission(LIMITS), Admission(LIMITS)
-        self._batcher = batcher(self._critic.values, turn=self._critic.turn)
+        self._batcher = batcher(self._critic.values, sleep, turn=self._critic.turn)
         self._model = MODEL
 
 
@@ -204,9 +203,9 @@ class CriticModel:
         return {"loss": 0.0}
 
 
-def batcher(run: Any, **options: Any) -> Batcher[Any, Any]:
-    """A batcher whose passes hold any batch."""
-    return Batcher(run, batch_tokens=1 << 20, batch_s=LIMITS.batch_s, **options)
+def batcher(run: Any, sleep: Sleep, **options: Any) -> Batcher[Any, Any]:
+    """A batcher whose passes hold a batch at most."""
+    return Batcher(run, batch_tokens=sleep.batch * (PROMPT + RESPONSE), batch_s=LIMITS.batch_s, **options)
 
 
 def _response(prompt: Ints, response: Ints, asked: Any) -> Ints:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.emulated.pace import Pace
+from benchmarks.emulated.pace import PROMPT, Pace
 from orchestrator.clients import Services
 from orchestrator.commands.beginning import first_state
 from orchestrator.config.loop import LoopConfig
@@ -30,7 +30,7 @@ from protos import rollout_pb2 as pb
 from services.rollout.client import RolloutClient
 
 Line = Mapping[str, float]
-PROMPTS = [Prompt(row, np.asarray([4 + row] * 8, np.int32), "p", "") for row in range(40)]
+PROMPTS = [Prompt(row, np.asarray([4 + row] * PROMPT, np.int32), "p", "") for row in range(40)]
 
 
 class SleepingPolicy:

@@ -20,7 +20,8 @@ class Patience:
     """The time to wait for an attempt before the next one begins beside it.
 
     At least `least_s`, and longer if answers usually take longer, so that a busy and therefore slow service is not
-    given the same work twice.
+    given the same work twice. A service that has become slow counts as slow after its second slow answer: until then
+    each call is sent again, and what the service does twice makes it slower still. A single slow answer says nothing.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -33,8 +34,13 @@ class Patience:
 
     def seconds(self, timeout_s: float) -> float:
         """Seconds to wait for one attempt: at most a third of `timeout_s`, the time that the whole call may take."""
-        usual = statistics.median(self._recent) if self._recent else 0.0
-        return min(max(self._least_s, USUAL * usual), timeout_s / MOST)
+        return min(max(self._least_s, USUAL * self._usual_s), timeout_s / MOST)
+
+    @property
+    def _usual_s(self) -> float:
+        if not self._recent:
+            return 0.0
+        return max(statistics.median(self._recent), min(list(self._recent)[-2:]))
 
 
 async def first_answer(attempt: Callable[[], Awaitable[Answer]], pause_s: float, most: int = MOST) -> Answer:

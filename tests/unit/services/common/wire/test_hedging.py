@@ -99,6 +99,17 @@ def test_patience_follows_what_is_usual_within_bounds() -> None:
     assert patience.seconds(0.3) == pytest.approx(0.1)
 
 
+def test_patience_grows_with_the_second_slow_answer_in_a_row_and_shrinks_with_a_fast_one() -> None:
+    patience = Patience(5)
+    for seconds in (0.3,) * 16 + (6.0,):
+        patience.saw(seconds)
+    assert patience.seconds(60) == 5
+    patience.saw(7.0)
+    assert patience.seconds(60) == 18  # 3 * 6
+    patience.saw(0.3)
+    assert patience.seconds(60) == 5
+
+
 class Fleet(RewardServicer):  # type: ignore[misc]
     """Two replicas behind one port, taken in turns; the first is frozen."""
 
