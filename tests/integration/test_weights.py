@@ -21,6 +21,7 @@ from tests.cluster import Quartet, eventually
 from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
 
 PROMPTS, _ = plain.random_pairs(32, seed=21, longest=20)
+LONG = Sampling(max_new_tokens=100, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,26 +81,47 @@ async def test_a_push_brings_every_replica_to_the_same_bytes(quartet: Quartet) -
     assert {info.weights_checksum for info in infos.values()} == {report.checksum}
 
 
-async def test_responses_in_the_engine_are_finished_under_the_new_weights(quartet: Quartet) -> None:
-    """in_flight: keep. Each token's span names its weights, and pushes cost no token."""
-    version = await next_version(quartet)
-    source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=2))
-    long = Sampling(max_new_tokens=100, ignore_eos=True)
-    begun = asyncio.Event()
-    samples = []
+async def sampled_across(
+    quartet: Quartet, source: ModelSource, version: int, *, in_flight: str = "keep"
+) -> tuple[list[Sample], int]:
+    """Samples of 100 tokens from before a push until after it, and how many were asked for again.
+
+    Calls follow one another until the push has ended, so that it meets samples on their way however long it takes,
+    and one more follows. Fails if a call loses a sample.
+    """
+    begun, pushed = asyncio.Event(), asyncio.Event()
+    samples: list[Sample] = []
+    repeated: list[int] = []
+
+    async def call() -> None:
+        stream = quartet.services.rollout.generate(PROMPTS * 10, LONG, timeout_s=60, on_repeat=repeated.append)
+        came = []
+        async for some in stream:
+            came += some
+            begun.set()
+        assert sorted(sample.index for sample in came) == list(range(len(PROMPTS) * 10))
+        samples.extend(came)
 
     async def listen() -> None:
-        async for some in quartet.services.rollout.generate(PROMPTS * 10, long, timeout_s=60):
-            samples.extend(some)
-            begun.set()
+        while not pushed.is_set():
+            await call()
+        await call()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
             group.create_task(listen())
         await begun.wait()
-        await push(quartet.services.rollout, source, version)
-    assert {len(s.response_ids) for s in samples} == {100}
-    assert len(samples) == 2 * len(PROMPTS) * 10
+        await push(quartet.services.rollout, source, version, in_flight=in_flight)
+        pushed.set()
+    assert {len(sample.response_ids) for sample in samples} == {100}
+    return samples, sum(repeated)
+
+
+async def test_responses_in_the_engine_are_finished_under_the_new_weights(quartet: Quartet) -> None:
+    """in_flight: keep. Each token's span names its weights, and pushes cost no token."""
+    version = await next_version(quartet)
+    source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=2))
+    samples, _ = await sampled_across(quartet, source, version)
     assert {tuple(v for v, _, _ in s.spans) for s in samples} >= {(version - 1, version), (version,)}
     for s in samples:
         assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), 100]
@@ -111,25 +133,9 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
     none is of two versions."""
     version = await next_version(quartet)
     source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
-    long = Sampling(max_new_tokens=100, ignore_eos=True)
-    begun = asyncio.Event()
-    samples: list[Sample] = []
-    repeated: list[int] = []
-
-    async def listen() -> None:
-        rollout = quartet.services.rollout
-        async for some in rollout.generate(PROMPTS * 10, long, timeout_s=60, on_repeat=repeated.append):
-            samples.extend(some)
-            begun.set()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(listen())
-        await begun.wait()
-        await push(quartet.services.rollout, source, version, in_flight=in_flight)
-    assert sorted(sample.index for sample in samples) == list(range(len(PROMPTS) * 10))
-    assert {len(sample.response_ids) for sample in samples} == {100}
+    samples, repeated = await sampled_across(quartet, source, version, in_flight=in_flight)
     assert {len(sample.spans) for sample in samples} == {1}
-    assert {sample.spans[0][0] for sample in samples} <= {version - 1, version}
+    assert {sample.spans[0][0] for sample in samples} == {version - 1, version}
     assert bool(repeated) == (in_flight == "abort")
 
 
@@ -139,12 +145,11 @@ async def test_a_replica_that_is_killed_costs_no_sample_and_its_successor_takes_
     await push_model(rollout, plain.language_model(quartet.policy))
     victim = psutil.Process(processes(quartet)[0])
     engine = victim.children(recursive=True)
-    long = Sampling(max_new_tokens=100, ignore_eos=True)
     killed = asyncio.Event()
 
     async def listen() -> list[int]:
         seen = []
-        async for some in rollout.generate(PROMPTS * 4, long, timeout_s=300):
+        async for some in rollout.generate(PROMPTS * 4, LONG, timeout_s=300):
             seen += [s.index for s in some]
             if not killed.is_set():
                 killed.set()
