@@ -80,7 +80,7 @@ class Loop:
         async def reached() -> bool:
             return self.steps >= goal
 
-        await eventually(reached, 120)
+        await eventually(reached, REPLACED_S)
 
 
 @pytest.fixture
