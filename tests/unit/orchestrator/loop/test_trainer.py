@@ -1,15 +1,14 @@
 """The PPO loop with everything around it faked: what is called in what order, and with which numbers."""
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.loop.measures import StaleSample
-from orchestrator.tracing.shares import LOOPS
 from tests.unit.fake_run import Stage
+from tests.unit.step_metrics import STEP_METRICS, steady
 
 
 def step_events(step: int, version: int) -> list[Any]:
@@ -163,34 +162,6 @@ async def test_the_normaliser_remembers_the_scores_of_earlier_steps(policy_folde
         assert last == pytest.approx([-normalised, normalised], abs=1e-5)
 
 
-STEP_METRICS = {
-    *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef", "value/explained_variance"),
-    *("response/length_mean", "response/length_max", "response/truncated"),
-    *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
-    *(
-        "off_policy/ess",
-        "off_policy/ratio_p01",
-        "off_policy/ratio_p50",
-        "off_policy/ratio_p99",
-        "off_policy/corrected",
-    ),
-    *("staleness/mean", "staleness/share_0"),
-    *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
-    *("tokens_per_s/generation", "tokens_per_s/training"),
-    *("samples/asked", "samples/repeated", "samples/used", "samples/used_total", "seconds/checkpoint"),
-    *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
-    "seconds/wall",
-    *(f"wait/loop/{what}" for what in LOOPS),
-    *("work/rollout", "work/scoring", "work/policy", "work/critic"),
-    *("seconds/take", "seconds/publish"),
-}
-
-
-def steady(metrics: Mapping[str, float]) -> set[str]:
-    """Names but those of who waited for whom, which depend on moments between two spans."""
-    return {name for name in metrics if not name.startswith("wait/") or name.startswith("wait/loop/")}
-
-
 async def test_what_is_measured(policy_folder: Path) -> None:
     stage = Stage(policy_folder)
     await stage.run()
@@ -207,49 +178,6 @@ async def test_what_is_measured(policy_folder: Path) -> None:
     assert first["tokens_per_s/training"] == pytest.approx(3 * 2 / first["seconds/train"])
     parts = sum(first[f"seconds/{part}"] for part in ("generate", "score", "logprobs", "train"))
     assert first["seconds/step"] >= parts
-
-
-async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "kl": {"coef": 0}, "whiten_advantages": False}
-    with_one = Stage(policy_folder, ppo=ppo)
-    without = Stage(policy_folder, ppo=ppo, services={"reference": None})
-    for stage in (with_one, without):
-        await stage.run()
-    assert "logprobs" not in without.journal.names()
-    assert [batch.ref_logprobs for batch, _ in without.policy.batches] == [None] * 3
-    assert steady(without.log.lines[1]) == STEP_METRICS - {"kl/reference"}
-    for (batch, _), (other, _) in zip(without.policy.batches, with_one.policy.batches, strict=True):
-        assert [row.tolist() for row in batch.advantages] == [row.tolist() for row in other.advantages]
-
-
-async def test_a_run_without_a_critic_trains_the_policy_alone(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "advantages": "rloo", "samples_per_prompt": 2, "whiten_advantages": False}
-    stage = Stage(policy_folder, batch_size=4, ppo=ppo, services={"critic": None})
-    await stage.run()
-    assert {"values", "train critic"}.isdisjoint(stage.journal.names())
-    assert [state.first_critic_step for state in stage.checkpoints.states] == [None] * 4
-    metrics = {name for name in STEP_METRICS - {"work/critic"} if not name.startswith("value/")}
-    assert steady(stage.log.lines[1]) == metrics
-    # Two prompts a step, two responses to each, which are the same and so neither better nor worse than the other.
-    for batch, _ in stage.policy.batches:
-        tokens = [int(prompt[0]) for prompt in batch.prompts]
-        assert tokens[::2] == tokens[1::2]
-        assert sorted(tokens[::2]) == [10, 11]
-        assert [row.tolist() for row in batch.advantages] == [[0.0] * len(row) for row in batch.responses]
-
-
-async def test_a_run_without_a_critic_goes_on_from_its_journal(policy_folder: Path) -> None:
-    section: dict[str, Any] = {
-        "ppo": {"minibatch_size": 1, "advantages": "reinforce++"},
-        "services": {"critic": None},
-    }
-    straight, again = Stage(policy_folder, **section), Stage(policy_folder, **section)
-    await straight.run()
-    again.experience.kept = {step: straight.experience.kept[step] for step in (1, 2)}
-    await again.run()
-    assert again.journal.names().count("generate") == 1
-    for (batch, seed), (other, its) in zip(again.policy.batches, straight.policy.batches, strict=True):
-        assert ([row.tolist() for row in batch.advantages], seed) == ([row.tolist() for row in other.advantages], its)
 
 
 async def test_the_ledger_counts_what_was_asked_for_again(policy_folder: Path) -> None:

@@ -1,0 +1,32 @@
+"""The names of what a step measures."""
+
+from collections.abc import Mapping
+
+from orchestrator.tracing.shares import LOOPS
+
+STEP_METRICS = {
+    *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef", "value/explained_variance"),
+    *("response/length_mean", "response/length_max", "response/truncated"),
+    *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
+    *(
+        "off_policy/ess",
+        "off_policy/ratio_p01",
+        "off_policy/ratio_p50",
+        "off_policy/ratio_p99",
+        "off_policy/corrected",
+    ),
+    *("staleness/mean", "staleness/share_0"),
+    *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
+    *("tokens_per_s/generation", "tokens_per_s/training"),
+    *("samples/asked", "samples/repeated", "samples/used", "samples/used_total", "seconds/checkpoint"),
+    *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
+    "seconds/wall",
+    *(f"wait/loop/{what}" for what in LOOPS),
+    *("work/rollout", "work/scoring", "work/policy", "work/critic"),
+    *("seconds/take", "seconds/publish"),
+}
+
+
+def steady(metrics: Mapping[str, float]) -> set[str]:
+    """Names but those of who waited for whom, which depend on moments between two spans."""
+    return {name for name in metrics if not name.startswith("wait/") or name.startswith("wait/loop/")}
