@@ -1,11 +1,10 @@
-"""Rollout replicas as plain processes: the real part in a push, real gloo, no vLLM; killing one is cheap."""
+"""Rollout replicas as plain processes: the real part in a push, real gloo, no vLLM; starting one is cheap."""
 
 import asyncio
 import os
 import signal
+import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
@@ -20,11 +19,13 @@ from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
 from services.rollout.fanout import gathered
 from services.rollout.member import WeightMember
+from tests.forked import FORKED
 from tests.sized import VOCABULARY, score
 
 HOST = "127.0.0.1"
 LEASE = common_pb2.Lease(run_id="members", number=1)
 """That every member is claimed with from the start."""
+READY = b"ready"
 
 
 class StagingEngine:
@@ -83,33 +84,33 @@ class StagingEngine:
         return True
 
 
-async def serve(name: str, backend: str, device: str) -> None:
-    """Answers phases, each a length and its bytes on standard input, in any order on standard output."""
+async def serve(answers: socket.socket, name: str, backend: str, device: str) -> None:
+    """Answers phases, each a number, a length and its bytes, in any order, until the other end closes."""
     member = WeightMember(StagingEngine(backend, torch.device(device)), name, HOST)  # type: ignore[arg-type]
     claim = common_pb2.Claim(ttl_s=600)
     assert (await member.carry_out(pb.WeightPhase(timeout_s=1, lease=LEASE, claim=claim))).ok
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    # Libraries print to standard output as they like; from here on that is standard error.
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    reader, writer = await asyncio.open_unix_connection(sock=answers)
     running = set()
 
     async def answer(number: int, phase: bytes) -> None:
         report = (await member.carry_out(pb.WeightPhase.FromString(phase))).SerializeToString()
-        output.write(struct.pack("<ii", number, len(report)) + report)
-        output.flush()
+        writer.write(struct.pack("<ii", number, len(report)) + report)
 
-    print("ready", file=sys.stderr, flush=True)
+    writer.write(READY)
     while True:
         try:
             number, size = struct.unpack("<ii", await reader.readexactly(8))
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             os._exit(0)
         task = asyncio.create_task(answer(number, await reader.readexactly(size)))
         running.add(task)
         task.add_done_callback(running.discard)
+
+
+def run(*arguments: Any) -> None:
+    """`serve` in a process of its own."""
+    torch.set_num_threads(1)
+    asyncio.run(serve(*arguments))
 
 
 class MemberProcess:
@@ -117,56 +118,51 @@ class MemberProcess:
 
     def __init__(self, name: str, backend: str = "gloo", device: str = "cpu") -> None:
         self.name = name
-        self._backend, self._device = backend, device
+        self._ours, theirs = socket.socketpair()
+        self._process = FORKED.Process(target=run, args=(theirs, name, backend, device), daemon=True)
+        self._process.start()
+        theirs.close()
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = 0
 
     async def start(self) -> "MemberProcess":
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.members", self.name, self._backend, self._device,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert self.process.stderr is not None
-        while b"ready" not in await self.process.stderr.readline():
-            assert self.process.returncode is None
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._ours)
+        assert await self._reader.readexactly(len(READY)) == READY
         self._reading = asyncio.create_task(self._read())
-        self._draining = asyncio.create_task(self.process.stderr.read())
         return self
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
         try:
             while True:
-                number, size = struct.unpack("<ii", await self.process.stdout.readexactly(8))
-                report = await self.process.stdout.readexactly(size)
+                number, size = struct.unpack("<ii", await self._reader.readexactly(8))
+                report = await self._reader.readexactly(size)
                 answer = self._answers.pop(number)
                 if not answer.done():
                     answer.set_result(report)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(Unavailable(f"{self.name} died"))
 
     async def carry_out(self, phase: pb.WeightPhase) -> bytes:
-        if self.process.returncode is not None or self._reading.done():
+        if self._reading.done():
             raise Unavailable(f"{self.name} is dead")
         self._numbers += 1
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[self._numbers] = answer
         data = phase.SerializeToString()
-        assert self.process.stdin is not None
-        self.process.stdin.write(struct.pack("<ii", self._numbers, len(data)) + data)
+        self._writer.write(struct.pack("<ii", self._numbers, len(data)) + data)
         return await answer
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     async def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
-        await asyncio.gather(self._reading, self._draining)
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)
+        await self._reading
+        self._writer.close()
 
 
 Hook = Callable[[], Awaitable[None]]
@@ -212,8 +208,3 @@ def weights(seed: int, mib: int) -> dict[str, torch.Tensor]:
     """Eight tensors of `mib` MiB together."""
     generator = torch.Generator().manual_seed(seed)
     return {f"layers.{i}.weight": torch.randn(mib << 15, generator=generator) for i in range(8)}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asyncio.run(serve(*sys.argv[1:]))

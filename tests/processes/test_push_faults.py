@@ -130,8 +130,9 @@ async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> N
     stage.fleet.before = {"transfer": stage.send("b", signal.SIGSTOP)}
     assert (await stage.push(2)).replicas == ("a", "c")
     stage.fleet.members["b"].signal(signal.SIGCONT)
-    await asyncio.sleep(0.5)
-    assert await stage.fleet.versions() == {"a": 2, "b": 1, "c": 2}
+    async with asyncio.timeout(30):
+        while await stage.fleet.versions() != {"a": 2, "b": 1, "c": 2}:
+            await asyncio.sleep(0.1)
     assert (await stage.push(3)).replicas == ("a", "b", "c")
     assert await stage.fleet.versions() == {"a": 3, "b": 3, "c": 3}
 

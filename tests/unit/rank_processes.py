@@ -1,7 +1,6 @@
 """Ranks as spawned processes, driven as the services drive Ray actors, with gloo between them for real."""
 
 import asyncio
-import multiprocessing
 import os
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,19 +10,17 @@ from typing import Any
 
 from services.common.ranks.group import RankDied, RankGroup
 from services.common.ranks.ranks import Rank
+from tests.forked import FORKED
 
 HOST = "127.0.0.1"
-_CONTEXT = multiprocessing.get_context("forkserver")
-# Imports DeepSpeed once in each process of pytest, and not in each rank.
-_CONTEXT.set_forkserver_preload(["tests.unit.layouts"])
 
 
 class SpawnedRank:
     """A RankProcess."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._pipe, end = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)
+        self._pipe, end = FORKED.Pipe()
+        self.process = FORKED.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)
         self.process.start()
         end.close()
         self._thread = ThreadPoolExecutor(1)

@@ -1,6 +1,5 @@
 """Memory shared between processes, and a push through it."""
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from services.common.weight_transfer.memory import shared_memory as segments
 from services.common.weight_transfer.memory.buckets import Buckets, checksum
 from services.common.weight_transfer.memory.filling import Filling
 from services.common.weight_transfer.memory.shared_memory import Segment
+from tests.forked import FORKED
 
 pytestmark = pytest.mark.processes
 
@@ -58,10 +58,9 @@ def test_another_process_reads_what_was_loaded(count: int) -> None:
     senders = [SharedSender(MANIFEST, sender=number, senders=count) for number in range(count)]
     for sender in senders:
         sender.load(TENSORS.items(), 1)
-    mine, theirs = multiprocessing.Pipe()
+    mine, theirs = FORKED.Pipe()
     numbers = [sender.rendezvous() for sender in senders]
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=read, args=(numbers, MANIFEST.pack(), theirs), daemon=True)
+    process = FORKED.Process(target=read, args=(numbers, MANIFEST.pack(), theirs), daemon=True)
     process.start()
     assert mine.poll(60)
     actual, values = mine.recv()
@@ -136,10 +135,9 @@ def hold(size: int, numbers: Connection, die: Connection) -> None:
 
 
 def test_memory_goes_with_a_learner_that_is_killed() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = multiprocessing.Pipe()
-    tell, told = multiprocessing.Pipe()
-    process = spawn.Process(target=hold, args=(10, theirs, told), daemon=True)
+    mine, theirs = FORKED.Pipe()
+    tell, told = FORKED.Pipe()
+    process = FORKED.Process(target=hold, args=(10, theirs, told), daemon=True)
     process.start()
     number = mine.recv()
     Segment.attach(number, 10)

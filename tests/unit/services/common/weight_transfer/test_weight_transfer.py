@@ -1,6 +1,5 @@
 """The gloo group and its sender, with the receivers in processes of their own."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from services.common.weight_transfer.groups.group import Group, turned
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.sender import GroupSender, make_sender
+from tests.forked import FORKED
 
 pytestmark = pytest.mark.processes
 
@@ -74,11 +74,10 @@ class Cast:
     def __init__(self) -> None:
         self.sender = make_sender("gloo", MANIFEST, host=HOST, stall_s=TIMEOUT_S)
         self.pushes = 0
-        spawn = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for _ in range(2):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=member, args=(self.sender.rendezvous(), theirs), daemon=True)
+            mine, theirs = FORKED.Pipe()
+            process = FORKED.Process(target=member, args=(self.sender.rendezvous(), theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
