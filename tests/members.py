@@ -176,6 +176,8 @@ class Fleet:
         self.members: dict[str, MemberProcess] = {}
         self.before: dict[str, Hook] = {}
         """What happens before a phase is sent, once."""
+        self.stopping: set[str] = set()
+        """Members that are told nothing more, as a replica that Serve stops; they live on for a while."""
         self.phases: list[str] = []
 
     async def add(self, *names: str) -> None:
@@ -191,7 +193,7 @@ class Fleet:
         if hook := self.before.pop(name, None):
             await hook()
         message = pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, **phase)
-        answers = [member.carry_out(message) for member in self.members.values()]
+        answers = [member.carry_out(message) for name, member in self.members.items() if name not in self.stopping]
         return await gathered(answers, members, timeout_s + 1)
 
     async def versions(self) -> dict[str, int]:

@@ -76,6 +76,10 @@ class TrainerSource:
         """As Policy's."""
         return checksum(await asyncio.to_thread(self.trainer.sending.send, push))
 
+    async def abandon(self, membership: int) -> None:
+        """As Policy's."""
+        self.trainer.sending.abandon(membership)
+
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """As Policy's."""
         scored: list[Floats] = await asyncio.to_thread(self.trainer.score, sequences)

@@ -70,6 +70,9 @@ class LocalSource:
         self.transfer_s = time.perf_counter() - began
         return checksum({number: digest for part in parts for number, digest in part.items()})
 
+    async def abandon(self, membership: int) -> None:
+        await self._on_all("abandon", membership)
+
     async def admit(self, membership: int, world_size: int) -> None:
         await self._on_all("admit", membership, world_size)
 

@@ -125,6 +125,11 @@ class Policy:
         call = self._ranks.beside(weights.senders, WeightSending.send, weights.timeout_s + 1, push)
         return checksum({number: digest for digests in await self._told(call) for number, digest in digests.items()})
 
+    async def abandon(self, membership: int) -> None:
+        """Ends the transfer to a membership, see WeightSending.abandon."""
+        weights = self._weights
+        await self._told(self._ranks.beside(weights.senders, WeightSending.abandon, weights.control_s, membership))
+
     async def admit(self, membership: int, world_size: int) -> None:
         """Sends what was sent last to newcomers, see WeightSending.admit."""
         weights = self._weights

@@ -70,6 +70,11 @@ class WeightSending:
         sender, _ = self._ready()
         return sender.send(push)
 
+    def abandon(self, membership: int) -> None:
+        """On the sending ranks: ends the transfer to a membership. May overlap any other call."""
+        sender, _ = self._ready()
+        sender.abandon(membership)
+
     def admit(self, membership: int, world_size: int) -> None:
         """On the sending ranks: sends what was sent last to a group of newcomers. May overlap any other call."""
         sender, _ = self._ready()

@@ -134,8 +134,7 @@ class WeightPusher:
         with self._track("discover", version=version):
             await self._group.learn()
             answers = await self._discover()
-            # Chosen before the weights are copied, since the copy depends on the backend.
-            await self._group.settle(answers)
+            await self._group.settle(answers)  # before the weights are copied: the copy depends on the backend
         self._ahead, self._count = True, self._count + 1
         gather = self._source.gather(self._count)
         gathering = asyncio.ensure_future(self._track.timing("stage", gather, version=version))
@@ -150,12 +149,12 @@ class WeightPusher:
         finally:
             # Awaited even after a failure: all ranks take part in gathering, so none is left waiting.
             await asyncio.wait([staged.gathering])
-        members = self._group.members
+        version, members = staged.policy_version, self._group.members
         if self._prover:
-            with self._track("prove", version=staged.policy_version):
-                await self._prover.prove(staged.push, staged.policy_version, members, self._scores)
+            with self._track("prove", version=version):
+                await self._prover.prove(staged.push, version, members, self._scores)
         seconds = time.monotonic() - staged.began
-        self._pushed = PushReport(staged.policy_version, tuple(members), seconds, attempt, checksum)
+        self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum)
         self._ahead = False
         return self._pushed
 
@@ -172,10 +171,20 @@ class WeightPusher:
                 failure = error
                 log.warning("push of version %d, attempt %d: %s", version, attempt, error)
                 self._group.members = {}
-                answers = await self._replicas.abort(self._group.membership)
+                answers = await self._give_up(self._group.membership)
             if staged.gathering.done():
                 staged.gathering.result()  # raises if the gathering failed, which a further attempt cannot mend
         raise PushFailed(f"version {version} after {self._config.attempts} attempts: {failure}")
+
+    async def _give_up(self, membership: int) -> list[pb.WeightReport]:
+        """Frees members that wait for one another, and rolls all replicas back; the reports of those that did."""
+        abandoning = asyncio.ensure_future(self._source.abandon(membership))
+        answers = await self._replicas.abort(membership)
+        try:
+            await abandoning
+        except ServiceError as error:
+            log.warning("the learner could not abandon membership %d: %s", membership, error)
+        return answers
 
     async def _attempt(self, staged: Staged, answers: list[pb.WeightReport]) -> str:
         group, replicas = self._group, self._replicas

@@ -35,6 +35,9 @@ class WeightSource(Protocol):
     async def send(self, push: int) -> str:
         """Sends the weights of this push; returns the checksum."""
 
+    async def abandon(self, membership: int) -> None:
+        """Ends the transfer to this membership, so that no replica waits for another that is gone."""
+
     async def admit(self, membership: int, world_size: int) -> None:
         """Sends the weights of the last push to a group of newcomers, also while the learner trains."""
 

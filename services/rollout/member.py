@@ -19,8 +19,6 @@ log = logging.getLogger("quartet")
 
 PATIENCE = 2.0
 """Multiple of the last phase's deadline for which an open push waits for a further phase."""
-
-
 LARGEST_BUCKET = 8 << 30
 """Largest bucket in bytes; limited because some backends allocate a bucket before any data comes."""
 
@@ -41,7 +39,11 @@ class WeightMember:
         self._open = False
         self._turn = asyncio.Lock()
         self._patience: asyncio.Task[None] | None = None
+        self._phases: set[asyncio.Task[pb.WeightReport]] = set()
+        self._stall_s = 0.0
+        """Longest wait of the engine for one bucket of the push that is open."""
         self._stuck = False
+        """True while a push is being rolled back."""
         self._fence = Fence()
         self._timeline = 0
         self._settled = True
@@ -79,7 +81,11 @@ class WeightMember:
             return await self._probe(phase.probe, phase.timeout_s)
         if self._patience is not None:
             self._patience.cancel()
-        return await self._in_turn(name, phase)
+        # The phase goes on, and is rolled back if it fails, even if its caller is gone: the engine is still busy.
+        running = asyncio.create_task(self._in_turn(name, phase))
+        self._phases.add(running)
+        running.add_done_callback(self._phases.discard)
+        return await asyncio.shield(running)
 
     async def _in_turn(self, name: str, phase: pb.WeightPhase) -> pb.WeightReport:
         steps: dict[str, Callable[[Any], Awaitable[str]]] = {
@@ -108,7 +114,7 @@ class WeightMember:
 
     def _discover(self, message: pb.Discover) -> pb.WeightReport:
         if self._stuck:
-            return self._report(ok=False, error=self.failure)
+            return self._report(ok=False, error=self.failure or "a push that failed is still being rolled back")
         return self._report(ok=True, misfit=self._misfit(message.manifest) if message.manifest else "")
 
     def _misfit(self, manifest: bytes) -> str:
@@ -179,7 +185,7 @@ class WeightMember:
                 )
             await self._engine.join(self._joining(message))
             self._membership = message.membership
-        self._open = True
+        self._open, self._stall_s = True, message.stall_s
         await self._engine.pause(message.in_flight)
         return ""
 
@@ -223,13 +229,17 @@ class WeightMember:
             )
 
     async def _roll_back(self, timeout_s: float) -> None:
-        """Returns to generating with the old weights, so that a failed push never leaves a replica paused."""
+        """Returns to generating with the old weights, so that a failed push never leaves a replica paused.
+
+        An engine that waits for a bucket answers nothing for up to the push's `stall_s`. This replica takes no part
+        in pushes meanwhile, and counts as ill only if the engine takes longer.
+        """
+        self._stuck = True
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
+            async with asyncio.timeout(self._stall_s + timeout_s), self._turn:
                 await self._abort(pb.Abort())
         except Exception as error:
             log.error("push: roll-back failed on %s: %s", self._replica, error)
-            self._stuck = True
             self.failure = f"paused by a push that could not be rolled back: {type(error).__name__}: {error}"
 
     async def _expire(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ SIGKILL and frozen with SIGSTOP. The same through Serve and vLLM, where it takes
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -34,14 +34,14 @@ HERE = Place(machine())
 class Stage:
     """Three members at version 1, and the pusher that brought them there."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, stall_s: float = STALL_S, timeout_s: float = TIMEOUT_S) -> None:
         self.backend = backend
         self.fleet = Fleet(backend)
         # Each tensor a bucket of its own.
-        self.source = LocalSource(weights(0, MIB), bucket_bytes=MIB << 17, stall_s=STALL_S, backend=backend)
+        self.source = LocalSource(weights(0, MIB), bucket_bytes=MIB << 17, stall_s=stall_s, backend=backend)
         config = WeightsConfig(
-            timeout_s=TIMEOUT_S,
-            stall_s=STALL_S,
+            timeout_s=timeout_s,
+            stall_s=stall_s,
             control_s=CONTROL_S,
             commit_s=COMMIT_S,
             attempts=3,
@@ -65,13 +65,19 @@ class Stage:
         return hook
 
 
-@pytest.fixture(params=["gloo", "ipc"])
-async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
-    stage = Stage(request.param)
+@asynccontextmanager
+async def three(backend: str, **deadlines: float) -> AsyncIterator[Stage]:
+    stage = Stage(backend, **deadlines)
     await stage.fleet.add("a", "b", "c")
     assert (await stage.push(1)).replicas == ("a", "b", "c")
     yield stage
     await stage.fleet.end()
+
+
+@pytest.fixture(params=["gloo", "ipc"])
+async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    async with three(request.param) as stage:
+        yield stage
 
 
 FAULTS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
@@ -122,6 +128,22 @@ async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(sta
     assert report.seconds < actual + 15
     assert await stage.fleet.versions() == {"a": 2, "c": 2}
     assert (await stage.push(3)).attempts == 1
+
+
+async def test_a_member_that_serve_is_stopping_does_not_hold_the_others_up_until_a_bucket_is_late() -> None:
+    """It lives, its connections are open, and those behind it in the broadcast wait for it. They are called back,
+    roll back at once and are in the second attempt; the bucket's own deadline would be a minute."""
+    async with three("gloo", stall_s=60, timeout_s=90) as stage:
+        for version, name in ((2, "a"), (3, "b")):
+
+            async def stop(name: str = name) -> None:
+                stage.fleet.stopping.add(name)
+
+            stage.fleet.before = {"transfer": stop}
+            report = await stage.push(version)
+            assert (report.attempts, name in report.replicas) == (2, False)
+            assert report.seconds < 30
+        assert await stage.fleet.versions() == {"c": 3}
 
 
 @either

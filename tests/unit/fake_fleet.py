@@ -98,6 +98,9 @@ class FakeSource:
     async def gather(self, push: int) -> None:
         self.calls.append("gather")
 
+    async def abandon(self, membership: int) -> None:
+        self.calls.append(("abandon", membership))
+
     async def admit(self, membership: int, world_size: int) -> None:
         self.calls.append(("admit", membership, world_size))
         if self.failures:

@@ -28,11 +28,13 @@ class FakeEngine:
         self.calls: list[Any] = []
         self.failing: dict[str, Exception] = {}
         self.hanging: set[str] = set()
+        self.free = asyncio.Event()
+        """Set: what hangs goes on."""
 
     async def _note(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments))
         if name in self.hanging:
-            await asyncio.Event().wait()
+            await self.free.wait()
         if name in self.failing:
             raise self.failing[name]
 
@@ -73,7 +75,7 @@ async def claim(member: WeightMember, lease: common_pb2.Lease, **claim: Any) -> 
     return await member.carry_out(pb.WeightPhase(timeout_s=5, lease=lease, claim=asked))
 
 
-def prepare(membership: int, **ranks: int) -> dict[str, Any]:
+def prepare(membership: int, stall_s: float = 7, **ranks: int) -> dict[str, Any]:
     ranks = ranks or {"me": 3, "other": 1}
     message = pb.Prepare(
         membership=membership,
@@ -82,7 +84,7 @@ def prepare(membership: int, **ranks: int) -> dict[str, Any]:
         ranks=ranks,
         in_flight="keep",
         bucket_bytes=64,
-        stall_s=7,
+        stall_s=stall_s,
         manifest=MANIFEST.pack(),
         backend="gloo",
     )
@@ -91,6 +93,15 @@ def prepare(membership: int, **ranks: int) -> dict[str, Any]:
 
 def transfer(membership: int) -> dict[str, Any]:
     return {"transfer": pb.Transfer(membership=membership, manifest=MANIFEST.pack())}
+
+
+def good(version: int, membership: int, checksum: str = "", timeline: int = 0) -> pb.WeightReport:
+    report = pb.WeightReport(
+        replica="me", ok=True, policy_version=version, membership=membership, workers=2, checksum=checksum
+    )
+    report.timeline = timeline
+    report.place.CopyFrom(pb.Place(machine="m", gpus=["GPU-1", "GPU-2"]))
+    return report
 
 
 async def play(member: WeightMember, phase: dict[str, Any], timeout_s: float = 5) -> pb.WeightReport:

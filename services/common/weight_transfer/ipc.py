@@ -42,6 +42,9 @@ class SharedSender:
         """Sends nothing, since readers find the weights in memory; returns no digests."""
         return self._digests
 
+    def abandon(self, membership: int) -> None:
+        """Does nothing: no member waits for another."""
+
     def admit(self, membership: int, world_size: int) -> None:
         """Does nothing: newcomers read the same memory."""
 

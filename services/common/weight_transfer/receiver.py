@@ -1,8 +1,10 @@
 """A worker's end of a push: one interface, implemented for process groups and for shared memory."""
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +17,9 @@ from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedBuckets
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
+
+LOOK_S = 0.5
+"""Seconds between two looks of a member whether the sender has abandoned the group."""
 
 Bucket = tuple[range, torch.Tensor]
 """The numbers of a bucket's tensors in the manifest, and its bytes: uint8, [bytes of the bucket]."""
@@ -76,6 +81,8 @@ class GroupReceiver:
         """`device` is the model's device."""
         self._device = device
         self._groups: list[Group] = []
+        self._left = threading.Event()
+        """Set when this member leaves its groups."""
         self._staged: Buckets | None = None
 
     def join(self, joining: Joining) -> None:
@@ -90,6 +97,8 @@ class GroupReceiver:
             rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
             place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
             self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))
+        self._left = threading.Event()
+        threading.Thread(target=_heed, args=(self._groups, self._left), name="push abandoned", daemon=True).start()
 
     def receive(self, manifest: Manifest) -> str:
         """Receives all buckets into host memory; hashes one while the next one arrives."""
@@ -97,12 +106,12 @@ class GroupReceiver:
         if self._staged is None or self._staged.manifest != manifest:
             self._staged = None  # frees the old memory before the new is allocated
             self._staged = Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
-        buckets, senders = self._staged, len(self._groups)
+        buckets, groups, senders = self._staged, self._groups, len(self._groups)
 
         def line(sender: int) -> dict[int, Future[bytes]]:
             digests = {}
             for number in buckets.numbers[sender::senders]:
-                self._groups[sender].broadcast(buckets[number])
+                groups[sender].broadcast(buckets[number])
                 digests[number] = hasher.submit(digest, buckets[number])
             return digests
 
@@ -120,11 +129,12 @@ class GroupReceiver:
         """Yields each bucket and its number as it arrives, instead of `receive` and `buckets`; keeps nothing. The
         next bucket arrives while the caller loads this one."""
         self._expect_groups()
+        groups = self._groups
 
         def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
             # New memory for each bucket: vLLM keeps tensors until their layer is complete.
             data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
-            self._groups[number % len(self._groups)].broadcast(data)
+            groups[number % len(groups)].broadcast(data)
             return number, bucket, data
 
         with ThreadPoolExecutor(1, "push") as line:
@@ -157,9 +167,21 @@ class GroupReceiver:
 
     def close(self) -> None:
         """Leaves all groups."""
+        self._left.set()
         for group in self._groups:
             group.close()
         self._groups = []
+
+
+def _heed(groups: Sequence[Group], left: threading.Event) -> None:
+    """Leaves the groups when their sender abandons them, as other members may be waiting for this one meanwhile."""
+    # Without its store the sender is dead, and broadcasts fail by themselves.
+    with contextlib.suppress(RuntimeError):
+        while not left.wait(LOOK_S):
+            if groups[0].abandoned:
+                for group in groups:
+                    group.close()
+                return
 
 
 class SharedReceiver:

@@ -36,6 +36,10 @@ class Sender(Protocol):
             RuntimeError: a member is gone or makes no progress. The group is then closed.
         """
 
+    def abandon(self, membership: int) -> None:
+        """Ends the transfer to this membership, so that no member waits for another that is gone. May overlap
+        `send`."""
+
     def admit(self, membership: int, world_size: int) -> None:
         """Sends the loaded weights to a group of newcomers; the main group stays as it is."""
 
@@ -108,10 +112,16 @@ class GroupSender:
                     self._filling.wait(push, number, self._stall_s)
                     self._group.broadcast(self._buckets[number])
             except BaseException:
-                # Members that still wait for a bucket fail at once when the sender leaves.
+                # Members that still wait for a bucket fail when the sender leaves.
                 self.close()
                 raise
         return dict(self._digests)
+
+    def abandon(self, membership: int) -> None:
+        """Leaves the group, which also ends a `send` that is waiting for a member."""
+        group = self._group
+        if group is not None and group.membership == membership:
+            self.close()
 
     def admit(self, membership: int, world_size: int) -> None:
         """Forms a second group with the newcomers, sends all buckets, and leaves it."""
@@ -124,10 +134,10 @@ class GroupSender:
             group.close()
 
     def close(self) -> None:
-        """Leaves the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leaves the group; its members learn that nothing more comes. Callable from any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abandon()
 
 
 def make_sender(

@@ -15,6 +15,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore
 
 SENDER = 0
 """The learner's rank in every group."""
+ABANDONED = "abandoned"
+"""Key that the sender sets in a membership's part of the store when it gives the membership up."""
 
 Form = Callable[[Store, int, int, timedelta], Any]
 """Makes one of torch's process groups from a store, this member's rank, the number of members and the timeout."""
@@ -62,18 +64,19 @@ class Group:
         self.timeout = timedelta(seconds=timeout_s)
         self._joining = timedelta(seconds=timeout_s if joining_s is None else joining_s)
         self._rank, self._wire = rank, wire
+        self.membership = membership
         self._carrier = torch.empty(0, dtype=torch.uint8, device=wire.device)
-        meeting = PrefixStore(f"membership{membership}", store)
+        self._meeting = PrefixStore(f"membership{membership}", store)
         if wire.device is not None:
-            self._call_the_roll(meeting, world_size)
-        self._group: Any = wire.form(meeting, rank, world_size, self._joining)
+            self._call_the_roll(world_size)
+        self._group: Any = wire.form(self._meeting, rank, world_size, self._joining)
         if wire.device is not None:
             self._connect()
 
-    def _call_the_roll(self, meeting: Store, world_size: int) -> None:
+    def _call_the_roll(self, world_size: int) -> None:
         """Waits until all members are about to connect, since NCCL itself would wait without a deadline."""
-        meeting.set(f"here{self._rank}", b"")
-        meeting.wait([f"here{rank}" for rank in range(world_size)], self._joining)
+        self._meeting.set(f"here{self._rank}", b"")
+        self._meeting.wait([f"here{rank}" for rank in range(world_size)], self._joining)
 
     def _connect(self) -> None:
         """Forms NCCL's communicator by a first operation, in a thread that can be abandoned: if a member dies after
@@ -124,6 +127,20 @@ class Group:
         if len(self._carrier) < len(data):
             self._carrier = torch.empty(len(data), dtype=torch.uint8, device=self._wire.device)
         return self._carrier[: len(data)]
+
+    def abandon(self) -> None:
+        """Leaves the group as its sender, and lets the members know. Callable from any thread.
+
+        A member that forwards a broadcast to others may be gone for the orchestrator and still hold its connections
+        open, so that the others would wait for it until the timeout.
+        """
+        self._meeting.set(ABANDONED, b"")
+        self.close()
+
+    @property
+    def abandoned(self) -> bool:
+        """True if the sender has abandoned the group; RuntimeError if the store does not answer."""
+        return bool(self._meeting.check([ABANDONED]))
 
     def close(self) -> None:
         """Leaves the group; pending operations fail on all members."""

@@ -13,6 +13,7 @@ from tests.unit.member_phases import (
     MANIFEST,
     OLDER,
     FakeEngine,
+    good,
     held,
     names,
     play,
@@ -23,15 +24,6 @@ from tests.unit.member_phases import (
 
 def commit(membership: int, version: int) -> dict[str, Any]:
     return {"commit": pb.Commit(membership=membership, policy_version=version)}
-
-
-def good(version: int, membership: int, checksum: str = "", timeline: int = 0) -> pb.WeightReport:
-    report = pb.WeightReport(
-        replica="me", ok=True, policy_version=version, membership=membership, workers=2, checksum=checksum
-    )
-    report.timeline = timeline
-    report.place.CopyFrom(pb.Place(machine="m", gpus=["GPU-1", "GPU-2"]))
-    return report
 
 
 async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: WeightMember) -> None:
@@ -127,41 +119,6 @@ async def test_a_phase_that_hangs_ends_at_its_deadline(engine: FakeEngine, membe
     assert names(engine) == ["join", "pause", "receive", "abort"]
 
 
-async def test_a_roll_back_that_fails_or_hangs_is_reported_like_any_failure(
-    engine: FakeEngine, member: WeightMember
-) -> None:
-    await play(member, prepare(1))
-    engine.failing = {"receive": RuntimeError("broken pipe"), "abort": RuntimeError("dead")}
-    report = await play(member, transfer(1))
-    assert (report.ok, report.error) == (False, "transfer: RuntimeError: broken pipe")
-    engine.hanging.add("abort")
-    report = await play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05)
-    assert (report.ok, report.error) == (False, "abort: TimeoutError: ")
-    assert member.failure == "paused by a push that could not be rolled back: TimeoutError: "
-    actual = await play(member, {"discover": pb.Discover()})
-    assert (actual.ok, actual.error) == (False, member.failure)
-    # It stays open until an abort succeeds, so that the engine is not left paused for ever.
-    engine.hanging.clear()
-    engine.failing.clear()
-    assert await play(member, {"abort": pb.Abort(membership=1)}) == good(3, 0)
-    assert names(engine).count("abort") == 4
-    assert member.failure == ""
-
-
-async def test_a_push_whose_orchestrator_falls_silent_is_rolled_back(
-    engine: FakeEngine, member: WeightMember
-) -> None:
-    """After two deadlines of 0.05 s without a further phase; a phase in time puts that off."""
-    await play(member, prepare(1), timeout_s=0.05)
-    await play(member, transfer(1), timeout_s=10)
-    await asyncio.sleep(0.2)
-    assert "abort" not in names(engine)
-    await play(member, transfer(1), timeout_s=0.05)
-    await asyncio.sleep(0.2)
-    assert names(engine)[-1] == "abort"
-    assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
-
-
 async def test_aborting_what_was_never_prepared_does_nothing(engine: FakeEngine, member: WeightMember) -> None:
     assert await play(member, {"abort": pb.Abort(membership=9)}) == good(3, 0)
     assert engine.calls == []
@@ -170,20 +127,6 @@ async def test_aborting_what_was_never_prepared_does_nothing(engine: FakeEngine,
 async def test_long_errors_are_cut(engine: FakeEngine, member: WeightMember) -> None:
     engine.failing["join"] = RuntimeError("x" * 5000)
     assert len((await play(member, prepare(1))).error) == 1000
-
-
-async def test_an_abort_waits_for_the_phase_that_it_overtakes(engine: FakeEngine, member: WeightMember) -> None:
-    """A transfer that its caller has given up is still failing here: two roll-backs at once would cross."""
-    await play(member, prepare(1))
-    engine.hanging.add("receive")
-    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.2))
-    await asyncio.sleep(0.05)
-    assert member.busy
-    report = await play(member, {"abort": pb.Abort(membership=1)})
-    assert (await lost).error == "transfer: TimeoutError: "
-    assert report == good(3, 0)
-    assert names(engine) == ["join", "pause", "receive", "abort"]
-    assert not member.busy
 
 
 async def test_asking_who_is_there_neither_waits_nor_changes_anything(

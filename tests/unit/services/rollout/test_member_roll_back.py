@@ -1,0 +1,93 @@
+"""How a replica rolls a push back: when a phase fails or hangs, or its caller falls silent."""
+
+import asyncio
+
+import pytest
+
+from protos import rollout_pb2 as pb
+from services.rollout.member import WeightMember
+from tests.unit.member_phases import FakeEngine, good, names, play, prepare, transfer
+
+
+async def test_a_roll_back_that_fails_or_hangs_is_reported_like_any_failure(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1, stall_s=0.05))
+    engine.failing = {"receive": RuntimeError("broken pipe"), "abort": RuntimeError("dead")}
+    report = await play(member, transfer(1))
+    assert (report.ok, report.error) == (False, "transfer: RuntimeError: broken pipe")
+    engine.hanging.add("abort")
+    report = await play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05)
+    assert (report.ok, report.error) == (False, "abort: TimeoutError: ")
+    assert member.failure == "paused by a push that could not be rolled back: TimeoutError: "
+    actual = await play(member, {"discover": pb.Discover()})
+    assert (actual.ok, actual.error) == (False, member.failure)
+    # It stays open until an abort succeeds, so that the engine is not left paused for ever.
+    engine.hanging.clear()
+    engine.failing.clear()
+    assert await play(member, {"abort": pb.Abort(membership=1)}) == good(3, 0)
+    assert names(engine).count("abort") == 4
+    assert member.failure == ""
+
+
+async def test_an_engine_that_is_stuck_in_a_broken_transfer_has_its_time_before_it_counts_as_ill(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    """The abort's own deadline of 0.05 s is shorter than the 5 s for which the engine may wait for a bucket."""
+    await play(member, prepare(1, stall_s=5))
+    engine.hanging.add("abort")
+    aborting = asyncio.create_task(play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05))
+    while names(engine).count("abort") < 2:  # the phase's own, and the roll-back's after its deadline
+        await asyncio.sleep(0.01)
+    report = await play(member, {"discover": pb.Discover()})
+    assert (report.ok, report.error) == (False, "a push that failed is still being rolled back")
+    assert (member.failure, member.busy) == ("", True)
+    engine.free.set()
+    assert (await aborting).error == "abort: TimeoutError: "
+    assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
+    assert member.failure == ""
+
+
+async def test_a_phase_whose_caller_is_gone_is_still_rolled_back_when_it_fails(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.1))
+    while "receive" not in names(engine):
+        await asyncio.sleep(0.01)
+    lost.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    assert member.busy
+    while "abort" not in names(engine):
+        await asyncio.sleep(0.01)
+    assert await play(member, {"abort": pb.Abort(membership=1)}) == good(3, 0)
+
+
+async def test_a_push_whose_orchestrator_falls_silent_is_rolled_back(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    """After two deadlines of 0.05 s without a further phase; a phase in time puts that off."""
+    await play(member, prepare(1), timeout_s=0.05)
+    await play(member, transfer(1), timeout_s=10)
+    await asyncio.sleep(0.2)
+    assert "abort" not in names(engine)
+    await play(member, transfer(1), timeout_s=0.05)
+    await asyncio.sleep(0.2)
+    assert names(engine)[-1] == "abort"
+    assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
+
+
+async def test_an_abort_waits_for_the_phase_that_it_overtakes(engine: FakeEngine, member: WeightMember) -> None:
+    """A transfer that its caller has given up is still failing here: two roll-backs at once would cross."""
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.2))
+    await asyncio.sleep(0.05)
+    assert member.busy
+    report = await play(member, {"abort": pb.Abort(membership=1)})
+    assert (await lost).error == "transfer: TimeoutError: "
+    assert report == good(3, 0)
+    assert names(engine) == ["join", "pause", "receive", "abort"]
+    assert not member.busy
