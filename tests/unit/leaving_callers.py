@@ -71,7 +71,9 @@ async def main(count: int) -> None:
     ways = ("cancel", "deadline", "close")
     for first in range(0, count, 10):
         await asyncio.gather(*(leave(port, ways[number % 3]) for number in range(first, first + 10)))
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        while proxy._ongoing_requests:
+            await asyncio.sleep(0.01)
     print(f"outlived {count}, {proxy._ongoing_requests} still open")
     await server.stop(0)
 

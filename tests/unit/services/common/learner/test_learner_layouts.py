@@ -22,6 +22,7 @@ from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import LoraConfig, PolicyConfig
 from services.common.models.distribution import Distribution
 from services.common.ranks.group import RankGroup, RanksLost
+from tests.computing import computing
 from tests.pairwise import covered
 from tests.unit.layouts import OPTIMIZER, Bench, Result, furthest, noise, pairs
 from tests.unit.rank_processes import spawned
@@ -220,8 +221,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(
 ) -> None:
     async with spawned(Bench, policy_folder, reward_folder, ranks=2) as (group, processes):
         training = asyncio.ensure_future(group.call(Bench.policy, TIMEOUT_S, BY_LAYERS, 4000))
-        await asyncio.sleep(2)
-        assert not training.done()
+        await computing(processes[1].process.pid, TIMEOUT_S)
         began = time.monotonic()
         processes[1].process.kill()
         with pytest.raises(RanksLost, match=r"learner.policy: rank 1 of 2 died"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -100,8 +101,11 @@ class Serving(NamedTuple):
         return self.factory(service_method, streaming_type)
 
 
-async def leave_while_written_to(replica: Replica, *before: Any) -> None:
-    """A caller that reads nothing, so that the proxy is stuck writing to it, and then goes away."""
+async def leave_while_written_to(replica: Replica, *before: Any, within_s: float) -> bool:
+    """A caller that reads nothing, so that the proxy is stuck writing to it, and then goes away.
+
+    True if the replica learns of it in time.
+    """
 
     def factory(service_method: str, streaming_type: gRPCStreamingType) -> Any:
         async def stream(request: Any, context: Any) -> Any:
@@ -126,19 +130,20 @@ async def leave_while_written_to(replica: Replica, *before: Any) -> None:
                     await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             call.cancel()
-            await asyncio.sleep(0.5)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await replica.ended.wait()
+            return replica.ended.is_set()
     finally:
         await server.stop(0)
 
 
 async def test_a_caller_that_leaves_while_it_is_written_to_ends_the_replicas_stream() -> None:
     replica = Replica()
-    await leave_while_written_to(replica, end_with_caller)
-    assert replica.ended.is_set()
+    assert await leave_while_written_to(replica, end_with_caller, within_s=30)
 
 
 async def test_serve_alone_does_not_tell_the_replica() -> None:
     """What end_with_caller is there for. Should this fail, Serve does it by itself now, and that can go."""
     replica = Replica()
-    await leave_while_written_to(replica)
-    assert not replica.ended.is_set()
+    assert not await leave_while_written_to(replica, within_s=0.5)
