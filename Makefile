@@ -48,7 +48,9 @@ demo: install
 	$(QUARTET) evaluate --config $(CONFIG) --model current --split eval && \
 	$(QUARTET) report --samples 5 runs/demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope
+# Where Python is told not to write bytecode, each of the hundred processes that the tests start would compile
+# Quartet's own modules again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope
 
 # First what needs the cores for itself, as it looks at clocks; then what waits for services, in several processes.
 test: test-fast
