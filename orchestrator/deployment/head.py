@@ -49,6 +49,8 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         # Ray's default range of worker ports contains Serve's port.
         *("--min-worker-port", "0", "--max-worker-port", "0"),
         *("--object-store-memory", str(512 << 20), "--disable-usage-stats"),
+        # Two processes without a task here: no cloud adds nodes, and no driver of ours prints its workers' logs.
+        *("--no-monitor", "--include-log-monitor", "false"),
     ]
     # A process that sets its title would overwrite its environment, the mark included.
     own = {"TMPDIR": str(folder), processes.MARK: str(folder), "SPT_NOENV": "1"}
