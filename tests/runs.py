@@ -82,8 +82,9 @@ class Run:
     def reached(self, step: int) -> Callable[[], bool]:
         return lambda: step in self.steps()
 
-    def went_back_before(self, step: int) -> Callable[[], bool]:
-        return lambda: step not in self.steps()
+    def interrupted(self, times: int) -> Callable[[], bool]:
+        """Whether it has said so often that it goes back to a checkpoint."""
+        return lambda: self.log.read_text().count("interrupted (") == times
 
     def measured(self) -> list[dict[str, float]]:
         """All but the times."""

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from orchestrator.loop.checkpoint_folder import latest
 from protos import rollout_pb2 as pb
 from services.common.folders import MARKER
-from tests.cluster import Quartet, command, engine_of, named, rollouts
+from tests.cluster import Quartet, command, engine_of, eventually, named, rollouts
 from tests.runs import PATIENCE_S, STEPS, Run, assert_same
 
 
@@ -89,44 +90,50 @@ async def timelines(quartet: Quartet) -> list[int]:
 
 
 async def test_a_run_goes_on_when_it_loses_its_learners(quartet: Quartet, straight: Run, again: Run) -> None:
-    """A rank of the policy, then the critic's replica: the run restores both from the last checkpoint by itself."""
+    """A sender in the middle of a push, then the critic's replica: the run restores both learners by itself.
+
+    The push is held up by an engine that stands still. All samples are in the journal: nothing else needs it.
+    """
     before = (await timelines(quartet))[0]
-    process = again.start("--resume")
-    losses = [(3, "ray::Rank"), (5, "ray::ServeReplica:critic")]
-    for step, name in losses:
-        again.wait(again.reached(step), process)
-        named(quartet, name).kill()
-        killed = time.monotonic()
-        again.wait(again.went_back_before(step), process)
-        again.wait(again.reached(step), process)
-        print(f"{name} killed: back at step {step} after {time.monotonic() - killed:.1f} s")
-    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    assert_same(again, straight)
-    assert again.log.read_text().count("interrupted (") == 2
-    # One for the process, and one for each return to a checkpoint: by --resume, and after each loss.
-    assert await timelines(quartet) == [before + 4] * 4
-
-
-async def test_a_sender_that_dies_in_the_middle_of_a_push(quartet: Quartet, straight: Run, again: Run) -> None:
-    """The push is held up by an engine that stands still. All samples are in the journal: nothing else needs it."""
+    engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
     again.wait(again.reached(3), process)
-    engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
+    rank = named(quartet, "ray::Rank")
     engine.suspend()
     try:
-        await asyncio.sleep(4)
-        held = again.steps()
-        assert held[-1] < STEPS, again.log.read_text()
-        await asyncio.sleep(0.5)
-        assert again.steps() == held, again.log.read_text()
-        named(quartet, "ray::Rank").kill()
+        await eventually(partial(updated, quartet, again), PATIENCE_S)
+        rank.kill()
+        again.wait(again.interrupted(1), process)
     finally:
         engine.resume()
+    critic = named(quartet, "ray::ServeReplica:critic")
+    again.wait(again.reached(5), process)
+    critic.kill()
+    again.wait(again.interrupted(2), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    assert again.log.read_text().count("interrupted (") == 1
     assert_same(again, straight)
+    # One for the process, and one for each return to a checkpoint: by --resume, and after each loss.
+    assert await timelines(quartet) == [before + 4] * 4
     last = int(straight.measured()[-1]["policy/version"])
     assert await versions(quartet) == [last, last]
+
+
+async def updated(quartet: Quartet, run: Run) -> bool:
+    """True once the run has trained a step that is not measured, as its weights have to be pushed first."""
+    begun = latest(run.folder / "checkpoints")
+    assert begun is not None
+    assert begun.state.first_critic_step is not None
+    return (await quartet.critic.info(30)).last_step > begun.state.first_critic_step + run.steps()[-1]
+
+
+@pytest.mark.exhaustive  # in `make test` it dies in a push
+async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, again: Run) -> None:
+    process = again.start("--resume")
+    again.wait(again.reached(3), process)
+    named(quartet, "ray::Rank").kill()
+    again.wait(again.interrupted(1), process)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert_same(again, straight)
 
 
 @pytest.mark.exhaustive  # for the run a learner that died; the wait before: tests/unit/orchestrator/policy
