@@ -110,9 +110,13 @@ sys.exit(make(pathlib.Path({str(made)!r}), {TINY!r}, Console()) or "torch" in sy
 
 
 def test_another_seed_makes_other_prompts_and_models(made: Path, tmp_path: Path) -> None:
-    again, other = tmp_path / "again", tmp_path / "other"
-    make(again, TINY, Console(file=io.StringIO()))
-    make(other, replace(TINY, seed=1), Console(file=io.StringIO()))
+    make(tmp_path / "other", replace(TINY, seed=1), Console(file=io.StringIO()))
     for file in ("prompts/eval.jsonl", "policy/model.safetensors", "reward/model.safetensors"):
-        assert (again / file).read_bytes() == (made / file).read_bytes()
-        assert (other / file).read_bytes() != (made / file).read_bytes()
+        assert (tmp_path / "other" / file).read_bytes() != (made / file).read_bytes()
+
+
+@pytest.mark.exhaustive  # made again with the same seed, as in the test of held-out prompts
+def test_the_same_seed_makes_the_same_prompts_and_models(made: Path, tmp_path: Path) -> None:
+    make(tmp_path / "again", TINY, Console(file=io.StringIO()))
+    for file in ("prompts/eval.jsonl", "policy/model.safetensors", "reward/model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (made / file).read_bytes()

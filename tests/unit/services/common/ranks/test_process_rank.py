@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -50,14 +51,33 @@ class Trainer:
         raise InvalidArgument(how)
 
 
-@pytest.fixture
-async def rank() -> AsyncIterator[ProcessRank]:
+@asynccontextmanager
+async def started() -> AsyncIterator[ProcessRank]:
     os.environ["QUARTET_TEST"] = "7"
     rank = ProcessRank(60)
     del os.environ["QUARTET_TEST"]
     await rank.call("start", None, Trainer)
     yield rank
     rank.kill()
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[ProcessRank]:
+    async with started() as rank:
+        yield rank
+
+
+@pytest.fixture
+async def rank(shared: ProcessRank) -> ProcessRank:
+    """With a trainer of its own, in a process that the tests share which end none."""
+    await shared.call("start", None, Trainer)
+    return shared
+
+
+@pytest.fixture
+async def mortal() -> AsyncIterator[ProcessRank]:
+    async with started() as rank:
+        yield rank
 
 
 async def test_it_answers_in_turn_from_a_process_that_has_its_environment(rank: ProcessRank) -> None:
@@ -86,20 +106,20 @@ async def test_errors_arrive_as_they_are_or_as_what_can_be_sent(rank: ProcessRan
     assert await rank.call("run", "Trainer.note", 1) == [0, 1]
 
 
-async def test_its_death_ends_what_was_asked_and_everything_after(rank: ProcessRank) -> None:
-    pid = await rank.call("run", "Trainer.pid")
-    asked = rank.call("run", "Trainer.note", 1, seconds=60)
+async def test_its_death_ends_what_was_asked_and_everything_after(mortal: ProcessRank) -> None:
+    pid = await mortal.call("run", "Trainer.pid")
+    asked = mortal.call("run", "Trainer.note", 1, seconds=60)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankDied, match="its process ended with exit code -9"):
         await asked
     with pytest.raises(RankDied, match="exit code -9"):
-        rank.call("run", "Trainer.pid")
+        mortal.call("run", "Trainer.pid")
 
 
-async def test_a_group_that_is_stopped_has_given_all_its_memory_back(rank: ProcessRank) -> None:
+async def test_a_group_that_is_stopped_has_given_all_its_memory_back(mortal: ProcessRank) -> None:
     """Which a restoration counts on: it begins with a rank that is new."""
-    process = psutil.Process(await rank.call("run", "Trainer.pid"))
-    RankGroup("critic", [rank]).stop()
+    process = psutil.Process(await mortal.call("run", "Trainer.pid"))
+    RankGroup("critic", [mortal]).stop()
     process.wait(5)
     assert not process.is_running()
 
