@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.clients import Services
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
+from orchestrator.experience.requests import training_requests
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners.critic import CriticLearner
+from orchestrator.learners.learner import Update
 from orchestrator.learners.policy import PolicyLearner
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.ranks import Policy
-from orchestrator.policy.trainer import PolicyTrainer
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
 from services.common.models.distribution import Distribution
@@ -120,12 +125,47 @@ class Run:
                 FakePusher(self.fakes.journal),
                 FakeCheckpoints(self.fakes.journal),  # type: ignore[arg-type]
                 None,
-                Record(self.log, FakeProgress(), STEPS),  # type: ignore[arg-type]
+                Record(self.log, FakeProgress(), config.steps),  # type: ignore[arg-type]
                 Waits(UNTRACED),
             )
             await trainer.run(
                 TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.2), self.folder / "policy"
             )
+            self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
+        return self
+
+    async def written_out(self) -> "Run":
+        """The same run as a plain algorithm, one thing after the other, without streams, slots, journal or tasks."""
+        config, prompts = self.config, PromptStream(make_prompts(5), self.config.seed)
+        critic = LocalCritic(self.policy_folder)
+        services = Services(self.rollout, self.fakes.reward, self.fakes.reference, critic)  # type: ignore[arg-type]
+        collector = Collector(services, config)
+        values_of = CriticLearner(critic, config, first_step=0)  # type: ignore[arg-type]
+        kl_coef, normaliser = KL["coef"], RunningNormaliser()
+        async with self.policy() as (policy, learner):
+            for step in range(config.steps):
+                numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
+                requests = training_requests(config, prompts, numbers)
+                collected = await collector.collect(requests, version=step + 1, critic_step=step)
+                batch = Batch.of(collected.experiences)
+                old = await policy.logprobs(batch.prompts, batch.responses)
+                estimate = estimate_advantages(batch, batch.padded(old), config.ppo, kl_coef, normaliser)
+                trained = PolicyBatch(
+                    prompts=batch.prompts,
+                    responses=batch.responses,
+                    logprobs=[e.sample.logprobs for e in batch.experiences],
+                    old_logprobs=old,
+                    ref_logprobs=batch.reference_rows,
+                    advantages=estimate.advantages,
+                    kl_coef=kl_coef,
+                )
+                seed, values = config.seed * 1_000_003 + step + 1, [e.values for e in batch.experiences]
+                update = Update(step + 1, seed, trained, values, estimate.returns)
+                for each in (PolicyLearner(policy), values_of):
+                    await each.train(update)
+                distance = measure_distance(batch, batch.padded(old), config.ppo)
+                kl_coef = make_controller(config.ppo, kl_coef).update(distance.kl, len(batch)).coef
+                normaliser = estimate.normaliser
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
         return self
 
@@ -138,6 +178,15 @@ GOLDEN = {
     "policy/grad_norm": [2.542888, 8.942404, 0.8816093],
 }
 """Measured at lock-step when this was first written; a change of the loop that moves them changes the algorithm."""
+
+
+@pytest.mark.processes  # for its length: twenty steps of real learners, three times
+async def test_lock_step_is_the_algorithm_bit_for_bit(policy_folder: Path, tmp_path: Path) -> None:
+    run = await Run(policy_folder, tmp_path, steps=20).finish()
+    assert run.config.loop.max_staleness == 0
+    assert run.weights == (await Run(policy_folder, tmp_path / "plain", steps=20).written_out()).weights
+    # They are weights that depend on what they were trained on.
+    assert run.weights != (await Run(policy_folder, tmp_path / "shorter", steps=19).written_out()).weights
 
 
 async def test_a_run_from_its_journal_ends_with_the_same_weights(policy_folder: Path, tmp_path: Path) -> None:
