@@ -26,7 +26,7 @@ PAIRS = [
     for prompt, response in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)
 ]
 LENGTHS = [2.0, 4.0, 1.0, 3.0]
-SOURCE = hashlib.sha256((Path(__file__).parents[2] / "scorers.py").read_bytes()).hexdigest()
+SOURCE = hashlib.sha256((Path(__file__).parents[3] / "scorers.py").read_bytes()).hexdigest()
 
 
 def make(**config: Any) -> Scorer:

@@ -63,7 +63,7 @@ def test_the_copy_has_every_method_of_a_context_that_serve_calls() -> None:
 
 @pytest.mark.processes
 def test_a_thousand_callers_that_leave_a_stream_do_not_end_the_proxy() -> None:
-    script = Path(__file__).parents[3] / "leaving_callers.py"
+    script = Path(__file__).parents[4] / "leaving_callers.py"
     done = subprocess.run(
         [sys.executable, str(script), "1000"], capture_output=True, text=True, timeout=120, check=False
     )
