@@ -1,11 +1,16 @@
-"""vLLM's scheduler with each response handed over once instead of token by token.
+"""vLLM's scheduler with each response handed over once instead of token by token, and no request preempted.
 
 The service sends whole samples. vLLM's engine, written for chat, sends every token and its log-prob to the serving
 process in a separate message, which for small models takes a quarter of the engine's time. This scheduler holds the
-messages back until the response is finished. Scheduling itself stays as it is.
+messages back until the response is finished.
+
+vLLM starts a request when its tokens so far fit into the KV cache. When the running ones then grow beyond it, one of
+them has to leave, and computes all of its tokens again later. This scheduler starts a request only if all of them fit
+until they end (room.py), so that the number that runs follows the use of the cache. Else scheduling stays as it is.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,9 +20,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from services.rollout.vllm.room import Need, startable
+
 
 class WholeResponseScheduler(AsyncScheduler):
-    """Sends a request's outputs together: when it finishes, and when the engine is paused.
+    """Sends a request's outputs together: when it finishes, and when the engine is paused. Preempts none.
 
     At a pause too, because the engine labels outputs with the version of the weights at the time of sending, and
     weights change only during a pause: tokens of the old weights have to be sent before.
@@ -26,6 +33,28 @@ class WholeResponseScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
+        # vLLM 0.26 has one limit for the requests that run; later ones have another for those that start.
+        self._limit = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
+        self._most: int = getattr(self, self._limit)
+        groups = self.kv_cache_config.kv_cache_groups
+        # Each group of layers has blocks of its own; one of them is no request's.
+        self._blocks = (self.kv_cache_config.num_blocks - 1) // max(1, len(groups))
+        longest = -(-self.max_model_len // self.block_size) + 1
+        self._always_fit = self._most * longest <= self._blocks
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The work of one step, in which only requests start that fit into the KV cache until they end."""
+        if self.waiting and not self._always_fit:
+            setattr(self, self._limit, min(self._most, len(self.running) + self._startable()))
+        return super().schedule(*args, **kwargs)
+
+    def _startable(self) -> int:
+        queued = islice(self.waiting, self._most)
+        return startable(map(self._need, self.running), map(self._need, queued), self._blocks, self.block_size)
+
+    def _need(self, request: Request) -> Need:
+        now = request.num_tokens
+        return Need(now, min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - now)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Client -> outputs of one step, without those of unfinished requests, which are held back."""
