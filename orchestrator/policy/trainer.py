@@ -16,6 +16,7 @@ from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, weight_of
 from services.common.learner.shards import Part
+from services.common.models.device import cpu_threads
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, load_tokenizer, response_logits
 from services.common.models.numerics import masked_sum
@@ -102,13 +103,14 @@ class PolicyTrainer:
         self, prompts: Sequence[Ints], responses: Sequence[Ints], distribution: Distribution
     ) -> list[Floats]:
         by_row: dict[int, Floats] = {}
-        for part in self._learner.parts(prompts, responses):
-            rows = part.rows
-            pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
-            logits = response_logits(self._learner.model, pairs)
-            if part.counts:
-                logprobs = distribution.logprobs(logits, pairs)
-                by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
+        with cpu_threads(self._config.logprob_threads):
+            for part in self._learner.parts(prompts, responses):
+                rows = part.rows
+                pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
+                logits = response_logits(self._learner.model, pairs)
+                if part.counts:
+                    logprobs = distribution.logprobs(logits, pairs)
+                    by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
         return self._learner.shared(by_row, [len(response) for response in responses])
 
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:

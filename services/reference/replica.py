@@ -34,7 +34,7 @@ class Reference(HealthMixin):
 
     def __init__(self, config: ReferenceConfig) -> None:
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.models.device import default_device, gpu_count
+        from services.common.models.device import default_device, gpu_count, share_cores
         from services.common.models.distribution import Distribution
         from services.common.models.loading import load_tokenizer, max_length
         from services.common.wire.identity import describe_model, vocabulary_size
@@ -47,7 +47,10 @@ class Reference(HealthMixin):
         self._distribution = partial(Distribution, vocabulary=vocabulary_size(tokenizer))
         self._admission = Admission(config.limits)
         self._batcher: Batcher[Question, Floats] = Batcher(
-            frozen.logprobs, batch_tokens=config.batch_tokens, batch_s=config.limits.batch_s
+            frozen.logprobs,
+            batch_tokens=config.batch_tokens,
+            batch_s=config.limits.batch_s,
+            background=share_cores(),  # sampling comes first: what waits for it is more than what waits for this
         )
         self._model = describe_model(
             config.model,

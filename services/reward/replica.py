@@ -32,7 +32,7 @@ class Reward(HealthMixin):
 
     def __init__(self, config: RewardConfig) -> None:
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.models.device import default_device
+        from services.common.models.device import default_device, share_cores
         from services.common.models.loading import load_tokenizer
         from services.common.wire.identity import describe_model, vocabulary_size
         from services.reward.encoding import Encoder, Received
@@ -44,7 +44,10 @@ class Reward(HealthMixin):
         self._scorer = scorer.identity
         self._admission = Admission(config.limits)
         self._batcher: Batcher[Scored, np.float32] = Batcher(
-            scorer.score, batch_tokens=scorer.batch_tokens, batch_s=config.limits.batch_s
+            scorer.score,
+            batch_tokens=scorer.batch_tokens,
+            batch_s=config.limits.batch_s,
+            background=share_cores(),  # sampling comes first: what waits for it is more than what waits for this
         )
         self._model = describe_model(
             config.tokenizer,

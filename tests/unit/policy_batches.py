@@ -15,11 +15,23 @@ TEMPERATURE = 0.7
 
 
 def make_trainer(
-    folder: Path, *, micro_batch_tokens: int = 10_000, rate: float = 1.0, epochs: int = 1, size: int = 4, **ppo: Any
+    folder: Path,
+    *,
+    micro_batch_tokens: int = 10_000,
+    rate: float = 1.0,
+    epochs: int = 1,
+    size: int = 4,
+    logprob_threads: int | None = None,
+    **ppo: Any,
 ) -> PolicyTrainer:
     """AdamW whose epsilon dwarfs the gradient: its first step is `rate` times the gradient."""
     optimizer = OptimizerConfig(learning_rate=rate * 1e5, eps=1e5, max_grad_norm=1e9)
-    config = PolicyConfig(model=str(folder), optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
+    config = PolicyConfig(
+        model=str(folder),
+        optimizer=optimizer,
+        micro_batch_tokens=micro_batch_tokens,
+        logprob_threads=logprob_threads,
+    )
     return PolicyTrainer(config, PPOConfig(epochs=epochs, minibatch_size=size, **ppo), Distribution(TEMPERATURE))
 
 

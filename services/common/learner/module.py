@@ -61,6 +61,9 @@ class TrainedModule:
             config=describe(config),
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
+        if self._ranks.world_size == 1 and config.zero_stage == 0:
+            # DeepSpeed would copy all gradients into one bucket and back, to average them over a single rank.
+            self._engine.enable_backward_allreduce = False
         if size > 1:
             check_divided(module)
             # DeepSpeed would compare the first batch across ranks by pickling it; `parts` makes the batches equal.

@@ -1,6 +1,8 @@
 """The device that this process may compute on."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +17,11 @@ def default_device() -> torch.device:
 def gpu_count() -> int:
     """Number of GPUs that this process was given."""
     return torch.cuda.device_count() if default_device().type == "cuda" else 0
+
+
+def share_cores() -> bool:
+    """True on a machine without GPUs, where all models compute on the same cores."""
+    return not torch.cuda.is_available()
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -35,3 +42,14 @@ def may_use_gpus() -> bool:
     if context.get_actor_id() is None:
         return True
     return bool(ray.get_gpu_ids()) or bool(context.runtime_env.get("env_vars", {}).get(VISIBLE))
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Context in which torch uses `count` threads on the CPU; None leaves their number as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
