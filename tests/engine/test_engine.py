@@ -1,5 +1,6 @@
 """The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +42,25 @@ class Loaded:
             assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("llama", False),
-        ("qwen2", True),
-        # Either differs from the two in one thing that the other has.
-        pytest.param(("llama", True), marks=pytest.mark.exhaustive),
-        pytest.param(("qwen2", False), marks=pytest.mark.exhaustive),
-    ],
-    ids=["llama", "qwen2-tied", "llama-tied", "qwen2"],
-)
+MORE = pytest.mark.exhaustive
+KINDS = {"llama": ("llama", False), "qwen2-tied": ("qwen2", True)}
+# Either differs from the two in one thing that the other has.
+OTHERS = {"llama-tied": ("llama", True), "qwen2": ("qwen2", False)}
+
+
+def engines(always: Collection[str]) -> Any:
+    """With each kind of model; in `make test` with these."""
+    kinds = KINDS | OTHERS
+    params = [pytest.param(kind, id=name, marks=() if name in always else MORE) for name, kind in kinds.items()]
+    return pytest.mark.parametrize("loaded", params, indirect=True)
+
+
+every_kind = engines(KINDS)
+# What depends on the transfer and not on the model.
+one_kind = engines(["llama"])
+
+
+@pytest.fixture(scope="module")
 async def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine: EngineProcess
 ) -> Loaded:
@@ -62,6 +71,7 @@ async def loaded(
     return Loaded(plain.language_model(folder), engine)
 
 
+@every_kind
 async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded) -> None:
     await loaded.check(version=0)
     before = await loaded.greedy()
@@ -76,6 +86,7 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
         before = after
 
 
+@one_kind
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
     """In the middle; then the same weights arrive with the next push."""
     [old] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
@@ -96,6 +107,7 @@ async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loade
     await loaded.check(version=51)
 
 
+@one_kind
 async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=101)
     one = await push(loaded.engine, ModelSource(loaded.model), 70)
@@ -104,6 +116,7 @@ async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None
     await loaded.check(version=71)
 
 
+@one_kind
 async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeated(loaded: Loaded) -> None:
     """It has no copy to go back to. The repetition mends it."""
     perturbed(loaded.model, seed=102)
@@ -123,6 +136,7 @@ async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeat
     await loaded.check(version=83)
 
 
+@one_kind
 async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=100)
     source = ModelSource(loaded.model)

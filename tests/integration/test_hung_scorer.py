@@ -28,6 +28,7 @@ def application(quartet: Quartet) -> dict[str, Any]:
         "args": {
             "tokenizer": str(quartet.policy),
             "scorer": {"kind": "function", "function": "tests.scorers:hangs"},
+            "limits": {"batch_s": 8},
         },
         "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
     }
