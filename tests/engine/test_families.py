@@ -5,6 +5,7 @@ The family of every test run is the one whose pushes went wrong; `-m exhaustive`
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from orchestrator.push.prover import PushDisproved
-from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
+from services.common.learner.lora import weights_of
 from services.common.models.distribution import Distribution, end_ids
 from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import vocabulary_size
@@ -27,23 +29,26 @@ from tests.models import EOS, WORDS
 from tests.pushing import ModelSource, TrainerSource, make_prover, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(6, seed=11, longest=24)
-ALWAYS = ("gpt2",)
-SLOW = {name: pytest.mark.exhaustive for name in FAMILIES if name not in ALWAYS}
 STEPS = 5
 CLOSE = 1e-4
+
+
+def each(always: str) -> list[Any]:
+    """All families; all but `always` only in the exhaustive tier."""
+    return [pytest.param(name, marks=() if name == always else pytest.mark.exhaustive) for name in FAMILIES]
 
 
 class Agreement:
     """A learner and a reference beside the engine, all from one folder."""
 
-    def __init__(self, engine: EngineProcess, folder: Path) -> None:
+    def __init__(self, engine: EngineProcess, folder: Path, lora: LoraConfig | None = None) -> None:
         tokenizer = load_tokenizer(str(folder))
         self.engine = engine
         self.sampling = Sampling(max_new_tokens=30, min_new_tokens=3)
         self.distribution = Distribution(
             vocabulary=vocabulary_size(tokenizer), min_new_tokens=3, end_ids=end_ids(str(folder), tokenizer)
         )
-        config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3))
+        config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3), lora=lora)
         self.learner = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6), self.distribution)
         self.reference = FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
 
@@ -61,6 +66,14 @@ class Agreement:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.learner._learner.full_weights()}
+
+    def adapted(self) -> set[str]:
+        """Names of the weights that have an adapter."""
+        return {weight.name for weight in weights_of(self.learner._learner.module) if weight.layer is not None}
+
+    def moved(self, before: dict[str, torch.Tensor]) -> set[str]:
+        """Names of the weights that are no longer what they were."""
+        return {name for name, tensor in self.weights().items() if not torch.equal(tensor, before[name])}
 
     async def saved(self, folder: Path) -> float:
         """Largest difference of log-probs between the learner and an engine that loads what the learner saves."""
@@ -80,7 +93,7 @@ class Agreement:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("ipc", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in FAMILIES])
+@pytest.mark.parametrize("name", each("gpt2"))
 async def test_engine_reference_and_learner_agree(
     engine: EngineProcess, tmp_path: Path, name: str, backend: str
 ) -> None:
@@ -102,10 +115,29 @@ async def test_engine_reference_and_learner_agree(
         actual[f"version {version}"] = sides.of_learner(samples)
     print(name, backend, actual)
     assert max(actual.values()) < CLOSE
-    still = [key for key, tensor in sides.weights().items() if torch.equal(tensor, before[key])]
-    assert not still
+    assert sides.moved(before) == before.keys()
     assert sides.of_reference(samples) > 0.01
     assert await sides.saved(tmp_path / "saved") < CLOSE
+
+
+@pytest.mark.parametrize("name", each("qwen2.5"))
+async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path, name: str) -> None:
+    folder = FAMILIES[name].make(tmp_path / name)
+    await engine.start(folder)
+    sides = Agreement(engine, folder, LoraConfig(rank=4))
+    samples = await sides.sample()
+    source, before = TrainerSource(sides.learner), sides.weights()
+    actual = {"fresh": sides.of_learner(samples)}
+    for version, streaming in ((1, False), (2, True)):
+        assert sides.train(samples) < CLOSE
+        await make_pusher(engine, source, make_prover(source), streaming=streaming).push(version)
+        samples = await sides.sample()
+        assert {sample.policy_version for sample in samples} == {version}
+        actual[f"version {version}"] = sides.of_learner(samples)
+    assert sides.moved(before) == sides.adapted()
+    assert sides.of_reference(samples) > 0.01
+    print(name, "adapters", actual)
+    assert max(actual.values()) < CLOSE
 
 
 async def test_padding_and_early_ends_are_not_sampled_however_likely(engine: EngineProcess, tmp_path: Path) -> None:
