@@ -11,7 +11,7 @@ from benchmarks.staleness_seeds.arm import NONE, Result, Setting
 
 
 def draw(results: Mapping[Setting, Sequence[Result]], path: Path) -> None:
-    """Writes the picture: a line for each setting, with the seeds as dots, and a standard error at the end."""
+    """Writes the picture: a line for each setting, the mean over its seeds, each point with its standard error."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "staleness", "font.size": 9}):
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         axes = figure.subplots()
