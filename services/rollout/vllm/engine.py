@@ -21,7 +21,7 @@ from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place, machine
 from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import Unavailable
+from services.common.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import LOST
 from services.rollout.sample import FinishReason, Sample, Sampling
@@ -30,6 +30,8 @@ from services.rollout.vllm.versions import WeightVersions
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
+PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait", True), "abort": ("abort", True)}
+"""weights.in_flight -> vLLM's mode of a pause, and whether its caches are cleared."""
 ANSWER_S = 8
 """Seconds within which an engine answers the simplest request; one that takes longer is stuck."""
 
@@ -48,6 +50,9 @@ class VLLMEngine:
         self.workers = config.tensor_parallel_size
         self.place = Place()
         self._versions = WeightVersions(llm)
+        self._pauses = 0
+        """Number of pauses for a push: between two of them all requests come under the same weights. A version's
+        number may come again."""
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -94,7 +99,7 @@ class VLLMEngine:
         request_id = f"r{next(self._names)}"
         begun, final = self._versions.serving, None
         try:
-            async for output in self._llm.generate({"prompt_token_ids": prompt_ids.tolist()}, params, request_id):
+            async for output in self._llm.generate(self._prompt(prompt_ids), params, request_id):
                 final = output.outputs[0]
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
@@ -130,7 +135,7 @@ class VLLMEngine:
         )
         final, ids = None, sequence.tolist()
         try:
-            async for output in self._llm.generate({"prompt_token_ids": ids}, params, f"p{next(self._names)}"):
+            async for output in self._llm.generate(self._prompt(sequence), params, f"p{next(self._names)}"):
                 final = output.prompt_logprobs
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
@@ -138,6 +143,10 @@ class VLLMEngine:
             raise Unavailable("the engine ended the request before it was finished; ask again")
         pairs = zip(ids[1:], final[1:], strict=True)
         return np.asarray([entry[token].logprob for token, entry in pairs], np.float32)
+
+    def _prompt(self, ids: Ints) -> dict[str, Any]:
+        """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""
+        return {"prompt_token_ids": ids.tolist(), "cache_salt": str(self._pauses)}
 
     async def stale(self) -> list[str]:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
@@ -162,9 +171,17 @@ class VLLMEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def pause(self, in_flight: str) -> None:
-        """Stops generation between two engine steps and opens a weight update. New requests wait."""
-        # clear_cache: requests in progress recompute their KV cache, which belongs to the old weights.
-        await self._llm.pause_generation(mode=in_flight, clear_cache=True)
+        """Stops generation between two engine steps and opens a weight update. New requests wait.
+
+        Raises:
+            InvalidArgument: `in_flight` is none of PAUSES.
+        """
+        if in_flight not in PAUSES:
+            raise InvalidArgument(f"in_flight: {in_flight!r}; must be one of {', '.join(PAUSES)}")
+        mode, cleared = PAUSES[in_flight]
+        # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
+        await self._llm.pause_generation(mode=mode, clear_cache=cleared)
+        self._pauses += 1
         await self._llm.start_weight_update()
 
     async def receive(self, manifest: Manifest) -> str:
