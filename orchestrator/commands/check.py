@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.commands.fitting import idle_critics, misfits_of_rollout, other_root, schedules
+from orchestrator.commands.fitting import (
+    ends_without_token,
+    idle_critics,
+    misfits_of_rollout,
+    other_root,
+    schedules,
+)
 from orchestrator.commands.models import (
     POLICY_FIELD,
     limit,
@@ -84,6 +90,8 @@ def preflight(deployment: Deployment) -> Inputs:
             held_out = problems.among(_prompts, config, tokenizer, config.data.eval_split)
     if train and held_out:
         problems.among(check_disjoint, train, held_out)
+    if tokenizer is not None and not problems.lines:
+        problems.lines += ends_without_token(sampled_from(config, tokenizer), config.policy.model)
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
     remarks = (*idle_critics(deployment), *schedules(deployment), *untested(deployment))

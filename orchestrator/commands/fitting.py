@@ -8,6 +8,7 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.learner import PolicyConfig
+from services.common.models.distribution import Distribution
 from services.common.models.loading import shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
@@ -81,6 +82,18 @@ def idle_critics(deployment: Deployment) -> Iterator[str]:
                 f"applications.{name}: a critic that the run does not use, as orchestrator.ppo.advantages is "
                 f"{ppo.advantages}; leave it out to free its memory, or set ppo.advantages to gae"
             )
+
+
+def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
+    """Ends of a text that are no tokens: below the least length of a response nothing could mask them."""
+    size = distribution.vocabulary
+    outside = [token for token in distribution.end_ids if size is not None and token >= size]
+    if distribution.min_new_tokens and outside:
+        yield (
+            f"orchestrator.sampling.min_new_tokens: {distribution.min_new_tokens}, but of the tokens that end a text "
+            f"{', '.join(map(str, outside))} is not one of the tokenizer's {size}; correct eos_token_id in "
+            f"{path}/generation_config.json, or sampling.stop_token_ids"
+        )
 
 
 def schedules(deployment: Deployment) -> Iterator[str]:

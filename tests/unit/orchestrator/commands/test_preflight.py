@@ -1,16 +1,17 @@
 """What `quartet check` and `quartet train` find wrong before anything is started."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from orchestrator.deployment.file import Deployment
 from tests.families import ENDS, FAMILIES
-from tests.models import MAX_LENGTH, WORDS, make_policy, make_tokenizer
+from tests.models import EOS, MAX_LENGTH, WORDS, make_policy, make_tokenizer
 from tests.unit.preflights import SUM, args, checked, problems
 
 Change = Callable[[Any], Any]
@@ -67,6 +68,23 @@ def test_what_is_sampled_from_is_read_from_the_policy(raw: dict[str, Any], tmp_p
     raw["orchestrator"]["sampling"] |= {"min_new_tokens": 2, "stop_token_ids": [9]}
     actual = checked(raw, tmp_path).distribution
     assert (actual.vocabulary, actual.min_new_tokens, actual.end_ids) == (len(WORDS), 2, (*ENDS, 9))
+
+
+def test_an_end_that_is_no_token_is_named_where_it_would_have_to_be_masked(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """As GPT-2's own, 50256, in a small model that was made without saying which its end is."""
+    folder = Path(raw["orchestrator"]["policy"]["model"])
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    GenerationConfig(eos_token_id=50256).save_pretrained(copy)
+    raw["orchestrator"]["policy"]["model"] = str(copy)
+    assert checked(raw, tmp_path).distribution.end_ids == (EOS, 50256)
+    raw["orchestrator"]["sampling"]["min_new_tokens"] = 2
+    assert problems(raw, tmp_path) == [
+        "orchestrator.sampling.min_new_tokens: 2, but of the tokens that end a text 50256 is not one of the "
+        f"tokenizer's {len(WORDS)}; correct eos_token_id in {copy}/generation_config.json, or sampling.stop_token_ids"
+    ]
 
 
 def test_a_model_with_less_entries_than_the_tokenizer_is_named(raw: dict[str, Any], tmp_path: Path) -> None:
