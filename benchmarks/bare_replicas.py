@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +103,7 @@ def critic() -> Any:
     made = _bare(Critic)
     limits, train = (CriticConfig.model_fields[name].default for name in ("limits", "train_limits"))
     made._admission, made._train_admission = Admission(limits), Admission(train)
-    made._critic, made._batch = _Critic(), SimpleNamespace
+    made._critic = _Critic()
     made._batcher = Batcher(
         made._critic.values, batch_tokens=BATCH_TOKENS, batch_s=limits.batch_s, turn=made._critic.turn
     )

@@ -50,8 +50,28 @@ class ValuesResponse(_message.Message):
     steps: bytes
     def __init__(self, values: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
+class StageRequest(_message.Message):
+    __slots__ = ("step", "row", "pairs", "values", "returns", "lease")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    row: int
+    pairs: _common_pb2.Pairs
+    values: bytes
+    returns: bytes
+    lease: _common_pb2.Lease
+    def __init__(self, step: _Optional[int] = ..., row: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+
+class StageResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TrainRequest(_message.Message):
-    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease")
+    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease", "staged")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +81,7 @@ class TrainRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
     step: int
     pairs: _common_pb2.Pairs
     values: bytes
@@ -70,7 +91,8 @@ class TrainRequest(_message.Message):
     seed: int
     last_step: int
     lease: _common_pb2.Lease
-    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    staged: int
+    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., staged: _Optional[int] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("metrics",)

@@ -52,6 +52,11 @@ class CriticStub(object):
                 request_serializer=protos_dot_critic__pb2.ValuesRequest.SerializeToString,
                 response_deserializer=protos_dot_critic__pb2.ValuesResponse.FromString,
                 _registered_method=True)
+        self.Stage = channel.unary_unary(
+                '/quartet.v1.Critic/Stage',
+                request_serializer=protos_dot_critic__pb2.StageRequest.SerializeToString,
+                response_deserializer=protos_dot_critic__pb2.StageResponse.FromString,
+                _registered_method=True)
         self.Train = channel.unary_unary(
                 '/quartet.v1.Critic/Train',
                 request_serializer=protos_dot_critic__pb2.TrainRequest.SerializeToString,
@@ -113,10 +118,20 @@ class CriticServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stage(self, request, context):
+        """Brings some pairs of a batch ahead of the Train that names their number, for batches that are larger than one message
+        may be. Idempotent: pairs that come again replace those that came before. The pairs of the newest step are kept until
+        those of a later one come. FAILED_PRECONDITION: pairs of a later step have come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Train(self, request, context):
         """Trains on one PPO batch. Idempotent: a step id that was trained already is answered from memory,
         so a retry after a lost reply does not train twice.
-        FAILED_PRECONDITION: the step id is older than the last one trained, or was trained on another batch.
+        FAILED_PRECONDITION: the step id is older than the last one trained, or was trained on another batch; or of the
+        staged pairs some are missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +191,11 @@ def add_CriticServicer_to_server(servicer, server):
                     servicer.Values,
                     request_deserializer=protos_dot_critic__pb2.ValuesRequest.FromString,
                     response_serializer=protos_dot_critic__pb2.ValuesResponse.SerializeToString,
+            ),
+            'Stage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stage,
+                    request_deserializer=protos_dot_critic__pb2.StageRequest.FromString,
+                    response_serializer=protos_dot_critic__pb2.StageResponse.SerializeToString,
             ),
             'Train': grpc.unary_unary_rpc_method_handler(
                     servicer.Train,
@@ -291,6 +311,33 @@ class Critic(object):
             '/quartet.v1.Critic/Values',
             protos_dot_critic__pb2.ValuesRequest.SerializeToString,
             protos_dot_critic__pb2.ValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.Critic/Stage',
+            protos_dot_critic__pb2.StageRequest.SerializeToString,
+            protos_dot_critic__pb2.StageResponse.FromString,
             options,
             channel_credentials,
             insecure,

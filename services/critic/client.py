@@ -21,7 +21,7 @@ from services.common.wire.codec import (
 )
 from services.common.wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LeaseLost, OffTimeline
 from services.common.wire.replies import finite_metrics, reading
-from services.common.wire.splitting import in_parts, select, tokens_of
+from services.common.wire.splitting import in_parts, parts, select, some, tokens_of
 
 
 class CriticReset(FailedPrecondition):
@@ -96,8 +96,8 @@ class CriticClient(ServiceClient[CriticStub]):
         deadline = Deadline(timeout_s)
 
         async def ask(rows: range) -> list[tuple[Floats, int]]:
-            some, their = select(rows, prompts, responses)
-            request = pb.ValuesRequest(pairs=pack_pairs(some, their), min_step=min_step, lease=self.lease)
+            asked, their = select(rows, prompts, responses)
+            request = pb.ValuesRequest(pairs=pack_pairs(asked, their), min_step=min_step, lease=self.lease)
             reply = await self._reached(request, deadline, divisible=len(rows) > 1)
             with reading(f"{self.application}.Values"):
                 lengths = [len(response) for response in their]
@@ -139,25 +139,38 @@ class CriticClient(ServiceClient[CriticStub]):
         last_step: int | None = None,
         timeout_s: float,
     ) -> dict[str, float]:
-        """Trains on one PPO batch, at most once per step id; returns the mean metrics of its optimizer steps.
+        """Trains on one PPO batch, at most once per step id; returns the mean metrics of its optimizer steps. A large
+        batch is sent in parts, ahead of the call that trains on it.
 
         Raises:
             CriticReset: a later step was trained already, or the step before was not `last_step` of the run's
                 timeline, if given.
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
+        deadline, sizes = Deadline(timeout_s), tokens_of(prompts, responses)
+
+        def batch(rows: range) -> dict[str, Any]:
+            numbers = {name: pack_floats(some(of, rows)) for name, of in (("values", values), ("returns", returns))}
+            return {"pairs": pack_pairs(*select(rows, prompts, responses)), **numbers}
+
+        async def stage(rows: range) -> None:
+            part = pb.StageRequest(step=step, row=rows.start, lease=self.lease, **batch(rows))
+            await self._expecting(self._stub.Stage, part, deadline, "Stage", divisible=len(rows) > 1)
+
+        staged = len(parts(sizes)) > 1
+        if staged:
+            await in_parts(sizes, stage)
         request = pb.TrainRequest(
             step=step,
-            pairs=pack_pairs(prompts, responses),
-            values=pack_floats(values),
-            returns=pack_floats(returns),
+            staged=len(prompts) if staged else 0,
             epochs=epochs,
             minibatch_size=minibatch_size,
             seed=seed,
             last_step=last_step,
             lease=self.lease,
+            **({} if staged else batch(range(len(prompts)))),
         )
-        reply = await self._expecting(self._stub.Train, request, timeout_s, "Train")
+        reply = await self._expecting(self._stub.Train, request, deadline, "Train")
         with reading(f"{self.application}.Train"):
             return finite_metrics(unpack_metrics(reply.metrics))
 

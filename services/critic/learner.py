@@ -15,7 +15,8 @@ from services.common.wire.errors import FailedPrecondition, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.once import Once
 from services.critic.root import Root
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.staged import BatchPart, Staged, digest
+from services.critic.trainer import CriticTrainer
 
 StartRanks = Callable[[CriticConfig], RankGroup]
 """Makes a critic's ranks, which have no model yet."""
@@ -31,6 +32,7 @@ class CriticModel:
         self._root = Root(config.root)
         self.fence = Fence(self._root.folder / f".lease-{application}.json")
         self._once: Once[dict[str, float]] = Once()
+        self._staged = Staged(config.train_limits)
         self._at = Moment()
         """The moment of the weights. A step that is being trained counts only when it is done."""
         self._start_ranks = start_ranks or ranks_of
@@ -106,31 +108,43 @@ class CriticModel:
         prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
         return await self._ask(CriticTrainer.values, prompts, responses)
 
+    def stage(self, lease: common_pb2.Lease, step: int, row: int, part: BatchPart) -> None:
+        """Holds a part of the batch of `step`, as Staged.add does."""
+        self.fence.check(lease)
+        self._staged.add(Moment(lease.number, step), row, part)
+
+    def staged(self, lease: common_pb2.Lease, step: int, rows: int) -> list[BatchPart]:
+        """The parts of the batch of `step`, as Staged.whole gives them."""
+        self.fence.check(lease)
+        return self._staged.whole(Moment(lease.number, step), rows)
+
     async def train(
         self,
         lease: common_pb2.Lease,
         step: int,
-        digest: bytes,
-        batch: CriticBatch,
+        parts: Sequence[BatchPart],
         last_step: int | None,
         **schedule: int,
     ) -> dict[str, float]:
-        """Trains a step at most once, as CriticTrainer.train does. `digest` identifies the step's inputs.
+        """Trains a step on the batch that these parts are, at most once, as CriticTrainer.train does.
 
         Raises:
             FailedPrecondition: a later step was trained, this one was trained on another batch, or the step before
                 was not `last_step` of the lease's timeline, if given.
         """
+        inputs = await asyncio.to_thread(digest, parts, schedule.values())
         self.fence.check(lease)
         if last_step is not None:
             self._expect(lease, last_step, step)
-        action = partial(self._train, Moment(lease.number, step), batch, **schedule)
-        return await self._once.run(step, digest, action, lambda: self.fence.check(lease))
+        action = partial(self._train, Moment(lease.number, step), parts, **schedule)
+        return await self._once.run(step, inputs, action, lambda: self.fence.check(lease))
 
-    async def _train(self, moment: Moment, batch: CriticBatch, **schedule: int) -> dict[str, float]:
+    async def _train(self, moment: Moment, parts: Sequence[BatchPart], **schedule: int) -> dict[str, float]:
         async with self.turn:
             try:
-                metrics = await self._ask(CriticTrainer.train, batch, **schedule)
+                for index, part in enumerate(parts):  # one by one: the event loop waits while one is written down
+                    await self._ask(CriticTrainer.take, part, index)
+                metrics = await self._ask(CriticTrainer.train_taken, len(parts), **schedule)
             except BaseException:
                 self._at = Moment()  # half a step belongs to no run's past
                 raise
@@ -189,6 +203,7 @@ class CriticModel:
             await self._answer(ranks.start(CriticTrainer, self._config, timeout_s=timeout_s))
             await self._answer(ranks.call(Snapshots.restore, timeout_s, folder))
             self._once.restored(step)
+            self._staged = Staged(self._config.train_limits)
             self._at = Moment(lease.number, step)
             self._ranks, self._taken, self._written = ranks, "", ""
 

@@ -4,7 +4,6 @@ It has one replica, since values and training share its weights. Import path: `s
 """
 
 import asyncio
-import hashlib
 from functools import partial
 from typing import Any
 
@@ -26,12 +25,11 @@ from services.common.wire.codec import (
     pack_floats,
     pack_longs,
     pack_metrics,
-    split,
-    unpack_finite,
 )
 from services.common.wire.errors import InvalidArgument
 from services.common.wire.ragged import Ragged
 from services.critic.config import CriticConfig
+from services.critic.staged import BatchPart
 from services.critic.values import ValuesCall
 
 
@@ -47,11 +45,9 @@ class Critic(HealthMixin):
         from services.common.models.loading import load_tokenizer
         from services.common.wire.identity import describe_model
         from services.critic.learner import CriticModel
-        from services.critic.trainer import CriticBatch
 
         shorten_failed_calls()
         self._config = config
-        self._batch = CriticBatch
         self._critic = CriticModel(config, _application(), start_ranks)
         self._admission, self._train_admission = Admission(config.limits), Admission(config.train_limits)
         self._batcher: Batcher[tuple[Ints, Ints], Floats] = Batcher(
@@ -104,38 +100,41 @@ class Critic(HealthMixin):
         return pb.ValuesResponse(values=pack_floats(call.out), steps=pack_longs(call.steps))
 
     @translated
-    async def Train(self, request: pb.TrainRequest, share: Share) -> pb.TrainResponse:
-        """Trains on one batch, at most once per step id."""
+    async def Stage(self, request: pb.StageRequest, share: Share) -> pb.StageResponse:
+        """Holds a part of a batch until the Train that names it."""
+        _check_least(request, step=1, row=0)
         packed = PackedPairs.of(request.pairs)
         with self._train_admission.admitted(share, packed.rows, packed.tokens, "pairs"):
-            return await self._train(request, await asyncio.to_thread(self._batch_of, packed, request))
+            part = await asyncio.to_thread(self._part, packed, request)
+            self._critic.stage(request.lease, request.step, request.row, part)
+        return pb.StageResponse()
 
-    def _batch_of(self, packed: PackedPairs, request: pb.TrainRequest) -> Any:
-        prompts, responses = self._pairs(packed)
-        lengths = responses.lengths.tolist()
-        return self._batch(
-            prompts=prompts,
-            responses=responses,
-            values=split(unpack_finite(request.values, "values"), lengths, "values"),
-            returns=split(unpack_finite(request.returns, "returns"), lengths, "returns"),
-        )
-
-    async def _train(self, request: pb.TrainRequest, batch: Any) -> pb.TrainResponse:
-        for field, least in (("step", 1), ("epochs", 1), ("minibatch_size", 1), ("seed", 0)):
-            if getattr(request, field) < least:
-                raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {least}")
-
-        metrics = await self._critic.train(
-            request.lease,
-            request.step,
-            await asyncio.to_thread(_digest, request),
-            batch,
-            int(request.last_step) if request.HasField("last_step") else None,
-            epochs=request.epochs,
-            minibatch_size=request.minibatch_size,
-            seed=request.seed,
-        )
+    @translated
+    async def Train(self, request: pb.TrainRequest, share: Share) -> pb.TrainResponse:
+        """Trains on one batch, at most once per step id."""
+        _check_least(request, staged=0)
+        packed = PackedPairs.of(request.pairs)
+        if request.staged and (packed.rows or request.values or request.returns):
+            raise InvalidArgument("pairs, values, returns: stage them too, or send them without `staged`")
+        parts = self._critic.staged(request.lease, request.step, request.staged) if request.staged else []
+        tokens = packed.tokens + sum(part.tokens for part in parts)
+        with self._train_admission.admitted(share, packed.rows + request.staged, tokens, "pairs"):
+            parts = parts or [await asyncio.to_thread(self._part, packed, request)]
+            _check_least(request, step=1, epochs=1, minibatch_size=1, seed=0)
+            metrics = await self._critic.train(
+                request.lease,
+                request.step,
+                parts,
+                int(request.last_step) if request.HasField("last_step") else None,
+                epochs=request.epochs,
+                minibatch_size=request.minibatch_size,
+                seed=request.seed,
+            )
         return pb.TrainResponse(metrics=pack_metrics(metrics))
+
+    def _part(self, packed: PackedPairs, request: pb.StageRequest | pb.TrainRequest) -> BatchPart:
+        limits = {"vocab_size": self._model.vocab_size, "max_length": self._model.max_length}
+        return BatchPart.of(packed, request.values, request.returns, **limits)
 
     @translated
     async def Save(self, request: pb.SaveRequest) -> pb.SaveResponse:
@@ -177,16 +176,11 @@ class Critic(HealthMixin):
         return packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
 
 
-def _digest(request: pb.TrainRequest) -> bytes:
-    """Digest of the batch and its schedule, on which the result of a step depends."""
-    schedule = (request.epochs, request.minibatch_size, request.seed)
-    digest = hashlib.sha256(repr(schedule).encode())
-    for sequences in (request.pairs.prompts, request.pairs.responses):
-        digest.update(sequences.token_ids)
-        digest.update(sequences.lengths)
-    digest.update(request.values)
-    digest.update(request.returns)
-    return digest.digest()
+def _check_least(request: pb.StageRequest | pb.TrainRequest, **least: int) -> None:
+    """Raises InvalidArgument if a field of the request is less than given here."""
+    for field, number in least.items():
+        if getattr(request, field) < number:
+            raise InvalidArgument(f"{field}: {getattr(request, field)}; must be at least {number}")
 
 
 def _application() -> str:

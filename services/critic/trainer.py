@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -15,8 +16,9 @@ from services.common.models.numerics import masked_sum, value_loss
 from services.common.models.scalar import VALUE_HEAD, ScalarModel, load_value
 from services.common.models.sequences import PairTensors
 from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Floats, Ints
+from services.common.wire.codec import Floats, Ints, split
 from services.critic.config import CriticConfig
+from services.critic.staged import BatchPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class CriticBatch:
     """Values from before the update, B times [T]."""
     returns: Sequence[Floats]
     """Returns, B times [T]."""
+
+    @classmethod
+    def of(cls, whole: BatchPart) -> Self:
+        """The batch, divided into its responses."""
+        lengths = whole.responses.lengths.tolist()
+        values, returns = (split(numbers, lengths, "values") for numbers in (whole.values, whole.returns))
+        return cls(list(whole.prompts), list(whole.responses), values, returns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class CriticTrainer:
         self._learner = Learner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
         self.snapshots = Snapshots(self._learner, self._write, exported=False)
+        self._taken: list[BatchPart] = []
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -78,6 +88,16 @@ class CriticTrainer:
             if part.counts:
                 valued |= dict(zip(rows, pairs.unpad(values), strict=True))
         return self._learner.shared(valued, [len(response) for response in responses])
+
+    def take(self, part: BatchPart, index: int) -> None:
+        """Keeps a part of the next batch, the one with this index, for `train_taken`."""
+        self._taken[index:] = [part]
+
+    def train_taken(self, parts: int, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
+        """Trains, as `train` does, on the batch that the first `parts` parts are."""
+        taken, self._taken = self._taken[:parts], []
+        batch = CriticBatch.of(BatchPart.joined(taken))
+        return self.train(batch, epochs=epochs, minibatch_size=minibatch_size, seed=seed)
 
     def train(self, batch: CriticBatch, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a

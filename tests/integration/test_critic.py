@@ -92,6 +92,21 @@ async def test_a_step_asked_for_twice_at_the_same_time_is_trained_once(quartet: 
     assert first == second
 
 
+async def test_a_batch_that_travels_in_parts_is_trained_on_once_and_as_a_whole(quartet: Quartet) -> None:
+    step = await last_step(quartet) + 1
+    await hold_critic(quartet.critic)
+    prompts, responses = (side * 50 for side in PAIRS)
+    old = await values(quartet, (prompts, responses))
+    returns = [np.ones_like(row) for row in old]
+    call: dict[str, Any] = {"epochs": 1, "minibatch_size": 600, "seed": 0, "timeout_s": 60}
+    metrics = await quartet.critic.train(step, prompts, responses, old, returns, **call)
+    assert metrics["mean"] == pytest.approx(np.concatenate(old).mean(), abs=1e-4)
+    after = await values(quartet)
+    assert await quartet.critic.train(step, prompts, responses, old, returns, **call) == metrics
+    assert plain.furthest(await values(quartet), after) == 0.0
+    assert await last_step(quartet) == step
+
+
 async def test_an_older_step_is_refused(quartet: Quartet) -> None:
     step = await last_step(quartet) + 2
     await train(quartet, step)

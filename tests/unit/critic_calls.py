@@ -66,6 +66,21 @@ async def train(
     return unpack_metrics((await critic.Train(request, Context())).metrics)
 
 
+async def stage(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> None:
+    """The batch of `train` in two parts, the second one first."""
+    prompts, responses = arrays(PROMPTS), arrays(RESPONSES)
+    for rows in (slice(1, None), slice(0, 1)):
+        ones = pack_floats(np.ones(sum(len(response) for response in responses[rows]), np.float32))
+        pairs = pack_pairs(prompts[rows], responses[rows])
+        request = pb.StageRequest(step=step, row=rows.start, pairs=pairs, values=ones, returns=ones, lease=lease)
+        await critic.Stage(request, Context())
+
+
+async def train_staged(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> dict[str, float]:
+    request = pb.TrainRequest(step=step, staged=len(PROMPTS), epochs=1, minibatch_size=2, seed=step, lease=lease)
+    return unpack_metrics((await critic.Train(request, Context())).metrics)
+
+
 async def save(critic: Any, name: str, lease: common_pb2.Lease = OURS) -> str:
     return str((await critic.Save(pb.SaveRequest(name=name, lease=lease), Context())).name)
 

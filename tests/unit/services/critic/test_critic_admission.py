@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ class Model:
 
 def make(batch_s: float = 10) -> Any:
     made = object.__new__(Critic.func_or_class)  # type: ignore[attr-defined]
-    made._critic, made._batch = Model(), SimpleNamespace
+    made._critic = Model()
     limits = LimitsConfig(max_call_rows=16)
     made._admission, made._train_admission = Admission(limits), Admission(limits)
     made._batcher = Batcher(made._critic.values, batch_tokens=8, batch_s=batch_s, turn=made._critic.turn)

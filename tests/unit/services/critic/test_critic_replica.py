@@ -18,7 +18,20 @@ from services.common.wire.errors import FailedPrecondition, InvalidArgument, Lea
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from tests.unit.contexts import Context
-from tests.unit.critic_calls import NEWER, OLDER, OURS, PAIRS, adopt, checkpoint, claim, save, train, values
+from tests.unit.critic_calls import (
+    NEWER,
+    OLDER,
+    OURS,
+    PAIRS,
+    adopt,
+    checkpoint,
+    claim,
+    save,
+    stage,
+    train,
+    train_staged,
+    values,
+)
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
 
 pytestmark = pytest.mark.processes
@@ -44,7 +57,7 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
         await save(critic, "mine")
     assert (root / "mine" / "config.json").read_text() == "another's model"
 
-    critic._batch = lambda **fields: "no batch, but a secret"
+    critic._critic._ranks._ranks[0].rank.part(CriticTrainer).train = None  # a rank that fails, and names a secret
     context = Context()
     ones = pack_floats(np.ones(TOKENS, np.float32))
     request = pb.TrainRequest(step=1, pairs=PAIRS, values=ones, returns=ones, epochs=1, minibatch_size=1, lease=OURS)
@@ -52,6 +65,49 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
         await critic.Train(request, context)
     assert context.code is grpc.StatusCode.INTERNAL
     assert str(caught.value) == context.details == "Train: internal error (RuntimeError); see the log"
+
+
+async def test_a_batch_that_comes_in_parts_trains_as_one_that_comes_whole(critic: Any, root: Path) -> None:
+    await checkpoint(critic, "Take")
+    await checkpoint(critic, "Write")
+    whole, after = await train(critic, 1, 0), await values(critic)
+    await checkpoint(critic, "Restore")
+    await stage(critic, 1)
+    staged = await train_staged(critic, 1)
+    assert staged == whole
+    assert (await values(critic)).tolist() == after.tolist()
+    # The repetition after a lost answer, whole or staged, is told the same and trains nothing.
+    assert await train_staged(critic, 1) == await train(critic, 1, 0) == whole
+    assert (await values(critic)).tolist() == after.tolist()
+
+
+async def test_parts_are_the_runs_that_holds_the_critic_and_of_its_step(critic: Any) -> None:
+    with pytest.raises(LeaseLost, match=r"run older \(lease 3\) no longer"):
+        await stage(critic, 1, OLDER)
+    await stage(critic, 1)
+    for lease, step, error in ((OLDER, 1, LeaseLost), (OURS, 2, FailedPrecondition)):
+        with pytest.raises(error):
+            await train_staged(critic, step, lease)
+    await claim(critic, NEWER, take_over=True)
+    with pytest.raises(FailedPrecondition, match=f"staged: {len(PROMPTS)} pairs, but 0 of step 1 have come"):
+        await train_staged(critic, 1, NEWER)
+    assert critic._critic.last_step == 0
+
+
+async def test_a_staged_batch_is_checked_as_one_in_a_message_is(critic: Any) -> None:
+    ones = pack_floats(np.ones(TOKENS, np.float32))
+    for fields, told in {
+        "step": (pb.StageRequest(row=0), "step: 0; must be at least 1"),
+        "row": (pb.StageRequest(step=1, row=-1), "row: -1; must be at least 0"),
+        "none": (pb.StageRequest(step=1), "pairs: empty"),
+        "values": (pb.StageRequest(step=1, pairs=PAIRS, values=ones[4:], returns=ones), "values: .* one per token"),
+    }.values():
+        fields.lease.CopyFrom(OURS)
+        with pytest.raises(InvalidArgument, match=told):
+            await critic.Stage(fields, Context())
+    both = pb.TrainRequest(step=1, staged=1, pairs=PAIRS, epochs=1, minibatch_size=1, lease=OURS)
+    with pytest.raises(InvalidArgument, match="pairs, values, returns: stage them too"):
+        await critic.Train(both, Context())
 
 
 async def test_it_is_unhealthy_once_its_ranks_are_gone(critic: Any) -> None:
