@@ -13,15 +13,17 @@ _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
 Digest = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
 MIB = 1 << 20
-# A little more than the services admit by default (services/common/config/limits.py); packed bytes are quick to
-# parse. Score has less because it may hold texts: parsing two million empty ones takes a tenth of a second.
+# Small, since a request keeps the event loop of Serve's proxy while it is read and passed on, and several times what
+# Quartet's clients send: they divide larger calls (services/common/wire/splitting.py). Score has less because it may
+# hold texts, which take longer to parse than packed numbers; UpdateWeights more because a manifest cannot be divided.
 _MESSAGE_BYTES = {
-    "Generate": 32 * MIB,
-    "Score": 4 * MIB,
-    "Logprobs": 32 * MIB,
-    "Values": 32 * MIB,
-    "Train": 1024 * MIB,
-    "UpdateWeights": 16 * MIB,
+    "Generate": 4 * MIB,
+    "Score": 2 * MIB,
+    "Logprobs": 4 * MIB,
+    "Values": 4 * MIB,
+    "Stage": 4 * MIB,
+    "Train": 4 * MIB,
+    "UpdateWeights": 8 * MIB,
 }
 
 
@@ -63,11 +65,17 @@ class Limits(Config):
     concurrent_calls: Count = 4096
     """Most open calls in total; further ones are refused with RESOURCE_EXHAUSTED."""
     caller_share: Annotated[Fraction, Field(gt=0)] = 0.5
-    """Share of concurrent_calls that one caller may hold; further calls are refused with RESOURCE_EXHAUSTED."""
+    """Share of concurrent_calls and of unanswered_bytes that one caller may hold; further calls are refused with
+    RESOURCE_EXHAUSTED."""
     training_reserve: Annotated[Fraction, Field(lt=1)] = 0.25
-    """Share of concurrent_calls that is kept for trainers."""
-    request_s: Seconds = 300
-    """Longest time, in seconds, that a caller may take to send its request after the call has begun."""
+    """Share of concurrent_calls and of unanswered_bytes that is kept for trainers."""
+    receiving: Count = 32
+    """Most requests of one caller that are received at the same time; further ones wait, unreceived."""
+    unanswered_bytes: Count = 1024 * MIB
+    """Most bytes of requests that are received and not answered yet; further calls are refused with
+    RESOURCE_EXHAUSTED."""
+    request_s: Seconds = 60
+    """Longest time, in seconds, that a caller may take to send its request once it is received."""
     handshake_s: Seconds = 30
     """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed; it is then closed."""
     keepalive_s: Seconds = 20
@@ -84,6 +92,16 @@ class Limits(Config):
     def largest(self) -> int:
         """Largest request, in bytes, of any method."""
         return max(self.other_message_bytes, *self.message_bytes.values())
+
+    @model_validator(mode="after")
+    def _a_request_fits_an_idle_port(self) -> Self:
+        most = int(min(self.caller_share, 1 - self.training_reserve) * self.unanswered_bytes)
+        if self.largest > most:
+            raise ValueError(
+                f"message_bytes: {self.largest}; should be at most {most}, the part of unanswered_bytes that "
+                "caller_share and training_reserve leave to one caller"
+            )
+        return self
 
 
 class AccessPolicy(Config):

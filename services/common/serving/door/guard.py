@@ -10,12 +10,13 @@ from google.protobuf.message import DecodeError
 
 from services.common.security.authentication import AUTHORIZATION
 from services.common.security.gate import Gate
-from services.common.security.identity import ANONYMOUS, without_identity
+from services.common.security.identity import caller_of, without_identity
 from services.common.serving.door.call import CallContext, Metadata
+from services.common.serving.door.checked import Checked
 from services.common.serving.door.faults import presentable
 from services.common.serving.door.open_calls import OpenCalls
 from services.common.serving.door.refusals import Refusals
-from services.common.serving.door.routes import Routes
+from services.common.serving.door.routes import PACKAGE, Routes
 from services.common.wire.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 
 log = logging.getLogger("quartet")
@@ -110,8 +111,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             caller = self._gate.admit(method, application, context.auth_context(), metadata)
             self._routes.check(method, application)
-            if caller != ANONYMOUS:  # all callers are one, and a share would only keep it from the rest
-                context.add_done_callback(self._open.begin(caller))
+            context.add_done_callback(self._open.begin(caller))
         except ServiceError as error:
             if isinstance(error, Unauthenticated | PermissionDenied):
                 self._refusals.note(method, context.peer(), str(error))
@@ -122,9 +122,12 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _received(self, method: str, handler: Any, context: Any) -> tuple[CallContext, Any]:
         """The call and its decoded request; ends the call if it is not allowed or cannot be read."""
         call = await self._admitted(method, context)
+        caller = caller_of(call)
         try:
-            raw = await self._read(method, context)
+            async with self._open.receiving(caller):
+                raw = await self._read(method, context)
             self._gate.check_size(method, len(raw))
+            context.add_done_callback(self._open.hold(caller, len(raw)))
             return call, _decoded(method, handler, raw)
         except ServiceError as error:
             await context.abort(error.code, str(error))
@@ -144,8 +147,10 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _decoded(method: str, handler: Any, raw: bytes) -> Any:
+    """The request as its handler takes it: a replica's as Checked, since only the replica looks inside."""
     try:
-        return handler.request_deserializer(raw)
+        message = handler.request_deserializer(raw)
+        return Checked(type(message), raw) if method.startswith(f"/{PACKAGE}") else message
     except (DecodeError, ValueError, RecursionError):
         raise InvalidArgument(f"{method[1:]}: {len(raw)} bytes that are not a message of the method's type") from None
 

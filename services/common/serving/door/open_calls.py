@@ -1,9 +1,11 @@
-"""The calls that are open at the gRPC port, counted by caller, so that none keeps the others out."""
+"""The calls that are open at the gRPC port and the bytes of their requests, counted by caller, so that none keeps the
+others out."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from services.common.security.identity import Caller
+from services.common.security.identity import ANONYMOUS, Caller
 from services.common.security.policy import Limits
 from services.common.wire.errors import ResourceExhausted
 
@@ -15,7 +17,8 @@ class OpenCalls:
     """Counts open calls, from a caller's admission to the end of the reply, and refuses those beyond its share.
 
     gRPC counts all calls together: one caller that holds the most that may be open, by requests that it does not send
-    or replies that it does not read, would keep all others out.
+    or replies that it does not read, would keep all others out. The bytes of requests are counted likewise, from
+    their arrival to the end of the reply; while they arrive, a caller has only so many requests at a time.
     """
 
     def __init__(self, limits: Callable[[], Limits]) -> None:
@@ -24,8 +27,8 @@ class OpenCalls:
             limits: returns the current limits.
         """
         self._limits = limits
-        self._open: Counter[str] = Counter()
-        self._beside_training = 0
+        self._calls, self._bytes = _Shares("open calls"), _Shares("bytes of unanswered requests")
+        self._receiving: dict[str, asyncio.Semaphore] = {}
 
     def begin(self, caller: Caller) -> Callable[[object], None]:
         """Counts a call; returns the function to call, with any argument, when the call is over.
@@ -33,18 +36,44 @@ class OpenCalls:
         Raises:
             ResourceExhausted: the caller has its share of open calls, or those that are no trainers have theirs.
         """
-        limits, trainer = self._limits(), caller.role == "trainer"
-        own = int(limits.caller_share * limits.concurrent_calls)
-        beside = int((1 - limits.training_reserve) * limits.concurrent_calls)
-        if self._open[caller.name] >= own:
-            raise ResourceExhausted(f"{caller.name} has {own} open calls, the most for one caller", PAUSE_S)
-        if not trainer and self._beside_training >= beside:
-            raise ResourceExhausted(f"{beside} calls are open, the most for callers that are no trainers", PAUSE_S)
-        self._count(caller.name, 1, trainer=trainer)
-        return lambda _: self._count(caller.name, -1, trainer=trainer)
+        limits = self._limits()
+        return self._calls.take(caller, 1, limits.concurrent_calls, limits)
+
+    def receiving(self, caller: Caller) -> asyncio.Semaphore:
+        """The turn in which a request of this caller is received."""
+        return self._receiving.setdefault(caller.name, asyncio.Semaphore(self._limits().receiving))
+
+    def hold(self, caller: Caller, size: int) -> Callable[[object], None]:
+        """Counts a request of `size` bytes; returns what `begin` returns, and raises likewise."""
+        limits = self._limits()
+        return self._bytes.take(caller, size, limits.unanswered_bytes, limits)
+
+
+class _Shares:
+    """Amounts of something that callers hold, in all and each."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._held: Counter[str] = Counter()
+        self._total = self._beside_training = 0
+
+    def take(self, caller: Caller, amount: int, most: int, limits: Limits) -> Callable[[object], None]:
+        trainer = caller.role == "trainer"
+        # Without identities all callers are one, and a share would only keep it from the rest.
+        own = most if caller == ANONYMOUS else int(limits.caller_share * most)
+        beside = int((1 - limits.training_reserve) * most)
+        checks = [(self._held[caller.name], own, f"{caller.name} has"), (self._total, most, "all callers have")]
+        if not trainer:
+            checks.append((self._beside_training, beside, "callers that are no trainers have"))
+        for held, limit, who in checks:
+            if held + amount > limit:
+                raise ResourceExhausted(f"{who} {held} {self._what}, and the most is {limit}", PAUSE_S)
+        self._count(caller.name, amount, trainer=trainer)
+        return lambda _: self._count(caller.name, -amount, trainer=trainer)
 
     def _count(self, name: str, change: int, *, trainer: bool) -> None:
-        self._open[name] += change
-        if not self._open[name]:
-            del self._open[name]
+        self._held[name] += change
+        if not self._held[name]:
+            del self._held[name]
+        self._total += change
         self._beside_training += 0 if trainer else change

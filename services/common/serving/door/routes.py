@@ -5,7 +5,8 @@ from typing import Any
 
 from services.common.wire.errors import InvalidArgument, NotFound, Unavailable
 
-_PACKAGE = "quartet.v1."
+PACKAGE = "quartet.v1."
+"""Beginning of the full name of each of the four services."""
 
 
 class Routes:
@@ -30,7 +31,7 @@ class Routes:
 
     def services(self) -> Mapping[str, str]:
         """Application -> full name of its service."""
-        return {application: f"{_PACKAGE}{deployment}" for application, deployment in self._deployments()}
+        return {application: f"{PACKAGE}{deployment}" for application, deployment in self._deployments()}
 
     def applications(self, service: str) -> list[str]:
         """Names of the applications that serve `service`, given by its full name."""
@@ -45,7 +46,7 @@ class Routes:
             Unavailable: the proxy has just started and does not know the applications yet.
         """
         service = method.split("/")[1]
-        if not service.startswith(_PACKAGE):
+        if not service.startswith(PACKAGE):
             return
         services = self.services()
         if not services:

@@ -4,14 +4,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import yaml
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos import critic_pb2, reference_pb2, reward_pb2
 from services.common.security.identity import ANONYMOUS
 from services.common.security.policy import Limits, digest
 from services.common.security.port import Port
+from services.common.wire.codec import pack_floats, pack_pairs
+from services.common.wire.splitting import PAIRS, TOKENS
 from tests.fuzz.fuzzer import fuzz
 from tests.fuzz.generator import requests
 from tests.unit.front_door import Replicas, ask, front_door, outcome
@@ -144,10 +148,23 @@ async def test_a_compressed_request_is_refused_before_it_fills_memory(
     assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
 
 
-def test_what_a_run_sends_fits_the_limits_that_hold_by_default() -> None:
+def test_the_largest_part_of_a_call_that_a_client_sends_fits_the_limits_that_hold_by_default() -> None:
+    """Such as 1024 samples of 4096 tokens, in parts; also a single sample of 131,072 tokens."""
     limits = Limits()
-    assert limits.of("/quartet.v1.Critic/Train") == limits.largest == 1 << 30
-    assert limits.of("/quartet.v1.Critic/Info") == 1 << 20
+    for lengths in (np.full(PAIRS, TOKENS // PAIRS - 1), np.asarray([TOKENS - 1])):
+        rows = [np.zeros(length, np.int32) for length in lengths]
+        pairs = pack_pairs([np.zeros(1, np.int32)] * len(rows), rows)
+        numbers = pack_floats(np.zeros(int(lengths.sum()), np.float32))
+        sent = {
+            "Reward/Score": reward_pb2.ScoreRequest(tokens=pairs, labels=["a" * 200] * len(rows)),
+            "Reference/Logprobs": reference_pb2.LogprobsRequest(pairs=pairs),
+            "Critic/Values": critic_pb2.ValuesRequest(pairs=pairs),
+            "Critic/Stage": critic_pb2.StageRequest(pairs=pairs, values=numbers, returns=numbers),
+            "Critic/Train": critic_pb2.TrainRequest(pairs=pairs, values=numbers, returns=numbers),
+        }
+        for method, request in sent.items():
+            assert request.ByteSize() < 0.5 * limits.of(f"/quartet.v1.{method}"), method
+    assert limits.largest == 8 << 20
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: P
             [asyncio.create_task(outcome(call)) for call in held], return_when=asyncio.FIRST_COMPLETED
         )
         assert [task.result() for task in done] == [
-            (StatusCode.RESOURCE_EXHAUSTED, "pager has 8 open calls, the most for one caller (retry after 1000 ms)")
+            (StatusCode.RESOURCE_EXHAUSTED, "pager has 8 open calls, and the most is 8 (retry after 1000 ms)")
         ]
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
         for call in held:
@@ -104,6 +104,27 @@ async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: P
         await asyncio.wait(waiting)
         while (await outcome(ask(pager, "Reward/Info")))[0] is not StatusCode.OK:
             await asyncio.sleep(0.01)
+
+
+async def test_a_caller_that_sends_its_requests_slowly_has_some_received_at_a_time(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
+    limits = {"receiving": 2}
+    keys.policy.write_text(yaml.safe_dump(yaml.safe_load(keys.policy.read_text()) | {"limits": limits}))
+    async with (
+        front_door(Port(policy=keys.policy)) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+        channel_of(keys, "pager", target) as pager,
+    ):
+        metadata = (("application", "reward"),)
+        slow = [pager.stream_unary("/quartet.v1.Reward/Info")(metadata=metadata) for _ in range(2)]
+        waiting = asyncio.create_task(outcome(ask(pager, "Reward/Info")))
+        while (await asyncio.wait([waiting], timeout=0.2))[0]:  # the slow ones are still on their way
+            waiting = asyncio.create_task(outcome(ask(pager, "Reward/Info")))
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+        for call in slow:
+            call.cancel()
+        assert (await waiting)[0] is StatusCode.OK
 
 
 async def test_calls_beyond_the_most_that_may_be_open_are_refused(tmp_path: Path) -> None:

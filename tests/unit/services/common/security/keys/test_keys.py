@@ -49,7 +49,7 @@ def test_making_keys_again_keeps_what_was_set_by_hand(tmp_path: Path) -> None:
     policy = load_policy(keys.policy)
     assert policy.identities["e"].applications == ("reward",)
     assert policy.limits.other_message_bytes == 1000
-    assert policy.limits.of("/quartet.v1.Reward/Score") == 4 << 20
+    assert policy.limits.of("/quartet.v1.Reward/Score") == 2 << 20
     assert (keys.folder / "server/server.pem").read_bytes() == server
 
 
