@@ -1,6 +1,5 @@
 """The command that starts a Ray head, and the environment of the head and all its processes."""
 
-import getpass
 import os
 import subprocess
 import sys
@@ -78,8 +77,9 @@ def _environment() -> dict[str, str]:
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Outside of TMPDIR, which changes with each head, so that compiled code can be reused.
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")),
+        # Outside of TMPDIR, which changes with each head, so that compiled code can be reused. By number: in
+        # containers a user may have no name.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")),
         # Threads that spin at barriers make processes on the same cores several times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
