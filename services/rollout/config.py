@@ -28,6 +28,9 @@ class RolloutConfig(Config):
     max_num_batched_tokens: Count | None = None
     """Most tokens in one engine step, prompts and responses together. Null: the default of vLLM's `LLM` on this
     machine, such as 16384 on an H100 or H200."""
+    colocate: bool = False
+    """Release the memory of the KV cache while the run's learners compute, if the run asks for it (`loop.colocate`)
+    and there is a GPU. Weights and graphs stay there."""
     enforce_eager: bool | None = None
     """Skip graph capture and compilation, for a faster start. Null: only without a GPU, where small models run as
     fast without them."""
@@ -37,7 +40,7 @@ class RolloutConfig(Config):
     generates."""
     seed: int = 0
     """Seed of the engine, for requests without a seed."""
-    weight_backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    weight_backend: Literal["auto", "nccl", "gloo", "ipc", "cuda-ipc"] = "auto"
     """Backend by which this replica accepts weights; auto accepts the one that orchestrator.weights.backend names."""
     host: str = "127.0.0.1"
     """Address at which the learner reaches this machine; gloo connections listen there."""

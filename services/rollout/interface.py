@@ -25,7 +25,7 @@ class Engine(Protocol):
     checksums: dict[int, str]
     """Version -> checksum, for the last few versions."""
     backend: str
-    """Backend by which weights may arrive: "gloo", "nccl" or "ipc"; "auto" for any of these."""
+    """Backend by which weights may arrive: "gloo", "nccl", "ipc" or "cuda-ipc"; "auto" for any of these."""
     workers: int
     """Number of processes that take part in a push."""
     place: Place
@@ -50,6 +50,9 @@ class Engine(Protocol):
 
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins a push group; returns when all its members have joined."""
+
+    async def rest(self) -> None:
+        """Stops generation and releases memory until the next commit or abort."""
 
     async def pause(self, in_flight: str) -> None:
         """Stops generation and opens a weight update."""

@@ -34,6 +34,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         distributed_executor_backend="uni" if single else "mp",
         max_num_batched_tokens=config.max_num_batched_tokens,
         enforce_eager=eager(config, gpu=gpu),
+        # Allocates weights and KV cache so that they can be released apart.
+        enable_sleep_mode=config.colocate and gpu,
         seed=config.seed,
         # Log-probs of the distribution that tokens are sampled from, after temperature.
         logprobs_mode="processed_logprobs",

@@ -53,6 +53,9 @@ class VLLMEngine:
         self._pauses = 0
         """Number of pauses for a push: between two of them all requests come under the same weights. A version's
         number may come again."""
+        self._resting = False
+        """True while generation is paused for the learners."""
+        self._releases = bool(llm.model_config.enable_sleep_mode)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -160,7 +163,7 @@ class VLLMEngine:
 
     def running(self) -> int:
         """Number of unfinished requests."""
-        return int(self._llm.get_num_unfinished_requests())
+        return self._versions.running()
 
     def check(self, manifest: Manifest) -> None:
         """Raises InvalidArgument unless the manifest holds exactly the model's weights."""
@@ -169,6 +172,15 @@ class VLLMEngine:
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins a push group; returns when all its members have joined."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def rest(self) -> None:
+        """Stops generation, as `pause` does, and releases the KV cache's memory if the engine can. The next commit or
+        abort resumes."""
+        if not self._resting:
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            self._resting = True
+            if self._releases:
+                await self._versions.release_cache()
 
     async def pause(self, in_flight: str) -> None:
         """Stops generation between two engine steps and opens a weight update. New requests wait.
@@ -179,10 +191,17 @@ class VLLMEngine:
         if in_flight not in PAUSES:
             raise InvalidArgument(f"in_flight: {in_flight!r}; must be one of {', '.join(PAUSES)}")
         mode, cleared = PAUSES[in_flight]
-        # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
-        await self._llm.pause_generation(mode=mode, clear_cache=cleared)
+        if not self._resting:
+            # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
+            await self._llm.pause_generation(mode=mode, clear_cache=cleared)
         self._pauses += 1
         await self._llm.start_weight_update()
+
+    async def _resume(self) -> None:
+        if self._resting and self._releases:
+            await self._versions.restore_cache()
+        self._resting = False
+        await self._llm.resume_generation()
 
     async def receive(self, manifest: Manifest) -> str:
         """Receives the weights; returns their checksum."""
@@ -208,7 +227,7 @@ class VLLMEngine:
         self.checksums[version] = self._received
         for old in list(self.checksums)[:-REMEMBERED]:
             del self.checksums[old]
-        await self._llm.resume_generation()
+        await self._resume()
 
     async def abort(self) -> bool:
         """Drops the received weights and resumes generation with the old ones.
@@ -217,7 +236,7 @@ class VLLMEngine:
         """
         whole = all(await self._llm.collective_rpc("abort_weight_update"))
         if whole:
-            await self._llm.resume_generation()
+            await self._resume()
         else:
             self.version, self.checksum = LOST, ""
         return whole

@@ -1,6 +1,6 @@
 """Loads new weights into vLLM's model, layer by layer, and keeps track of whether the model is complete."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,8 +45,13 @@ class Loading:
         initialize_layerwise_reload(self._model)
 
     def load(self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]) -> None:
-        """Loads buckets of a manifest, from host memory; returns when they may be overwritten."""
+        """Loads buckets of a manifest, from memory of the host or the model's GPU. Layers with padding keep referring
+        to them until `put_together`."""
         self._model.load_weights(self._tensors(manifest, buckets))
+        self._wait()
+
+    def _wait(self) -> None:
+        """Returns when the GPU has done all copies so far."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -57,13 +62,16 @@ class Loading:
             # One copy to the device per bucket, while the bucket before is being loaded.
             yield from manifest.cut(bucket, data.to(self._device, non_blocking=True))
 
-    def put_together(self) -> None:
-        """Closes all layers; the model is complete."""
+    def put_together(self, check: Callable[[], None]) -> None:
+        """Closes all layers; the model is complete. `check` raises if the weights changed while they were loaded; the
+        model then needs a further push."""
         empty = [name for name, layer in self._model.named_modules() if _got_nothing(layer)]
         finalize_layerwise_reload(self._model, self._config)
         self._put_kernels_back()
         self._repack()
         self.stale = _sharing_nothing(self._model, empty)
+        self._wait()
+        check()  # last, because layers with padding are copied only when they are closed
         self.broken = False
 
     def discard(self) -> bool:

@@ -21,6 +21,7 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import checksum, digest
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
 from services.rollout.vllm.loading import Loading
+from services.rollout.vllm.versions import ReceivingOnly
 
 NAME = "quartet"
 """Name under which plugin.py registers the engine with vLLM."""
@@ -44,7 +45,7 @@ class PackedUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
 
-class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
+class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
     """Receives and verifies weights, and loads them at the commit."""
 
     init_info_cls = JoiningInfo
@@ -120,8 +121,7 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         if self._stream is None:
             self._loading.take_apart()
             self._loading.load(self._manifest, self._receiver.buckets())
-            self._receiver.check()
-        self._loading.put_together()
+        self._loading.put_together(self._receiver.check)
 
     def discard(self) -> bool:
         """Ends a push without its weights; whether the model is whole, with the weights it had."""

@@ -1,7 +1,8 @@
-"""The version of the weights that sampled each token. vLLM 0.32 records it; 0.26 (the last for torch 2.11) does
-not."""
+"""Everything in which vLLM's versions differ: 0.32, and 0.26, the last one for torch 2.11. Each method tells them
+apart by the methods that the engine has."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from services.common.wire.errors import Unavailable
 
@@ -38,6 +39,26 @@ class WeightVersions:
             await self._llm.finish_weight_update()
         self.serving = version
 
+    def running(self) -> int:
+        """Number of unfinished requests."""
+        if hasattr(self._llm, "get_num_unfinished_requests"):
+            return int(self._llm.get_num_unfinished_requests())
+        return int(self._llm.output_processor.get_num_unfinished_requests())
+
+    async def release_cache(self) -> None:
+        """Gives back the memory of the KV cache and keeps the weights. The engine is paused, and was started with
+        `enable_sleep_mode`."""
+        if hasattr(self._llm, "release_kv_cache_memory"):
+            await self._llm.release_kv_cache_memory()
+            return
+        # 0.26 gives back both and brings back one. Its default would end the requests that are paused.
+        await self._llm.sleep(level=1, mode="keep")
+        await self._llm.wake_up(tags=["weights"])
+
+    async def restore_cache(self) -> None:
+        """Allocates the released KV cache again, which ends the pause in either version."""
+        await self._llm.wake_up(tags=["kv_cache"])
+
     def spans(self, output: Any, begun: int) -> Spans:
         """The spans of a finished response whose request arrived while version `begun` served.
 
@@ -51,3 +72,13 @@ class WeightVersions:
                 "the weights changed while this was sampled, and this vLLM does not say where; ask again"
             )
         return ((begun, 0, len(output.token_ids)),)
+
+
+class ReceivingOnly:
+    """The part of vLLM 0.26's transfer engine that a trainer would call, which 0.32 has elsewhere. It is abstract:
+    without it 0.26 could not make the engine."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """Refuses: the learner sends by services/common/weight_transfer/sender.py."""
+        raise NotImplementedError("weights are sent by Quartet's learner, see services/common/weight_transfer")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets
@@ -159,6 +160,25 @@ def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
     assert worker.abort_weight_update()
     # Graphs and kernels hold on to it.
     assert {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()} == memory
+
+
+def test_the_weights_are_checked_after_the_last_layer_is_closed() -> None:
+    """Layers with padding are copied only then, and the learner may have written other weights since the loading."""
+    worker = Worker(streaming=False)
+
+    def overwritten() -> None:
+        assert not any(get_layerwise_info(layer).can_load() for layer in worker.model.modules())
+        raise RuntimeError("the learner wrote other weights while these were loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.receiver, "check", overwritten)
+        with pytest.raises(RuntimeError, match="wrote other weights"):
+            worker.push()
+    assert not worker.abort_weight_update()
+    worker.receiver.weights = fresh_weights()
+    worker.push()
+    assert worker.abort_weight_update()
+    assert worker.state() == fused(worker.receiver.weights)
 
 
 def test_a_push_that_broke_off_before_loading_leaves_the_weights_as_they_were() -> None:

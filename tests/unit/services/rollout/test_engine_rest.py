@@ -1,0 +1,90 @@
+"""An engine that rests while the learners compute: the calls that each of vLLM's versions gets."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.rollout.config import RolloutConfig
+from services.rollout.vllm.engine import VLLMEngine
+from tests.unit.services.rollout.test_weight_versions import RecordedEngine, both
+from tests.unit.vllm_signatures import Version
+
+PAUSE = ("pause_generation", {"mode": "keep", "clear_cache": True})
+AWAKE = ("wake_up", {"tags": ["kv_cache"]})
+
+
+class Llm(RecordedEngine):
+    """One that was started with or without the allocator that releases memory; its workers have an old model."""
+
+    def __init__(self, version: Version, *, releases: bool, whole: bool = True) -> None:
+        super().__init__(version)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=releases)
+        self._whole = whole
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        self.calls.append(method)
+        return [self._whole if method == "abort_weight_update" else "sum"]
+
+    def names(self) -> list[str]:
+        names = [call if isinstance(call, str) else call[0] for call in self.calls]
+        self.calls.clear()
+        return names
+
+
+def make(llm: Llm, folder: Path) -> VLLMEngine:
+    config = RolloutConfig.parse({"model": str(folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
+    engine = VLLMEngine(llm, config)
+    engine._received = "sum"
+    return engine
+
+
+@both
+async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
+    version: Version, policy_folder: Path
+) -> None:
+    llm = Llm(version, releases=True)
+    engine = make(llm, policy_folder)
+    await engine.rest()
+    await engine.rest()
+    first, *released = llm.calls
+    assert first == PAUSE
+    assert released
+    assert AWAKE not in released
+    llm.calls.clear()
+    await engine.pause("wait")
+    assert llm.names() == ["start_weight_update"]
+    await engine.commit(5)
+    *_, awake, resumed = llm.calls
+    assert (awake, resumed) == (AWAKE, "resume_generation")
+    llm.calls.clear()
+    # The next push finds nothing released.
+    await engine.pause("keep")
+    await engine.commit(6)
+    names = llm.names()
+    assert names[:2] == ["pause_generation", "start_weight_update"]
+    assert "wake_up" not in names
+
+
+@both
+@pytest.mark.parametrize("whole", [True, False])
+async def test_an_abort_ends_the_rest_unless_the_weights_are_lost(
+    version: Version, policy_folder: Path, whole: bool
+) -> None:
+    llm = Llm(version, releases=True, whole=whole)
+    engine = make(llm, policy_folder)
+    await engine.rest()
+    llm.calls.clear()
+    assert await engine.abort() is whole
+    assert llm.names() == ["abort_weight_update", *(["wake_up", "resume_generation"] if whole else [])]
+
+
+@both
+async def test_an_engine_that_releases_nothing_only_pauses(version: Version, policy_folder: Path) -> None:
+    llm = Llm(version, releases=False)
+    engine = make(llm, policy_folder)
+    await engine.rest()
+    assert llm.calls == [PAUSE]
+    await engine.abort()
+    assert "wake_up" not in llm.names()
