@@ -1,6 +1,6 @@
 """Push time against a bare gloo broadcast of the same bytes, and against a push layer by layer, in one run.
 
-    python -m benchmarks.push [--mib 256] [--replicas 1,2,4] [--rounds 7] [--backend gloo|ipc]
+    python -m benchmarks.push [--mib 256] [--replicas 1,2,4] [--rounds 7] [--backend gloo|ipc|cuda-ipc]
                                  [--device cpu|cuda]
 
 Replicas are processes with the real part of a replica in a push (services/rollout/member.py) and a dictionary of
@@ -54,7 +54,7 @@ def main(
     replicas: Annotated[str, typer.Option(help="numbers of replicas, such as 1,2,4")] = "1,2,4",
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     bucket_mib: Annotated[int, typer.Option(min=1)] = 64,
-    backend: Annotated[str, typer.Option(help="gloo, or ipc: memory that is shared")] = "gloo",
+    backend: Annotated[str, typer.Option(help="gloo, or memory that is shared: ipc, cuda-ipc")] = "gloo",
     device: Annotated[str, typer.Option(help="where the weights are, and go to")] = "cpu",
 ) -> None:
     """Runs the benchmark and prints its results."""
@@ -177,7 +177,7 @@ async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
         receiving.append(asyncio.create_task(receive(ticket)))
 
     began = time.perf_counter()
-    await pusher.admit({member.name: Applicant(1, Place(machine()))}, deliver)
+    await pusher.admit({member.name: Applicant(1, Place(machine(), ("GPU-0",)))}, deliver)
     await receiving[0]
     return time.perf_counter() - began
 

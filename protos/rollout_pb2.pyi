@@ -115,7 +115,7 @@ class RolloutInfo(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ..., timeline: _Optional[int] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
-    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "timeout_s", "members", "lease")
+    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "rest", "timeout_s", "members", "lease")
     DISCOVER_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class WeightPhase(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -133,10 +134,11 @@ class WeightPhase(_message.Message):
     abort: Abort
     probe: Probe
     claim: _common_pb2.Claim
+    rest: Rest
     timeout_s: float
     members: _containers.RepeatedScalarFieldContainer[str]
     lease: _common_pb2.Lease
-    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class Discover(_message.Message):
     __slots__ = ("manifest",)
@@ -198,6 +200,12 @@ class Commit(_message.Message):
     membership: int
     policy_version: int
     def __init__(self, membership: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class Rest(_message.Message):
+    __slots__ = ("at_most_s",)
+    AT_MOST_S_FIELD_NUMBER: _ClassVar[int]
+    at_most_s: float
+    def __init__(self, at_most_s: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("membership",)

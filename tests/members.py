@@ -1,6 +1,7 @@
 """Rollout replicas as plain processes: the real part in a push, real gloo, no vLLM; starting one is cheap."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from services.rollout.fanout import gathered
 from services.rollout.member import WeightMember
 from tests.forked import FORKED
 from tests.sized import VOCABULARY, score
+from tests.unit.fake_cuda import FOLDER, FakeGpu
 
 HOST = "127.0.0.1"
 LEASE = common_pb2.Lease(run_id="members", number=1)
@@ -35,9 +37,9 @@ class StagingEngine:
         self.version, self.checksum, self.backend, self.workers = 0, "", backend, 1
         self.vocab_size = VOCABULARY
         self.longest_manifest = 1 << 20
-        self.place = Place(machine())
+        self.place = Place(machine(), ("GPU-0",) if backend == "cuda-ipc" else ())
         self._device = device
-        self._receiver = make_receiver(backend, device)
+        self._receiver = make_receiver(backend, device, FakeGpu.of(backend))
         self._manifest: Manifest | None = None
         self._model: dict[str, torch.Tensor] = {}
 
@@ -47,6 +49,9 @@ class StagingEngine:
     async def join(self, info: dict[str, Any]) -> None:
         joining = {name: value for name, value in info.items() if name != "streaming"}
         await asyncio.to_thread(self._receiver.join, Joining(**joining))
+
+    async def rest(self) -> None:
+        """There is no cache either."""
 
     async def pause(self, in_flight: str) -> None:
         """Nothing is generated here."""
@@ -107,9 +112,11 @@ async def serve(answers: socket.socket, name: str, backend: str, device: str) ->
         task.add_done_callback(running.discard)
 
 
-def run(*arguments: Any) -> None:
-    """`serve` in a process of its own."""
+def run(gpu: str, *arguments: Any) -> None:
+    """`serve` in a process of its own. `gpu` is the folder that stands for a GPU's memory, if one does."""
     torch.set_num_threads(1)
+    if gpu:
+        os.environ[FOLDER] = gpu
     asyncio.run(serve(*arguments))
 
 
@@ -119,7 +126,10 @@ class MemberProcess:
     def __init__(self, name: str, backend: str = "gloo", device: str = "cpu") -> None:
         self.name = name
         self._ours, theirs = socket.socketpair()
-        self._process = FORKED.Process(target=run, args=(theirs, name, backend, device), daemon=True)
+        # CUDA does not work in forks of a process that has looked for GPUs, as importing DeepSpeed does.
+        context: Any = FORKED if device == "cpu" else multiprocessing.get_context("spawn")
+        arguments = (os.environ.get(FOLDER, ""), theirs, name, backend, device)
+        self._process = context.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self._answers: dict[int, asyncio.Future[bytes]] = {}

@@ -9,6 +9,7 @@ import torch
 
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import checksum
+from services.common.weight_transfer.memory.device_memory import Cuda
 from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.sender import make_sender
 from services.common.wire.errors import Internal
@@ -27,13 +28,14 @@ class LocalSource:
         stall_s: float,
         senders: int = 1,
         backend: str = "gloo",
+        cuda: Cuda | None = None,
     ) -> None:
         self.tensors = tensors
         """What is gathered; may be replaced between pushes."""
         self._manifest = Manifest.of(tensors, bucket_bytes)
         self.backend = backend
         self._senders: list[Any] = [
-            make_sender(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders)
+            make_sender(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders, cuda=cuda)
             for i in range(senders)
         ]
         self.midway: Callable[[], object] | None = None
@@ -47,7 +49,8 @@ class LocalSource:
         return len(list(self._manifest.buckets()))
 
     async def places(self) -> list[Place]:
-        return [Place(machine())] * len(self._senders)
+        gpus = ("GPU-0",) if self.backend == "cuda-ipc" else ()
+        return [Place(machine(), gpus)] * len(self._senders)
 
     async def rendezvous(self, backend: str) -> list[int]:
         assert backend == self.backend

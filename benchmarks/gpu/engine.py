@@ -110,7 +110,7 @@ async def pushed(engine: Any, folder: str, dtype: str, where: torch.device) -> t
 
     model = load_causal(folder, dtype).to(where)
     manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
-    sender = SharedSender(manifest, device=where if where.type == "cuda" else None)
+    sender = SharedSender.host(manifest, device=where if where.type == "cuda" else None)
     place = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 60.0, "streaming": False}
     await engine.join({"backend": "ipc", "senders": [["", sender.rendezvous()]], **place})
     for version in (1, 2):

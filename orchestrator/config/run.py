@@ -47,6 +47,11 @@ class TimeoutsConfig(Config):
         """Longest wait of the loop for a batch."""
         return self.take_s or self.generate_s + self.start_s + 2 * self.score_s
 
+    @property
+    def longest_update_s(self) -> float:
+        """Longest time from a batch to the push: values, log-probs before and after the update, and the update."""
+        return self.score_s + 3 * self.train_s
+
 
 class LogConfig(Config):
     """Destinations of metrics besides runs/<name>/metrics.jsonl."""
@@ -184,6 +189,9 @@ class OrchestratorConfig(Config):
         senders = self.weights.senders
         if senders > self.policy.ranks:
             raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
-        if self.weights.streaming and self.weights.backend == "ipc":
-            raise ValueError("weights.streaming saves a copy that weights.backend ipc does not make; leave it out")
+        if self.weights.streaming and self.weights.backend in ("ipc", "cuda-ipc"):
+            backend = self.weights.backend
+            raise ValueError(
+                f"weights.streaming saves a copy that weights.backend {backend} does not make; leave it out"
+            )
         return self

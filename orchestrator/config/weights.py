@@ -10,10 +10,11 @@ from services.common.config.base import Config, Count, Seconds
 class WeightsConfig(Config):
     """The push of new weights to the rollout replicas."""
 
-    backend: Literal["auto", "nccl", "gloo", "ipc"] = "auto"
+    backend: Literal["auto", "nccl", "gloo", "ipc", "cuda-ipc"] = "auto"
     """Transport of weights. ipc: shared host memory, if the learner and all replicas are on one machine; nccl: from
     GPU to GPU, if each member has its own GPU; gloo: from host to host, anywhere. auto takes the first of these that
-    is possible."""
+    is possible. cuda-ipc: memory of the GPU, if the learner and all replicas share one; it takes room for one more
+    copy of the weights there, so auto does not choose it."""
     bucket_mib: Annotated[int, Field(ge=1)] = 64
     """Size, in MiB, of the packed buckets in which weights are sent."""
     in_flight: Literal["keep", "keep-cache", "wait", "abort"] = "keep"

@@ -31,9 +31,8 @@ class WeightSending:
             self._sender.close()
             self._sender = None  # frees its memory before the new sender allocates
         if self._sender is None:
-            share = {"sender": self._learner.ranks.rank, "senders": senders}
-            manifest = self._made_manifest(bucket_bytes)
-            self._sender = make_sender(backend, manifest, host=host, stall_s=stall_s, **share)
+            manifest, rank = self._made_manifest(bucket_bytes), self._learner.ranks.rank
+            self._sender = make_sender(backend, manifest, host=host, stall_s=stall_s, sender=rank, senders=senders)
             self._backend = backend
         return self._sender.rendezvous()
 

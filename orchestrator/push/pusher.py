@@ -12,7 +12,9 @@ from orchestrator.push.group import PushGroup
 from orchestrator.push.prover import Prover
 from orchestrator.push.replicas import Misfit, Replicas
 from orchestrator.push.source import WeightSource, both
+from orchestrator.push.staged import Staged
 from orchestrator.push.tickets import Delivery, make_ticket
+from orchestrator.push.transport import SHARED
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.registry import Applicant
@@ -38,22 +40,6 @@ class PushReport:
     seconds: float
     attempts: int
     checksum: str
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Weights that are being copied, or were copied, out of the learner."""
-
-    policy_version: int
-    push: int
-    """Number of the push."""
-    began: float
-    answers: list[pb.WeightReport]
-    """Reports of the replicas that answered."""
-    gathering: asyncio.Future[None]
-    """Done when the learner's weights are copied."""
-    held: bool
-    """True if the learner keeps these weights until they are delivered."""
 
 
 class WeightPusher:
@@ -129,6 +115,11 @@ class WeightPusher:
                 raise ValueError(f"version {staged.policy_version} was staged before another; its copy is gone")
             return await self._deliver(replace(staged, answers=[]))  # other replicas may answer by now
 
+    async def rest(self, at_most_s: float) -> None:
+        """Pauses the replicas and makes them release their KV cache's memory until the next push, or `at_most_s`."""
+        async with self._turn:
+            await self._replicas.rest(at_most_s)
+
     async def _begin(self, version: int, *, held: bool) -> Staged:
         began = time.monotonic()
         with self._track("discover", version=version):
@@ -142,7 +133,7 @@ class WeightPusher:
 
     async def _deliver(self, staged: Staged) -> PushReport:
         try:
-            if self._group.backend == "ipc":  # the others send each bucket as soon as it is gathered
+            if self._group.backend in SHARED:  # the others send each bucket as soon as it is gathered
                 await staged.gathering
             with self._track("deliver", version=staged.policy_version):
                 checksum, attempt = await self._attempts(staged)

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.config.weights import WeightsConfig
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import ServiceError, Unavailable
+from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
 log = logging.getLogger("quartet")
@@ -81,6 +81,22 @@ class Replicas:
             log.warning("roll-back: %s", error)
             return []
         return [report for report in reports if report.ok]
+
+    async def rest(self, at_most_s: float) -> None:
+        """Pauses all replicas until the next push. One that fails keeps its memory, and is part of the next push.
+
+        Raises:
+            LeaseLost: another run has taken the replicas over.
+        """
+        try:
+            reports = await self._rollout.update_weights(self._config.commit_s, rest=pb.Rest(at_most_s=at_most_s))
+            failures = [f"{report.replica}: {report.error}" for report in reports if not report.ok]
+        except LeaseLost:
+            raise
+        except ServiceError as error:
+            failures = [str(error)]
+        if failures:
+            log.warning("replicas keep their memory during the update: %s", "; ".join(failures))
 
     async def score(self, members: Collection[str], probe: pb.Probe) -> list[pb.WeightReport]:
         """The members' scores of the probe's sequences; empty if the call fails."""

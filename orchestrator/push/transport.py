@@ -6,12 +6,15 @@ from services.common.config.base import ConfigError
 from services.common.weight_transfer.place import Place
 
 AUTO = "auto"
+SHARED = ("ipc", "cuda-ipc")
+"""The backends whose receivers read the learner's copy, which therefore has to be complete first."""
 
 
 def choose(asked: str, senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
     """The backend for these members: the configured one, or the best that reaches all of them.
 
-    Shared memory needs the fewest copies; NCCL needs a separate GPU for each member; gloo reaches all members.
+    Shared host memory needs the fewest copies; NCCL needs a separate GPU for each member; gloo reaches all members.
+    CUDA IPC is taken only if it is asked for, because the GPU's memory has to be planned for its copy.
 
     Args:
         asked: weights.backend.
@@ -32,6 +35,8 @@ def hindrance(backend: str, senders: Sequence[Place], replicas: Mapping[str, Pla
     """Reason for which the backend cannot send weights from these senders to these replicas; empty if it can."""
     if backend == "ipc":
         return _apart(senders, replicas)
+    if backend == "cuda-ipc":
+        return _without_gpus(senders, replicas) or _on_several(senders, replicas)
     if backend == "nccl":
         return _without_gpus(senders, replicas) or _sharing(senders, replicas)
     return ""
@@ -61,6 +66,14 @@ def _sharing(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
                 return f"{owners[gpu]} and {name} share the GPU {gpu}, which NCCL refuses"
             owners[gpu] = name
     return ""
+
+
+def _on_several(senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+    gpus = {gpu for place in senders for gpu in place.gpus}
+    if len(gpus) > 1:
+        return "the learner's senders are on several GPUs"
+    apart = sorted(name for name, place in replicas.items() if set(place.gpus) != gpus)
+    return f"{_list(apart)} not on the learner's GPU {gpus.pop()}" if apart else ""
 
 
 def _list(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from services.common.weight_transfer.registry import Applicant, Ticket
 from services.common.wire.errors import Internal, Unavailable
 from tests.members import LEASE, Fleet, Hook, weights
 from tests.sources import LocalSource
+from tests.unit.fake_cuda import FOLDER, FakeGpu
 
 MIB = 64
 STALL_S = 2.0
@@ -28,17 +30,18 @@ TIMEOUT_S = 8.0
 COMMIT_S = 3.0
 
 
-HERE = Place(machine())
-
-
 class Stage:
     """Three members at version 1, and the pusher that brought them there."""
 
     def __init__(self, backend: str, stall_s: float = STALL_S, timeout_s: float = TIMEOUT_S) -> None:
         self.backend = backend
+        self.place = Place(machine(), ("GPU-0",) if backend == "cuda-ipc" else ())
         self.fleet = Fleet(backend)
         # Each tensor a bucket of its own.
-        self.source = LocalSource(weights(0, MIB), bucket_bytes=MIB << 17, stall_s=stall_s, backend=backend)
+        # The digest that a GPU would compute takes a CPU much longer than its own.
+        self._mib = 4 if backend == "cuda-ipc" else MIB
+        options: dict[str, Any] = {"bucket_bytes": self._mib << 17, "stall_s": stall_s, "cuda": FakeGpu.of(backend)}
+        self.source = LocalSource(weights(0, self._mib), backend=backend, **options)
         config = WeightsConfig(
             timeout_s=timeout_s,
             stall_s=stall_s,
@@ -51,7 +54,7 @@ class Stage:
 
     async def push(self, version: int) -> PushReport:
         """Other weights each time; everyone who answers afterwards holds the bytes that were sent."""
-        self.source.tensors = weights(version, MIB)
+        self.source.tensors = weights(version, self._mib)
         report = await self.pusher.push(version)
         print(f"\npush of version {version}: {report.seconds:.2f} s, attempt {report.attempts}")
         return report
@@ -74,8 +77,11 @@ async def three(backend: str, **deadlines: float) -> AsyncIterator[Stage]:
     await stage.fleet.end()
 
 
-@pytest.fixture(params=["gloo", "ipc"])
-async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+@pytest.fixture(params=["gloo", "ipc", pytest.param("cuda-ipc", marks=pytest.mark.exhaustive)])
+async def stage(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[Stage]:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     async with three(request.param) as stage:
         yield stage
 
@@ -92,14 +98,17 @@ MORE = pytest.mark.exhaustive
 # own. The rest is one more phase whose deadline another test has.
 ALWAYS = {("discover", "killed", "gloo"), ("prepare", "frozen", "gloo"), ("commit", "killed", "ipc")}
 ALWAYS |= {("transfer", fault, backend) for fault in FAULTS for backend in ("gloo", "ipc")}
+ALWAYS |= {("transfer", "killed", "cuda-ipc")}
 LOST = [
     pytest.param(phase, fault, backend, marks=() if (phase, fault, backend) in ALWAYS else MORE)
     for phase in PHASES
     for fault in FAULTS
-    for backend in ("gloo", "ipc")
+    for backend in ("gloo", "ipc", "cuda-ipc")
 ]
 # What does not depend on how bytes travel is tried with either backend before a release.
-either = pytest.mark.parametrize("stage", ["gloo", pytest.param("ipc", marks=MORE)], indirect=True)
+either = pytest.mark.parametrize(
+    "stage", ["gloo", *(pytest.param(backend, marks=MORE) for backend in ("ipc", "cuda-ipc"))], indirect=True
+)
 
 
 @pytest.mark.parametrize(("phase", "fault", "stage"), LOST, indirect=["stage"])
@@ -213,13 +222,13 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_harm
             assert report.ok, report.error
 
     joining: list[asyncio.Task[None]] = []
-    await stage.pusher.admit({"d": Applicant(1, HERE)}, join)
+    await stage.pusher.admit({"d": Applicant(1, stage.place)}, join)
     await asyncio.gather(*joining)
     joining.clear()
     stage.fleet.members["e"].signal(signal.SIGSTOP)
     # Where weights are sent, the sender finds out; shared memory is there for whoever comes.
     with pytest.raises(Internal) if stage.backend == "gloo" else nullcontext():
-        await stage.pusher.admit({"e": Applicant(1, HERE)}, join)
+        await stage.pusher.admit({"e": Applicant(1, stage.place)}, join)
     stage.fleet.members["e"].signal(signal.SIGKILL)
     await asyncio.gather(*joining, return_exceptions=True)
     assert await stage.fleet.versions() == {"a": 1, "b": 1, "c": 1, "d": 1}

@@ -46,6 +46,9 @@ class NoteTaker:
         self.calls.append("join")
         self.joined.append(init_info)
 
+    async def rest(self) -> None:
+        self.calls.append("rest")
+
     async def pause(self, in_flight: str) -> None:
         self.calls.append(f"pause {in_flight}")
 

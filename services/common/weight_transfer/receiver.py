@@ -4,9 +4,10 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedBuckets
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
+from services.common.weight_transfer.memory.device_memory import Cuda
 
 LOOK_S = 0.5
 """Seconds between two looks of a member whether the sender has abandoned the group."""
@@ -30,9 +32,9 @@ class Joining:
     """Everything that a worker needs to join the members of a push."""
 
     backend: str
-    """Name of the backend: gloo, nccl or ipc."""
+    """Name of the backend: gloo, nccl, ipc or cuda-ipc."""
     senders: list[list[Any]]
-    """Address and port of each sender's store; with ipc the port is the number of its shared memory."""
+    """Address and port of each sender's store; with ipc and cuda-ipc the port is the number of its shared memory."""
     rank: int
     """The worker's rank among sender and workers."""
     world_size: int
@@ -185,10 +187,12 @@ def _heed(groups: Sequence[Group], left: threading.Event) -> None:
 
 
 class SharedReceiver:
-    """Reads the shared memory of senders on the same machine, without a copy: until they are loaded, the weights stay
-    in the learner's memory."""
+    """Reads the shared memory of senders on the same machine or GPU, without a copy: until they are loaded, the
+    weights stay in the learner's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, attach: Callable[[list[int], Manifest], SharedBuckets] = SharedBuckets.host) -> None:
+        """`attach` opens the senders' memory."""
+        self._attach = attach
         self._segments: list[int] = []
         self._shared: SharedBuckets | None = None
         self._manifest: Manifest | None = None
@@ -202,7 +206,7 @@ class SharedReceiver:
         """Verifies the shared weights; RuntimeError if they are not on this machine, or have changed since the
         push."""
         if self._shared is None or self._manifest != manifest:
-            self._shared, self._manifest = SharedBuckets(self._segments, manifest), manifest
+            self._shared, self._manifest = self._attach(self._segments, manifest), manifest
         return self._shared.verify()
 
     def buckets(self) -> Iterator[Bucket]:
@@ -217,9 +221,22 @@ class SharedReceiver:
 
     def close(self) -> None:
         """Detaches from the shared memory."""
+        if self._shared is not None:
+            self._shared.close()
         self._segments, self._shared = [], None
 
 
-def make_receiver(backend: str, device: torch.device) -> GroupReceiver | SharedReceiver:
-    """The receiver for a backend, of a worker whose model is on `device`."""
-    return SharedReceiver() if backend == "ipc" else GroupReceiver(device)
+def make_receiver(backend: str, device: torch.device, cuda: Cuda | None = None) -> GroupReceiver | SharedReceiver:
+    """The receiver for a backend, of a worker whose model is on `device`. `cuda` is the runtime for GPU memory; None
+    for torch's.
+
+    Raises:
+        ValueError: cuda-ipc without a GPU.
+    """
+    if backend == "ipc":
+        return SharedReceiver()
+    if backend != "cuda-ipc":
+        return GroupReceiver(device)
+    if device.type != "cuda" and cuda is None:
+        raise ValueError("weights.backend: cuda-ipc, but this process has no GPU")
+    return SharedReceiver(partial(SharedBuckets.gpu, device=device, cuda=cuda))

@@ -12,6 +12,7 @@ from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedSender
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets, Weights, digest
+from services.common.weight_transfer.memory.device_memory import Cuda
 from services.common.weight_transfer.memory.filling import Filling
 
 
@@ -141,13 +142,28 @@ class GroupSender:
 
 
 def make_sender(
-    backend: str, manifest: Manifest, *, host: str, stall_s: float, sender: int = 0, senders: int = 1
+    backend: str,
+    manifest: Manifest,
+    *,
+    host: str,
+    stall_s: float,
+    sender: int = 0,
+    senders: int = 1,
+    cuda: Cuda | None = None,
 ) -> Sender:
-    """The sender for a backend."""
+    """The sender for a backend. `cuda` is the runtime for GPU memory; None for torch's.
+
+    Raises:
+        ValueError: nccl or cuda-ipc without a GPU, or an unknown backend.
+    """
     device = default_device()
     gpu = device if device.type == "cuda" else None
     if backend == "ipc":
-        return SharedSender(manifest, sender=sender, senders=senders, device=gpu)
+        return SharedSender.host(manifest, sender=sender, senders=senders, device=gpu)
+    if backend == "cuda-ipc":
+        if gpu is None and cuda is None:
+            raise ValueError("weights.backend: cuda-ipc, but this process has no GPU")
+        return SharedSender.gpu(manifest, device, sender=sender, senders=senders, cuda=cuda)
     return GroupSender(
         manifest,
         make_wire(backend, host, device),

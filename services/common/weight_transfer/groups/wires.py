@@ -19,4 +19,4 @@ def make_wire(backend: str, host: str, device: torch.device) -> Wire:
         return nccl_wire(device)
     if backend == "nccl":
         raise ValueError("weights.backend: nccl, but this process has no GPU")
-    raise ValueError(f"weights.backend: {backend!r} is not one of gloo, nccl and ipc")
+    raise ValueError(f"weights.backend: {backend!r} is not one of gloo, nccl, ipc and cuda-ipc")

@@ -45,6 +45,10 @@ def test_auto_takes_the_fewest_copies_to_everyone(sender: Place, replicas: list[
         ("nccl", [GPU_0], {"a": GPU_1, "b": GPU_1}, "a and b share the GPU GPU-1, which NCCL refuses"),
         ("ipc", [CPU], {"a": CPU, "b": OTHER_CPU, "c": FAR}, "b, c are not on the learner's machine"),
         ("ipc", [CPU, OTHER_CPU], {"a": CPU}, "the learner has no shared memory .*, or is on several machines"),
+        ("cuda-ipc", [CPU], {"a": GPU_1}, "the learner is on a CPU"),
+        ("cuda-ipc", [GPU_0], {"a": GPU_0, "b": CPU}, "b is on a CPU"),
+        ("cuda-ipc", [GPU_0], {"a": GPU_0, "b": GPU_1, "c": PAIR}, "b, c are not on the learner's GPU GPU-0"),
+        ("cuda-ipc", [GPU_0, GPU_1], {"a": GPU_0}, "the learner's senders are on several GPUs"),
     ],
 )
 def test_what_cannot_be_is_said_before_it_is_tried(
@@ -57,6 +61,7 @@ def test_what_cannot_be_is_said_before_it_is_tried(
 def test_what_was_asked_for_is_taken_where_it_reaches_everyone() -> None:
     assert choose("gloo", [GPU_0], {"a": GPU_0}) == "gloo"
     assert choose("nccl", [GPU_0], {"a": GPU_1}) == "nccl"
+    assert choose("cuda-ipc", [GPU_0], {"a": GPU_0, "b": GPU_0}) == "cuda-ipc"
 
 
 async def test_the_way_follows_the_members_and_another_one_is_a_new_group() -> None:

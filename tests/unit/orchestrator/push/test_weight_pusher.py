@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushFailed, WeightPusher
+from services.common.weight_transfer.place import Place
 from services.common.wire.errors import Internal, ServiceError, Unavailable
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 
@@ -210,9 +211,11 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     assert fleet.versions == {"a": 5}
 
 
-async def test_gloo_gathers_beside_the_push_and_other_backends_before_it(source: FakeSource) -> None:
-    for backend, first in (("gloo", "prepare"), ("ipc", "gather")):
+async def test_gloo_gathers_beside_the_push_and_shared_memory_is_filled_before_it(source: FakeSource) -> None:
+    for backend, first in (("gloo", "prepare"), ("ipc", "gather"), ("cuda-ipc", "gather")):
+        source.at = [Place("m", ("GPU-0",))]
         fleet = Fleet(source, a=1)
+        fleet.engines["a"].place = source.at[0]
         order: list[str] = []
         gather, ask = source.gather, fleet.update_weights
 

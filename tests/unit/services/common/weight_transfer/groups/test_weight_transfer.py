@@ -207,7 +207,7 @@ def test_other_weights_than_the_manifests_are_refused() -> None:
 
 def test_backends_have_names_and_nccl_wants_a_gpu() -> None:
     for backend, reason in (
-        ("rdma", "'rdma' is not one of gloo, nccl and ipc"),
+        ("rdma", "'rdma' is not one of gloo, nccl, ipc and cuda-ipc"),
         ("nccl", "nccl, but this process has"),
     ):
         with pytest.raises(ValueError, match=f"^weights.backend: {reason}"):

@@ -46,7 +46,7 @@ def link_of(path: str) -> str:
 def read(numbers: list[int], manifest: bytes, answers: Connection) -> None:
     """Another process that reads what is shared."""
     whole = Manifest.unpack(manifest)
-    shared = SharedBuckets(numbers, whole)
+    shared = SharedBuckets.host(numbers, whole)
     sum_ = shared.verify()
     values = {name: tensor.tolist() for b, data in shared.buckets() for name, tensor in whole.cut(b, data)}
     shared.check()
@@ -55,7 +55,7 @@ def read(numbers: list[int], manifest: bytes, answers: Connection) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_another_process_reads_what_was_loaded(count: int) -> None:
-    senders = [SharedSender(MANIFEST, sender=number, senders=count) for number in range(count)]
+    senders = [SharedSender.host(MANIFEST, sender=number, senders=count) for number in range(count)]
     for sender in senders:
         sender.load(TENSORS.items(), 1)
     mine, theirs = FORKED.Pipe()
@@ -72,9 +72,9 @@ def test_another_process_reads_what_was_loaded(count: int) -> None:
 
 
 def test_whoever_reads_while_it_is_written_notices() -> None:
-    sender = SharedSender(MANIFEST)
+    sender = SharedSender.host(MANIFEST)
     sender.load(TENSORS.items(), 1)
-    shared = SharedBuckets([sender.rendezvous()], MANIFEST)
+    shared = SharedBuckets.host([sender.rendezvous()], MANIFEST)
     first = shared.verify()
     shared.check()
 
@@ -94,13 +94,13 @@ def test_whoever_reads_while_it_is_written_notices() -> None:
 
 
 def test_a_push_that_could_not_be_gathered_is_not_read() -> None:
-    sender = SharedSender(MANIFEST)
+    sender = SharedSender.host(MANIFEST)
     with pytest.raises(ValueError, match="they end where"):
         sender.load(list(TENSORS.items())[:2], 1)
     with pytest.raises(RuntimeError, match="is writing"):
-        SharedBuckets([sender.rendezvous()], MANIFEST).verify()
+        SharedBuckets.host([sender.rendezvous()], MANIFEST).verify()
     sender.load(TENSORS.items(), 2)
-    SharedBuckets([sender.rendezvous()], MANIFEST).verify()
+    SharedBuckets.host([sender.rendezvous()], MANIFEST).verify()
     sender.close()
 
 
