@@ -66,6 +66,9 @@ class SleepingPusher:
         """Stages and delivers."""
         return await self.deliver(await self.stage(version))
 
+    async def rest(self, at_most_s: float) -> None:
+        """Nothing here has memory to release."""
+
     async def stage(self, version: int) -> int:
         """Takes the time of a copy."""
         await asyncio.sleep(self._pace.stage)

@@ -137,6 +137,9 @@ class Pusher:
         """Stages and delivers."""
         return await self.deliver(await self.stage(version))
 
+    async def rest(self, at_most_s: float) -> None:
+        """Nothing here has memory to release."""
+
     async def stage(self, version: int) -> int:
         """Copies the weights."""
         await self._replicas.chance.spend("stage")

@@ -22,6 +22,11 @@ def misfits_of_rollout(config: OrchestratorConfig, section: RolloutConfig, name:
     yield from _other_weights(config.policy, section, name)
     yield from _too_long_phases(config.weights, section, name)
     yield from _other_backend(config.weights.backend, section.weight_backend, name)
+    if config.loop.colocate != section.colocate:
+        yield (
+            f"applications.{name}.args.colocate: {str(section.colocate).lower()}, but orchestrator.loop.colocate is "
+            f"{str(config.loop.colocate).lower()}; both must be the same"
+        )
 
 
 def _other_weights(policy: PolicyConfig, section: RolloutConfig, name: str) -> Iterator[str]:

@@ -20,6 +20,10 @@ class LoopConfig(Config):
     Fewer batches need less room in the engines; and since their samples may become older, a slow one does not hold
     up its batch, nor a push the sampling."""
 
+    colocate: bool = False
+    """While the learners compute, rollout replicas pause and release the memory of their KV cache, for runs whose
+    parts share a GPU. The push brings it back. Wants `colocate: true` in the rollout's `args` and max_staleness 0."""
+
     mismatch_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest mean difference (`mismatch/mean_abs`), in nats per token, between the rollout engine's and the
     learner's log-probs of samples from the present version. A step beyond it is reported; several in a row end the
@@ -33,6 +37,14 @@ class LoopConfig(Config):
             raise ValueError(
                 f"depth ({self.depth}) must not exceed max_staleness ({self.max_staleness}): a batch that is sampled "
                 "so far ahead would be too stale to train on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_pause_in_lock_step_only(self) -> Self:
+        if self.colocate and self.max_staleness:
+            raise ValueError(
+                f"colocate: replicas would pause as they sample ahead; max_staleness is {self.max_staleness}, not 0"
             )
         return self
 

@@ -4,9 +4,9 @@ Weights, gradients, optimizer and KV cache are exact; activations and libraries 
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ CHUNKS = 3 * (1 << 29)
 (models/numerics.py)."""
 DEFAULT_BATCHED_TOKENS = 16_384
 """Tokens in one step of vLLM on a large GPU, by default."""
+AUTO_REPLICAS = 100
+"""Most replicas of Serve's `num_replicas: auto`."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -76,9 +78,18 @@ class Part:
     """Share of a GPU that Ray reserves for it."""
     size: int
     """Memory in bytes."""
+    released: int = 0
+    """Bytes of it that are free in `released_while`."""
+    released_while: str = ""
+    """The phase of a step in which the process gives memory to others, see PHASES."""
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.size / GIB:.1f}"
+    def during(self, phase: str) -> int:
+        """Memory in a phase."""
+        return self.size - self.released if phase == self.released_while else self.size
+
+
+SAMPLING, TRAINING = PHASES = ("sampling", "training")
+"""The phases of a step of which processes with `colocate` need one only."""
 
 
 def learner_bytes(config: LearnerConfig, shape: Shape, *, logits: bool) -> int:
@@ -102,6 +113,14 @@ def learner_bytes(config: LearnerConfig, shape: Shape, *, logits: bool) -> int:
     return weights + gradients + optimizer + activations + head + CONTEXT
 
 
+def resting_bytes(config: LearnerConfig, shape: Shape) -> int:
+    """Memory of one rank of a learner with `colocate` between its updates: its weights, and for a critic a forward
+    pass. Such a learner is on ZeRO 1 or 2, where every rank has all weights."""
+    width = BYTES[config.dtype]
+    number = shape.parameters // config.tensor_parallel.size
+    return number * width + shape.layer(config.micro_batch_tokens, width) + CONTEXT
+
+
 def frozen_bytes(shape: Shape, dtype: str, tokens: int, *, logits: bool) -> int:
     """Memory of a reference or reward model with passes of `tokens` tokens."""
     width = BYTES[dtype]
@@ -122,8 +141,7 @@ def engine_bytes(config: RolloutConfig, shape: Shape, gpu: int) -> int:
 
 
 def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], Shape]) -> list[Part]:
-    """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of the model in a
-    folder."""
+    """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
     parts = []
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
@@ -133,14 +151,33 @@ def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], Shape])
             if section is None or not share:
                 continue
             workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else 1
-            one = Part(name, share / workers, service_bytes(section, gpu, shape_at))
-            parts += [one] * workers * int(entry.get("num_replicas") or 1)
+            one = Part(name, share / workers, service_bytes(section, gpu, shape_at), *released(section, shape_at))
+            parts += [one] * workers * _replicas(entry)
     learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
     for name, config in learners.items():
-        size = learner_bytes(config, shape_at(config.model), logits=name == "policy") if config.num_gpus else 0
-        parts += [Part(name, config.num_gpus, size)] * config.ranks
-    return [part for part in parts if part.share]
+        if config.num_gpus:
+            size = learner_bytes(config, shape_at(config.model), logits=name == "policy")
+            if name == "policy" and deployment.orchestrator.weights.backend == "cuda-ipc":
+                size += shape_at(config.model).parameters * BYTES[config.dtype]  # the copy that replicas read
+            parts += [Part(name, config.num_gpus, size, *released(config, shape_at))] * config.ranks
+    return parts
+
+
+def _replicas(entry: Mapping[str, Any]) -> int:
+    """Largest number of replicas of a deployment."""
+    number = (entry.get("autoscaling_config") or {}).get("max_replicas") or entry.get("num_replicas") or 1
+    return int(number) if str(number).isdigit() else AUTO_REPLICAS
+
+
+def released(section: Config, shape_at: Callable[[str], Shape]) -> tuple[int, str]:
+    """The memory that a process with `colocate` gives to others, and in which phase; without it none."""
+    if isinstance(section, RolloutConfig) and section.colocate:
+        return (section.kv_cache_mib or 0) << 20, TRAINING
+    if isinstance(section, LearnerConfig) and section.colocate:
+        shape, policy = shape_at(section.model), not isinstance(section, CriticConfig)
+        return learner_bytes(section, shape, logits=policy) - resting_bytes(section, shape), SAMPLING
+    return 0, ""
 
 
 def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], Shape]) -> int:
@@ -174,22 +211,36 @@ def problems(deployment: Deployment, configs: Mapping[str, Any]) -> Iterator[str
         yield f"orchestrator.gpu_gib: {problem}"
 
 
-def most_on_one(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The processes that need most memory among all that Ray may put on one GPU (shares that add up to 1 or less)."""
-    able = [
-        chosen
-        for count in range(1, len(parts) + 1)
-        for chosen in combinations(parts, count)
-        # Allows for rounding, since shares are decimal fractions.
-        if count == 1 or sum(part.share for part in chosen) <= 1 + 1e-9
-    ]
-    return max(able, key=lambda chosen: sum(part.size for part in chosen), default=())
+def most_on_one(parts: Sequence[Part], phase: str = SAMPLING) -> tuple[Part, ...]:
+    """The processes that need most memory in a phase, of all that Ray may put on one GPU: shares of 1 together."""
+    return max(
+        _sets(list(Counter(parts).items()), 1.0), key=lambda chosen: sum(part.during(phase) for part in chosen)
+    )
+
+
+def _sets(parts: list[tuple[Part, int]], room: float) -> Iterator[tuple[Part, ...]]:
+    """Every set of processes, given with their numbers, whose shares fit into `room`; one with a larger share than a
+    GPU is alone. Processes that are alike count once, as there may be many replicas."""
+    if not parts:
+        yield ()
+        return
+    (part, number), *others = parts
+    # Allows for rounding, since shares are decimal fractions.
+    most = min(number, int((room + 1e-9) / part.share))
+    for count in range(most + 1):
+        for rest in _sets(others, room - count * part.share):
+            yield (part,) * count + rest
+    if part.share > 1 and room == 1:
+        yield (part,)
 
 
 def shortage(parts: Sequence[Part], gpu: int) -> Iterator[str]:
     """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum."""
-    worst = most_on_one([part for part in parts if part.share > 0])
-    total = sum(part.size for part in worst)
+    shared = [part for part in parts if part.share > 0]
+    phase = max(PHASES, key=lambda phase: sum(part.during(phase) for part in most_on_one(shared, phase)))
+    worst = most_on_one(shared, phase)
+    total = sum(part.during(phase) for part in worst)
     if total > gpu:
-        names = " + ".join(str(part) for part in worst)
-        yield f"one GPU may have to hold {names} = {total / GIB:.1f} GiB, and has {gpu / GIB:.1f}"
+        names = " + ".join(f"{part.name} {part.during(phase) / GIB:.1f}" for part in worst)
+        during = f" during {phase}" if any(part.released for part in shared) else ""
+        yield f"one GPU may have to hold {names} = {total / GIB:.1f} GiB{during}, and has {gpu / GIB:.1f}"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from orchestrator.config.run import OrchestratorConfig
 from orchestrator.experience.beside import Beside
 from orchestrator.push.pusher import PushReport
 
@@ -13,6 +14,9 @@ class Pusher(Protocol):
 
     async def push(self, version: int) -> PushReport:
         """Brings every rollout replica to `version`."""
+
+    async def rest(self, at_most_s: float) -> None:
+        """Pauses the replicas until the next push, so that the learners can use their memory."""
 
     async def stage(self, version: int) -> Any:
         """Copies the policy's weights as `version`."""
@@ -28,15 +32,23 @@ class Publishing:
     copy is delivered while the loop takes the next batch and trains. A failed delivery ends the loop at once.
     """
 
-    def __init__(self, pusher: Pusher, beside: Beside, committed: Callable[[int], None], *, overlaps: bool) -> None:
-        """`committed` is called with each version that all replicas serve. `overlaps`: False for lock-step."""
+    def __init__(
+        self, pusher: Pusher, beside: Beside, committed: Callable[[int], None], config: OrchestratorConfig
+    ) -> None:
+        """`committed` is called with each version that all replicas serve."""
         self._pusher = pusher
         self._beside = beside
         self._committed = committed
-        self._overlaps = overlaps
+        self._overlaps = config.loop.max_staleness > 0
+        self._rest_s = config.timeouts.longest_update_s if config.loop.colocate else None
         self._delivery: asyncio.Task[None] | None = None
         self.seconds = 0.0
         """Seconds of the last push that has ended, from the copy to the commit."""
+
+    async def rest(self) -> None:
+        """With loop.colocate: pauses the replicas until the next `publish`, so that the learners get their memory."""
+        if self._rest_s is not None:
+            await self._pusher.rest(self._rest_s)
 
     async def publish(self, version: int) -> None:
         """Publishes the policy's present weights as `version`."""

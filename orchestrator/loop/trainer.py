@@ -108,14 +108,14 @@ class Trainer:
     def _begin(self, state: TrainState, beside: Beside) -> tuple[Stream, Publishing]:
         """Sampling and publishing from `state` on, the tasks of both beside the loop."""
         stream = self._source.open(beside, step=state.step, version=state.policy_version, used=state.used)
-        overlaps = self._config.loop.max_staleness > 0
-        return stream, Publishing(self._pusher, beside, stream.served, overlaps=overlaps)
+        return stream, Publishing(self._pusher, beside, stream.served, self._config)
 
     async def _step(self, state: TrainState, stream: Stream, publishing: Publishing) -> TrainState:
         """Carries out one step: takes experience, estimates advantages, updates the learners, publishes."""
         watch = Stopwatch()
         with watch("take"):
             collected = await self._take(state, stream)
+        await publishing.rest()
         with watch("logprobs"), self._waits("logprobs"):
             batch, old_logprobs = await self._valued(state, stream, collected)
         update, estimate = self._estimate(state, batch, old_logprobs)

@@ -125,12 +125,13 @@ class PolicyTrainer:
         self._computed, self._lengths = [], [len(response) for response in batch.responses]
         means, first = Means(), dict[str, float]()
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
-        for chosen in order:
-            weight = weight_of(chosen, self._lengths, self._ppo.minibatch_size)
-            measured = self._learner.step(self._micro_batches(batch, chosen, weight), self._loss)
-            if measured and not first:
-                first = {"first_log_ratio_max": measured["log_ratio_max"]}
-            means.add(measured, weight)
+        with self._learner.optimizer_state.resident():
+            for chosen in order:
+                weight = weight_of(chosen, self._lengths, self._ppo.minibatch_size)
+                measured = self._learner.step(self._micro_batches(batch, chosen, weight), self._loss)
+                if measured and not first:
+                    first = {"first_log_ratio_max": measured["log_ratio_max"]}
+                means.add(measured, weight)
         self._learner.check_weights()
         return means.result() | first | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 

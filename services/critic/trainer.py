@@ -103,9 +103,10 @@ class CriticTrainer:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
         gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not."""
         means = Means()
-        for chosen in minibatches(len(batch.prompts), epochs=epochs, size=minibatch_size, seed=seed):
-            weight = weight_of(chosen, [len(response) for response in batch.responses], minibatch_size)
-            means.add(self._learner.step(self._micro_batches(batch, chosen, weight), self._loss), weight)
+        with self._learner.optimizer_state.resident():
+            for chosen in minibatches(len(batch.prompts), epochs=epochs, size=minibatch_size, seed=seed):
+                weight = weight_of(chosen, [len(response) for response in batch.responses], minibatch_size)
+                means.add(self._learner.step(self._micro_batches(batch, chosen, weight), self._loss), weight)
         self._learner.check_weights()
         return means.result() | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,11 +13,14 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.wire.codec import pack_floats, unpack_sequences
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
 from services.rollout.interface import Engine
+from services.rollout.joining import joining_info
 
 log = logging.getLogger("quartet")
 
 PATIENCE = 2.0
 """Multiple of the last phase's deadline for which an open push waits for a further phase."""
+LONGEST_REST_S = 24 * 3600.0
+"""Longest rest for which a run may ask."""
 LARGEST_BUCKET = 8 << 30
 """Largest bucket in bytes; limited because some backends allocate a bucket before any data comes."""
 
@@ -37,6 +39,7 @@ class WeightMember:
         self._host = host
         self._membership = 0
         self._open = False
+        self._resting_s = 0.0  # longest that generation may rest for the learners; 0 if it does not rest
         self._turn = asyncio.Lock()
         self._patience: asyncio.Task[None] | None = None
         self._phases: set[asyncio.Task[pb.WeightReport]] = set()
@@ -93,6 +96,7 @@ class WeightMember:
             "transfer": self._transfer,
             "commit": self._commit,
             "abort": self._abort,
+            "rest": self._rest,
         }
         try:
             # One at a time: an abort may arrive while a transfer, abandoned by its caller, is still failing here.
@@ -109,8 +113,9 @@ class WeightMember:
             await self._roll_back(phase.timeout_s)
             return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
         finally:
-            if self._open:
-                self._patience = asyncio.create_task(self._expire(PATIENCE * phase.timeout_s))
+            if self._open or self._resting_s:
+                seconds = self._resting_s if name == "rest" else PATIENCE * phase.timeout_s
+                self._patience = asyncio.create_task(self._expire(seconds))
 
     def _discover(self, message: pb.Discover) -> pb.WeightReport:
         if self._stuck:
@@ -139,7 +144,7 @@ class WeightMember:
                 self._settled = False
             if not self._settled:
                 async with asyncio.timeout(phase.timeout_s), self._turn:
-                    if self._open:
+                    if self._open or self._resting_s:
                         log.warning("push: %s is claimed by run %s meanwhile", self._replica, phase.lease.run_id)
                         await self._abort(pb.Abort())
                 self._settled = True
@@ -183,25 +188,11 @@ class WeightMember:
                 raise FailedPrecondition(
                     f"weight_backend: {self._engine.backend} here, but weights are pushed by {message.backend}"
                 )
-            await self._engine.join(self._joining(message))
+            await self._engine.join(joining_info(message, self._replica, self._host))
             self._membership = message.membership
         self._open, self._stall_s = True, message.stall_s
         await self._engine.pause(message.in_flight)
         return ""
-
-    def _joining(self, message: pb.Prepare) -> dict[str, Any]:
-        """The fields of weight_transfer.receiver.Joining, which is not imported because it needs torch."""
-        return {
-            "backend": message.backend,
-            "senders": [[sender.address, sender.port] for sender in message.senders],
-            "rank": message.ranks[self._replica],
-            "world_size": message.world_size,
-            "membership": message.membership,
-            "host": self._host,
-            "stall_s": message.stall_s,
-            "until": time.time() + message.stall_s,
-            "streaming": message.streaming,
-        }
 
     async def _transfer(self, message: pb.Transfer) -> str:
         self._expect(message.membership)
@@ -210,12 +201,19 @@ class WeightMember:
     async def _commit(self, message: pb.Commit) -> str:
         self._expect(message.membership)
         await self._engine.commit(message.policy_version)
-        self._open, self.failure = False, ""
+        self._open, self._resting_s, self.failure = False, 0.0, ""
         return self._engine.checksum
 
+    async def _rest(self, message: pb.Rest) -> str:
+        if not 0 < message.at_most_s <= LONGEST_REST_S:
+            raise InvalidArgument(f"rest.at_most_s: {message.at_most_s:g}; must be in 0..{LONGEST_REST_S:g}, not 0")
+        self._resting_s = message.at_most_s
+        await self._engine.rest()
+        return ""
+
     async def _abort(self, message: pb.Abort) -> str:
-        whole = await self._engine.abort() if self._open else True
-        self._open, self._membership, self._stuck = False, 0, False
+        whole = await self._engine.abort() if self._open or self._resting_s else True
+        self._open, self._resting_s, self._membership, self._stuck = False, 0.0, 0, False
         if whole and self._engine.version >= 0:
             self.failure = ""
         else:

@@ -162,7 +162,9 @@ class Rollout(HealthMixin):
     async def UpdateWeights(self, request: pb.WeightPhase) -> pb.WeightReports:
         """Makes every replica of the deployment, including this one, carry out one phase of a push."""
         if request.WhichOneof("phase") is None:
-            raise InvalidArgument("phase: set one of discover, prepare, transfer, commit, abort and claim")
+            raise InvalidArgument(
+                "phase: set one of discover, claim, rest, prepare, transfer, commit, abort and probe"
+            )
         if not 0 < request.timeout_s <= self._max_phase_s:
             raise InvalidArgument(
                 f"timeout_s: {request.timeout_s:g}; required, more than 0 and at most the replicas' max_phase_s, "

@@ -71,6 +71,9 @@ class FakePusher:
         self.journal.note("push", version)
         return PushReport(version, ("a",), 0.125, 1, "sum")
 
+    async def rest(self, at_most_s: float) -> None:
+        self.journal.note("rest", at_most_s)
+
     async def stage(self, version: int) -> int:
         self.journal.note("stage", version)
         return version

@@ -89,6 +89,9 @@ class LearnerConfig(Config):
     """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Wants zero_stage >= 1."""
     param_offload: bool = False
     """Keep the parameters themselves in host memory between uses. Wants zero_stage 3."""
+    colocate: bool = False
+    """Keep fp32 master weights and Adam's moments in pinned host memory except during an update, so that other
+    processes can use the GPU's memory meanwhile. AdamW still runs on the GPU. Wants zero_stage 1 or 2."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Division of the layers. `ranks` is a multiple of its size. The quotient is the number of copies of the model;
     they share each minibatch, and ZeRO divides among them."""
@@ -130,6 +133,12 @@ class LearnerConfig(Config):
             raise ValueError("adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3")
         if self.param_offload and self.zero_stage != 3:
             raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
+        if self.colocate and self.zero_stage not in (1, 2):
+            raise ValueError(f"colocate: DeepSpeed does it at zero_stage 1 and 2; it is {self.zero_stage}")
+        if self.colocate and self.adam_offload:
+            raise ValueError(
+                "colocate: adam_offload always keeps the same state in host memory; leave out one of them"
+            )
         return self
 
     @model_validator(mode="after")

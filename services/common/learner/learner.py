@@ -13,7 +13,7 @@ from services.common.config.learner import LearnerConfig, OptimizerConfig
 from services.common.folders import replace_model
 from services.common.learner.layout import LAYOUT, Layout
 from services.common.learner.module import TrainedModule
-from services.common.learner.schedule import rate_factor
+from services.common.learner.optimizer import rate_factor
 from services.common.learner.snapshot import Snapshot
 from services.common.learner.tensor_parallel import (
     whole_shape,
@@ -95,8 +95,9 @@ class Learner(TrainedModule):
         layout = Layout.read(folder / LAYOUT)
         layout.check(self._layout(layout.step))
         own = self._snapshot.load(str(self._own_file(folder)))
-        self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        self._reapply(self._config.optimizer)
+        with self.optimizer_state.resident():
+            self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            self._reapply(self._config.optimizer)
         if self._average:
             self._average.load(own["average"])
         torch.set_rng_state(own["random"])

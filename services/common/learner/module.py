@@ -13,7 +13,7 @@ from services.common.config.learner import LearnerConfig, OptimizerConfig, descr
 from services.common.learner.ema import Average
 from services.common.learner.finite import agreed, check_weights
 from services.common.learner.lora import weight_buckets, weights_of
-from services.common.learner.schedule import rate_factor
+from services.common.learner.optimizer import OptimizerState, rate_factor
 from services.common.learner.shards import Part, shards
 from services.common.learner.tensor_parallel import (
     check_divided,
@@ -74,6 +74,8 @@ class TrainedModule:
         self.skipped_in_a_row = 0
         """Number of consecutive optimizer steps up to now that were skipped for a gradient that was not finite."""
         self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
+        self.optimizer_state = OptimizerState(self._engine, leaves=config.colocate)
+        """Brings the optimizer's state to the device, where `step` needs it."""
         self._one_mode()
 
     def _one_mode(self) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
+from orchestrator.commands.fitting import misfits_of_rollout
 from orchestrator.deployment.memory import (
+    AUTO_REPLICAS,
     CHUNKS,
     CONTEXT,
     GIB,
     GRAPHS,
+    SAMPLING,
+    TRAINING,
     Part,
     Shape,
     engine_bytes,
@@ -141,3 +145,68 @@ def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:
     ]
     # What asks for no GPU computes elsewhere.
     assert list(shortage([Part("reference", 0, 99 * GIB)], GIB)) == []
+
+
+def test_many_alike_are_counted_and_not_tried_out_one_by_one() -> None:
+    """2 to the power of 60 sets would never be done."""
+    parts = [Part("rollout", 0.25, GIB)] * 40 + [Part("policy", 0.5, 3 * GIB)] * 20
+    assert most_on_one(parts) == (Part("policy", 0.5, 3 * GIB),) * 2
+    assert most_on_one([Part("tensor parallel", 2.0, GIB)]) == (Part("tensor parallel", 2.0, GIB),)
+
+
+def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
+    rollout = Part("rollout", 0.4, 20 * GIB, 15 * GIB, TRAINING)
+    policy = Part("policy", 0.3, 40 * GIB, 30 * GIB, SAMPLING)
+    reward = Part("reward", 0.3, 2 * GIB)
+    together = [rollout, policy, reward]
+    assert [sum(part.during(phase) for part in together) // GIB for phase in (SAMPLING, TRAINING)] == [32, 47]
+    assert list(shortage(together, 47 * GIB)) == []
+    assert list(shortage(together, 46 * GIB)) == [
+        "one GPU may have to hold rollout 5.0 + policy 40.0 + reward 2.0 = 47.0 GiB during training, and has 46.0"
+    ]
+
+
+@pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 27, 44), ("1.5B", 40, 86), ("3B", 56, 144)])
+def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_path: Path) -> None:
+    file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
+    (tmp_path / "colocated").mkdir()
+    copy = tmp_path / "colocated" / file.name
+    copy.write_text(file.read_text().replace("&colocate false", "&colocate true"))
+    deployment = load(copy, tmp_path)
+    assert deployment.orchestrator.loop.colocate
+    assert deployment.orchestrator.policy.colocate
+    assert not list(misfits_of_rollout(deployment.orchestrator, deployment.services["rollout"], "rollout"))  # type: ignore[arg-type]
+    parts = parts_of(deployment, 139 * GIB, lambda folder: QWEN[size])
+    sums = [round(sum(part.during(phase) for part in parts) / GIB) for phase in (SAMPLING, TRAINING)]
+    assert sums == [sampling, training]
+
+
+def test_a_push_through_the_gpu_needs_room_for_one_more_copy(tmp_path: Path) -> None:
+    file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
+    (tmp_path / "ipc").mkdir()
+    copy = tmp_path / "ipc" / file.name
+    copy.write_text(file.read_text().replace("weights: {", "weights: {backend: cuda-ipc, "))
+    sizes = []
+    for path in (file, copy):
+        *_, policy = parts_of(load(path, tmp_path), 139 * GIB, lambda folder: QWEN["1.5B"])
+        sizes.append(policy.size)
+    assert sizes[1] - sizes[0] == 2 * QWEN["1.5B"].parameters
+
+
+@pytest.mark.parametrize(
+    ("scale", "count"),
+    [
+        ({"num_replicas": 3}, 3),
+        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}}, 4),
+        ({"num_replicas": "auto"}, AUTO_REPLICAS),
+        ({}, 1),
+    ],
+)
+def test_as_many_replicas_count_as_there_may_be(scale: dict[str, Any], count: int, tmp_path: Path) -> None:
+    deployment = load(Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml", tmp_path)
+    reward = next(a for a in deployment.raw["applications"] if a["name"] == "reward")
+    (entry,) = reward["deployments"]
+    del entry["num_replicas"]
+    entry |= scale
+    parts = parts_of(deployment, 139 * GIB, lambda folder: QWEN["0.5B"])
+    assert [part.name for part in parts].count("reward") == count

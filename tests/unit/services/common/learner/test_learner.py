@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from services.common.config.learner import LearnerConfig, OptimizerConfig
 from services.common.learner.learner import Learner
-from services.common.learner.schedule import rate_factor
+from services.common.learner.optimizer import rate_factor
 from services.common.wire.errors import InvalidArgument
 
 OPTIMIZER = OptimizerConfig(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.config.learner import OptimizerConfig
-from services.common.learner.schedule import rate_factor
+from services.common.learner.optimizer import rate_factor
 
 
 def factors(steps: int, **options: Any) -> list[float]:
