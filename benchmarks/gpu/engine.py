@@ -5,8 +5,9 @@ learner's. Six minutes.
 
 Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `mismatch` is the
 mean of |log-prob of the engine - log-prob of transformers' model|, both in bfloat16. A push follows: the engine's own
-weights through shared memory, from when it is asked for to when it generates again. (`benchmarks.rollout` compares
-the service with LLM.generate.)
+weights through shared memory, and on a GPU through its memory too, from when it is asked for to when it generates
+again. Then it rests: with `colocate` it releases its KV cache. (`benchmarks.rollout` compares the service with
+LLM.generate.)
 """
 
 import asyncio
@@ -31,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "graphs, 2048 tokens a step": {"max_num_batched_tokens": 2048},
+    "graphs, colocate": {"colocate": True},
 }
 
 
@@ -84,7 +86,11 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
         took = time.perf_counter() - began
     figures["tokens_s"] = round(len(samples) * int(new) / took)
     figures["mismatch"] = mismatch(config.model, config.dtype, asked[:8], samples[:8], torch.device(device))
-    figures["push_s"], figures["commit_s"] = await pushed(engine, config.model, config.dtype, torch.device(device))
+    where = torch.device(device)
+    for backend in ("ipc", "cuda-ipc") if where.type == "cuda" else ("ipc",):
+        times = await pushed(engine, config.model, config.dtype, where, backend)
+        figures |= dict(zip((f"{backend}_push_s", f"{backend}_commit_s"), times, strict=True))
+    figures |= await rested(engine, where)
     engine.shutdown()
     print(json.dumps(figures), flush=True)
 
@@ -102,17 +108,33 @@ def mismatch(folder: str, dtype: str, prompts: list[Any], samples: list[Any], wh
     return float(np.abs(np.concatenate(rows) - np.concatenate([sample.logprobs for sample in samples])).mean())
 
 
-async def pushed(engine: Any, folder: str, dtype: str, where: torch.device) -> tuple[float, float]:
+async def rested(engine: Any, where: torch.device) -> dict[str, float]:
+    """Seconds in which the engine pauses and releases its KV cache, and brings it back; GiB that were free between.
+    An engine without `colocate` only pauses."""
+    before, began = _free(where), time.perf_counter()
+    await engine.rest()
+    rest_s, freed, waking = time.perf_counter() - began, _free(where) - before, time.perf_counter()
+    await engine.abort()
+    return {"rest_s": rest_s, "wake_s": time.perf_counter() - waking, "freed_gib": freed}
+
+
+def _free(where: torch.device) -> float:
+    return torch.cuda.mem_get_info(where)[0] / 2**30 if where.type == "cuda" else 0.0
+
+
+async def pushed(
+    engine: Any, folder: str, dtype: str, where: torch.device, backend: str = "ipc"
+) -> tuple[float, float]:
     """Seconds of a second push, the learner's gathering included, and of its commit."""
     from services.common.models.loading import load_causal
-    from services.common.weight_transfer.ipc import SharedSender
     from services.common.weight_transfer.manifest import Manifest
+    from services.common.weight_transfer.sender import make_sender
 
     model = load_causal(folder, dtype).to(where)
     manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
-    sender = SharedSender.host(manifest, device=where if where.type == "cuda" else None)
+    sender = make_sender(backend, manifest, host="127.0.0.1", stall_s=60.0)
     place = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 60.0, "streaming": False}
-    await engine.join({"backend": "ipc", "senders": [["", sender.rendezvous()]], **place})
+    await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
     for version in (1, 2):
         began = time.perf_counter()
         sender.load(model.named_parameters(), version)

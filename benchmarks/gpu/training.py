@@ -150,6 +150,7 @@ SIDES: dict[str, Callable[..., Callable[[], object]]] = {
     "learner": _learner,
     "learner, checkpointing": partial(_learner, gradient_checkpointing=True),
     "learner, padded": partial(_learner, packing=False),
+    "learner, colocate": partial(_learner, colocate=True),
     "plain loop": partial(_plain, checkpointing=False),
     "plain loop, checkpointing": partial(_plain, checkpointing=True),
 }
@@ -166,6 +167,8 @@ def print_side(name: str, folder: str, size: str, tokens: str, length: str, devi
     memory = torch.cuda.max_memory_allocated(where) / 2**30 if where.type == "cuda" else 0.0
     mfu = operations(size, lengths) / took / float(peak) / 1e12
     figures = {"s": took, "tokens_s": round(sum(lengths) / took), "mfu_percent": 100 * mfu, "peak_gib": memory}
+    # After the step: with colocate the optimizer's state is elsewhere.
+    figures["between_gib"] = torch.cuda.memory_reserved(where) / 2**30 if where.type == "cuda" else 0.0
     print(json.dumps(figures))
 
 
