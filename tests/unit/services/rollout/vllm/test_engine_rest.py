@@ -8,7 +8,7 @@ import pytest
 
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.engine import VLLMEngine
-from tests.unit.services.rollout.test_weight_versions import RecordedEngine, both
+from tests.unit.services.rollout.vllm.test_weight_versions import RecordedEngine, both
 from tests.unit.vllm_signatures import Version
 
 PAUSE = ("pause_generation", {"mode": "keep", "clear_cache": True})
