@@ -19,6 +19,7 @@ from orchestrator.monitoring.metrics import read_metrics
 PEER = Path(__file__).with_name("peer.py")
 VERSIONS = ("trl==1.12.0", "transformers>=5.19,<6", "torch==2.13.0")
 """TRL's last release with PPO, and what Quartet runs with."""
+CONFIG = "race.yaml"
 STAGES = ("generate", "score", "logprobs", "train", "push")
 """Stages of a step of Quartet, as its metrics name them; scoring overlaps with generation."""
 
@@ -70,9 +71,9 @@ class Quartet:
     """Quartet's services, up between its turns, from the file that `quartet init` writes for these models."""
 
     def __init__(self, folder: Path, case: Case) -> None:
-        self._config = folder / "race.yaml"
+        self._config = folder / CONFIG
         self._folder = folder
-        self._raw = self._configured(case)
+        self._raw = configured(folder, case)
 
     def up(self) -> None:
         """Starts the services."""
@@ -94,32 +95,6 @@ class Quartet:
             for line in lines
         ]
 
-    def _configured(self, case: Case) -> dict[str, Any]:
-        folder = self._folder
-        wanted = Wanted(
-            str(folder / "policy"),
-            str(folder / "reward"),
-            str(folder / "prompts.jsonl"),
-            max_new_tokens=case.response,
-        )
-        raw: dict[str, Any] = yaml.safe_load(compose(self._config, wanted, Machine.here()))
-        run = raw["orchestrator"]
-        run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
-        run["data"]["prompt_split"] = "train"
-        run["sampling"]["min_new_tokens"] = case.response if case.equal else 0
-        run["ppo"] |= {"epochs": case.epochs, "minibatch_size": case.batch // case.minibatches}
-        run["evaluation"]["every"] = 0
-        run["policy"]["optimizer"]["learning_rate"] = RATE
-        rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
-        critic["optimizer"]["learning_rate"] = RATE
-        rollout |= {"max_num_seqs": case.batch}
-        half = case.dtype == "bfloat16"
-        for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
-            part["dtype"] = case.dtype
-        for learner in (critic, run["policy"]):
-            learner["zero_stage"] = int(half)
-        return raw
-
     def _write(self, steps: int) -> None:
         self._raw["orchestrator"]["steps"] = steps
         self._config.write_text(yaml.safe_dump(self._raw))
@@ -128,6 +103,33 @@ class Quartet:
         root = str(Path(__file__).parents[2])
         environment = os.environ | {"PYTHONPATH": root}
         run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
+
+
+def configured(folder: Path, case: Case) -> dict[str, Any]:
+    """The file that `quartet init` writes for the models of a case, with its sizes and learning rate."""
+    wanted = Wanted(
+        str(folder / "policy"),
+        str(folder / "reward"),
+        str(folder / "prompts.jsonl"),
+        max_new_tokens=case.response,
+    )
+    raw: dict[str, Any] = yaml.safe_load(compose(folder / CONFIG, wanted, Machine.here()))
+    run = raw["orchestrator"]
+    run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
+    run["data"]["prompt_split"] = "train"
+    run["sampling"]["min_new_tokens"] = case.response if case.equal else 0
+    run["ppo"] |= {"epochs": case.epochs, "minibatch_size": case.batch // case.minibatches}
+    run["evaluation"]["every"] = 0
+    run["policy"]["optimizer"]["learning_rate"] = RATE
+    rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
+    critic["optimizer"]["learning_rate"] = RATE
+    rollout |= {"max_num_seqs": case.batch}
+    half = case.dtype == "bfloat16"
+    for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
+        part["dtype"] = case.dtype
+    for learner in (critic, run["policy"]):
+        learner["zero_stage"] = int(half)
+    return raw
 
 
 def run(command: Sequence[str], environment: dict[str, str], folder: Path | None = None) -> str:
