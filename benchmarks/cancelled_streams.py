@@ -54,21 +54,21 @@ def main(
 
 
 async def _measure(ray: cluster.Cluster, target: str, streams: int) -> None:
-    proxies = {_proxy(ray)}
+    proxies = {proxy_of(ray)}
     began = time.perf_counter()
     seen: dict[str, int] = {}
     for first in range(0, streams, 500):
         prompts = [np.arange(5, 10, dtype=np.int32)] * 2
         for status, count in (await leave_streams(target, min(500, streams - first), prompts, TOKENS)).items():
             seen[status] = seen.get(status, 0) + count
-        proxies.add(_proxy(ray))
+        proxies.add(proxy_of(ray))
     wall = time.perf_counter() - began
     left, waited = await _left(target)
     console.print(f"{streams} streams left early in {wall:.0f} s: {seen}")
     console.print(f"proxy deaths: {len(proxies) - 1}; left in the engine after {waited:.1f} s: {left} requests")
 
 
-def _proxy(ray: cluster.Cluster) -> int:
+def proxy_of(ray: cluster.Cluster) -> int:
     """Process id of Serve's proxy; 0 while it has none."""
     for process in psutil.Process(ray.pid).children(recursive=True):
         try:

@@ -1,0 +1,224 @@
+"""The largest requests that the port takes: how long one keeps the event loop of Serve's proxy, and its memory.
+
+    python -m benchmarks.proxy_loop [--rounds 20]
+
+A Ray head with replicas that answer at once without a look at the request, and Serve's own proxy in front of them.
+Each request is as large as its method may send by default: packed numbers, as clients send them, or as many small
+fields as fit, as a malicious caller would send. While it is on its way another caller asks the proxy for its
+health, again and again. The loop's own work is that of one thread, so that a busy machine says the same as a quiet
+one; requests whose memory is measured wait in the replica together.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import psutil
+import typer
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cancelled_streams import proxy_of
+from benchmarks.rollout import only_rollout, open_head
+from orchestrator.deployment import cluster, serving
+from protos import common_pb2, critic_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import read_yaml
+from services.common.security.credentials import connect
+from services.common.security.policy import Limits
+from services.common.serving.servicer import translated
+
+MOST_MS, MOST_TIMES = 50, 4
+AT_ONCE = 32
+"""Requests whose memory is measured together."""
+SERVICES = ("Rollout", "Reward", "Critic")
+console = Console()
+
+
+@serve.deployment(max_ongoing_requests=1024)
+class Idle:
+    """Stands for any service. Answers at once, and Values when Adopt is called."""
+
+    def __init__(self) -> None:
+        self._released = asyncio.Event()
+
+    @translated
+    async def UpdateWeights(self, request: rollout_pb2.WeightPhase) -> rollout_pb2.WeightReports:
+        """Nothing."""
+        return rollout_pb2.WeightReports()
+
+    @translated
+    async def Score(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        """Nothing."""
+        return reward_pb2.ScoreResponse()
+
+    @translated
+    async def Stage(self, request: critic_pb2.StageRequest) -> critic_pb2.StageResponse:
+        """Nothing."""
+        return critic_pb2.StageResponse()
+
+    @translated
+    async def Values(self, request: critic_pb2.ValuesRequest) -> critic_pb2.ValuesResponse:
+        """Nothing, after a while."""
+        await self._released.wait()
+        return critic_pb2.ValuesResponse(steps=request.pairs.prompts.token_ids[:8])
+
+    @translated
+    async def Adopt(self, request: critic_pb2.AdoptRequest) -> critic_pb2.AdoptResponse:
+        """Lets Values answer."""
+        self._released.set()
+        return critic_pb2.AdoptResponse()
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """Called by Serve."""
+    return Idle.options(name=arguments["name"]).bind()  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request."""
+
+    method: str
+    content: str
+    request: bytes
+
+
+def cases() -> Iterator[Case]:
+    """The largest request of each kind."""
+    stage, score, weights = (_limit(name) - 100 for name in ("Critic/Stage", "Reward/Score", "Rollout/UpdateWeights"))
+    numbers, pairs = bytes(stage // 4), _pairs(stage // 2)
+    yield Case(
+        "Critic/Stage", "numbers", _bytes(critic_pb2.StageRequest(pairs=pairs, values=numbers, returns=numbers))
+    )
+    yield Case("Reward/Score", "numbers", _bytes(reward_pb2.ScoreRequest(tokens=_pairs(score))))
+    prepare = rollout_pb2.Prepare(manifest=bytes(weights))
+    yield Case("Rollout/UpdateWeights", "a manifest", _bytes(rollout_pb2.WeightPhase(prepare=prepare)))
+    yield Case("Critic/Stage", "unknown fields", b"\x78\x00" * (stage // 2))
+    yield Case("Critic/Stage", "empty pairs", b"\x1a\x00" * (stage // 2))
+    yield Case("Reward/Score", "empty labels", _bytes(reward_pb2.ScoreRequest(labels=[""])) * (score // 2))
+    yield Case("Rollout/UpdateWeights", "members", _bytes(rollout_pb2.WeightPhase(members=[""])) * (weights // 2))
+
+
+def _limit(method: str) -> int:
+    return Limits().of(f"/quartet.v1.{method}")
+
+
+def _pairs(size: int) -> common_pb2.Pairs:
+    sequences = common_pb2.Sequences(token_ids=bytes(size // 2))
+    return common_pb2.Pairs(prompts=sequences, responses=sequences)
+
+
+def _bytes(message: Any) -> bytes:
+    return bytes(message.SerializeToString())
+
+
+def main(rounds: Annotated[int, typer.Option(min=1)] = 20) -> None:
+    """Runs the benchmark and prints its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        state, served = Path(folder, "ray.json"), Path(folder, "served.yaml")
+        port = only_rollout(read_yaml(Path("deploy/ppo.yaml")), {}, served)
+        applications = [
+            {
+                "name": name.lower(),
+                "route_prefix": f"/{name.lower()}",
+                "import_path": "benchmarks.proxy_loop:build",
+                "args": {"name": name},
+            }
+            for name in SERVICES
+        ]
+        served.write_text(yaml.safe_dump(read_yaml(served) | {"applications": applications}))
+        ray = open_head(state)
+        try:
+            serving.deploy(ray, served)
+            serving.await_running(ray, tuple(name.lower() for name in SERVICES), console.print, 300)
+            asyncio.run(_measure(ray, f"127.0.0.1:{port}", rounds))
+        finally:
+            cluster.stop(ray, state)
+
+
+async def _measure(ray: cluster.Cluster, target: str, rounds: int) -> None:
+    proxy = psutil.Process(proxy_of(ray))
+    table = Table("method", "content", "MiB", "loop's own work, ms", "another caller waits, ms")
+    worst: dict[bool, float] = {}
+    async with connect(target, {}) as channel, connect(target, {}) as other:
+        for case in cases():
+            own, late = await _cost(channel, other, proxy, case, rounds)
+            table.add_row(case.method, case.content, f"{len(case.request) / 2**20:.1f}", f"{own:.1f}", f"{late:.1f}")
+            trainers = case.content == "members"
+            worst[trainers] = max(worst.get(trainers, 0.0), own)
+        times = await _memory(channel, [proxy, *_replicas(ray)])
+    console.print(table)
+    console.print(
+        f"worst: {worst[False]:.1f} ms of the loop's own work for one request (at most {MOST_MS}), {worst[True]:.1f} "
+        f"ms for one that only a trainer may send; {times:.1f} times a request in memory, proxy, replica and what "
+        f"they share together (at most {MOST_TIMES})"
+    )
+
+
+async def _cost(
+    channel: grpc.aio.Channel, other: grpc.aio.Channel, proxy: psutil.Process, case: Case, rounds: int
+) -> tuple[float, float]:
+    """Milliseconds that the busiest thread of the proxy works for a request, and the longest wait of another caller
+    meanwhile (the best of all rounds counts)."""
+    await _ask(channel, case.method, case.request)
+    before = {thread.id: thread.user_time + thread.system_time for thread in proxy.threads()}
+    waits = []
+    for _ in range(rounds):
+        probing = asyncio.create_task(_longest_wait(other))
+        await asyncio.sleep(0.02)
+        await _ask(channel, case.method, case.request)
+        probing.cancel()
+        waits.append(await probing)
+    after = {thread.id: thread.user_time + thread.system_time for thread in proxy.threads()}
+    own = max(spent - before.get(thread, 0.0) for thread, spent in after.items())
+    return 1000 * own / rounds, 1000 * min(waits)
+
+
+async def _longest_wait(channel: grpc.aio.Channel) -> float:
+    """Longest time, until cancelled, in which the proxy did not answer."""
+    stub, longest = health_pb2_grpc.HealthStub(channel), 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            return longest
+        longest = max(longest, time.perf_counter() - began - 0.01)
+
+
+async def _memory(channel: grpc.aio.Channel, processes: list[psutil.Process]) -> float:
+    """Memory that a waiting request takes, as a multiple of its size."""
+    request = _bytes(critic_pb2.ValuesRequest(pairs=_pairs(_limit("Critic/Values") - 100)))
+    before = sum(process.memory_full_info().pss for process in processes)
+    waiting = [asyncio.create_task(_ask(channel, "Critic/Values", request)) for _ in range(AT_ONCE)]
+    peak = before
+    for _ in range(50):
+        await asyncio.sleep(0.1)
+        peak = max(peak, sum(process.memory_full_info().pss for process in processes))
+    await _ask(channel, "Critic/Adopt", b"")
+    await asyncio.gather(*waiting)
+    return (peak - before) / (AT_ONCE * len(request))
+
+
+def _replicas(ray: cluster.Cluster) -> list[psutil.Process]:
+    family = psutil.Process(ray.pid).children(recursive=True)
+    return [process for process in family if " ".join(process.cmdline()).startswith("ray::ServeReplica:critic")]
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, request: bytes) -> None:
+    application = method.partition("/")[0].lower()
+    ask = channel.unary_unary(f"/quartet.v1.{method}")
+    await ask(request, metadata=(("application", application),), timeout=120)
+
+
+if __name__ == "__main__":
+    typer.run(main)

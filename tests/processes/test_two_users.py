@@ -1,0 +1,137 @@
+"""Two users of this machine who have a quartet each, at the same time: two user ids, with folders of their own."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+
+from orchestrator.deployment.cluster import STATE
+from protos import rollout_pb2
+from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
+from services.common.security.local import FOLDER
+from tests.cluster import free_ports
+from tests.configuration import configuration, write_prompts
+from tests.models import make_policy
+from tests.users import NEEDS, User, possible, readable, users
+
+pytestmark = [
+    pytest.mark.exhaustive,  # two heads; one user and one who is not: tests/integration/test_closed.py
+    pytest.mark.skipif(not possible(), reason=NEEDS),
+]
+
+CALL = """
+import asyncio, sys
+from services.common.security.credentials import connect
+from services.common.wire.errors import ServiceError
+from services.reward.client import RewardClient
+
+async def main():
+    async with RewardClient(connect(sys.argv[1])) as reward:
+        try:
+            info = await reward.info(20)
+            scores = await reward.score_texts(["w5 w6"], ["w7 w8 w9"], timeout_s=20)
+            print(info.scorer.name, scores.values.tolist())
+        except ServiceError as error:
+            print(type(error).__name__)
+
+asyncio.run(main())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A user, whose quartet runs, and where."""
+
+    user: User
+    target: str
+
+    @property
+    def secrets(self) -> dict[str, Path]:
+        """What nobody else may read: files, folders and sockets."""
+        head = json.loads((self.user.folder / STATE).read_text())
+        access, temporary = self.user.folder / FOLDER, Path(head["folder"])
+        named = [access, access / "token", Path(head["token"]), self.user.folder / STATE, temporary]
+        named += sorted(temporary.glob("ray/session_*/sockets/*"))
+        named += sorted(temporary.glob("ray/session_latest/logs"))
+        return {str(path): path for path in named}
+
+    def calls(self, target: str) -> str:
+        """What a program of this user, in this user's folder, gets at a port."""
+        return self.user.program(CALL, target).strip()
+
+
+class _Rollout(RolloutServicer):  # type: ignore[misc]
+    """Another team's rollout service, which only says that it is there: it takes no part here."""
+
+    async def Info(self, request: Any, context: Any) -> Any:
+        return rollout_pb2.RolloutInfo(replica="elsewhere")
+
+
+@pytest.fixture
+async def rollout() -> Any:
+    server = grpc.aio.server()
+    add_RolloutServicer_to_server(_Rollout(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+def _write(user: User, rollout: str) -> Path:
+    """A file with the reward service alone; its scorer is a function, and its tokenizer the user's own."""
+    model = make_policy(user.folder / "model", kind="llama", tied=False)
+    http, port = free_ports(2)
+    raw = configuration(model, model, write_prompts(user.folder), http, port)
+    [reward] = [application for application in raw["applications"] if application["name"] == "reward"]
+    reward["args"] = {"tokenizer": str(model), "scorer": {"kind": "function", "function": "tests.scorers:words"}}
+    raw["applications"] = [reward]
+    raw["orchestrator"]["services"] = {"rollout": {"target": rollout}, "reference": None, "critic": None}
+    raw["orchestrator"]["ppo"] |= {"advantages": "reinforce++", "kl": {"coef": 0}}
+    path = user.folder / "reward.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.fixture
+def callers() -> Iterator[list[User]]:
+    with users(61001, 61002) as made:
+        yield made
+
+
+async def test_each_has_a_quartet_and_neither_has_the_others(callers: list[User], rollout: str) -> None:
+    with ExitStack() as down:
+        places = []
+        for user in callers:
+            config = _write(user, rollout)
+            down.callback(user.quartet, "down")
+            up = await asyncio.to_thread(user.quartet, "up", str(config))
+            assert up.returncode == 0, up.stdout + up.stderr
+            port = yaml.safe_load(config.read_text())["grpc_options"]["port"]
+            places.append(Place(user, f"127.0.0.1:{port}"))
+        for own, other in (places, reversed(places)):
+            assert {process.uids().real for process in _family(own)} == {own.user.uid}
+            assert own.calls(own.target) == "function:tests.scorers:words [1000.3]"
+            assert own.calls(other.target) == "Unauthenticated"
+            assert len(other.secrets) > 6
+            assert readable(other.user, other.secrets) == set(other.secrets)
+            assert readable(own.user, other.secrets) == set()
+        families = [process for place in places for process in _family(place)]
+        first, second = places
+        assert first.user.quartet("down").returncode == 0
+        assert second.calls(second.target) == "function:tests.scorers:words [1000.3]"
+        assert second.user.quartet("down").returncode == 0
+        _, alive = psutil.wait_procs(families, timeout=30)
+        assert alive == []
+
+
+def _family(place: Place) -> list[psutil.Process]:
+    head = psutil.Process(json.loads((place.user.folder / STATE).read_text())["pid"])
+    return [head, *head.children(recursive=True)]
