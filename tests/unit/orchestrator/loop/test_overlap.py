@@ -1,6 +1,7 @@
 """The loop with publishing and sampling beside it: what goes on at the same time, and what each failure ends."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ def overlapped(folder: Path, **section: Any) -> Stage:
     return Stage(folder, **{"loop": {"max_staleness": 1}} | section)
 
 
-def tasks() -> list[str]:
-    return [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+@pytest.fixture
+async def left() -> Callable[[], list[str]]:
+    """Names of the tasks that are running and were not before the test: all tests share one event loop."""
+    before = asyncio.all_tasks()
+
+    def names() -> list[str]:
+        return [task.get_name() for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
+
+    return names
 
 
 async def test_a_version_is_delivered_while_the_next_batch_trains(policy_folder: Path) -> None:
@@ -98,7 +106,9 @@ async def test_values_are_asked_for_beside_the_policys_log_probs(policy_folder: 
     assert sorted(stage.log.lines) == [0, 1]
 
 
-async def test_a_failed_delivery_ends_the_run_at_once_with_its_own_error(policy_folder: Path) -> None:
+async def test_a_failed_delivery_ends_the_run_at_once_with_its_own_error(
+    policy_folder: Path, left: Callable[[], list[str]]
+) -> None:
     stage = overlapped(policy_folder)
     stage.policy.meeting = asyncio.Barrier(1)
     stage.pusher.failure = PushFailed("version 2 after 5 attempts: a: gone")
@@ -113,10 +123,10 @@ async def test_a_failed_delivery_ends_the_run_at_once_with_its_own_error(policy_
     async with asyncio.timeout(10):
         with pytest.raises(PushFailed, match="version 2 after 5 attempts: a: gone"):
             await stage.run()
-    assert tasks() == []
+    assert left() == []
 
 
-async def test_a_failed_update_leaves_no_task(policy_folder: Path) -> None:
+async def test_a_failed_update_leaves_no_task(policy_folder: Path, left: Callable[[], list[str]]) -> None:
     stage = overlapped(policy_folder, evaluation={"every": 0})
     stage.pusher.gate = lambda version: asyncio.Event().wait()  # never delivered
     train, trains = stage.policy.train, iter([None, Unavailable("the learner is gone")])
@@ -131,10 +141,10 @@ async def test_a_failed_update_leaves_no_task(policy_folder: Path) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await stage.run()
     assert [str(error) for error in caught.value.exceptions] == ["the learner is gone"]
-    assert tasks() == []
+    assert left() == []
 
 
-async def test_a_run_that_is_cancelled_leaves_no_task(policy_folder: Path) -> None:
+async def test_a_run_that_is_cancelled_leaves_no_task(policy_folder: Path, left: Callable[[], list[str]]) -> None:
     stage = overlapped(policy_folder, evaluation={"every": 0})
     stage.pusher.gate = lambda version: asyncio.Event().wait()
     run = asyncio.create_task(stage.run())
@@ -144,4 +154,4 @@ async def test_a_run_that_is_cancelled_leaves_no_task(policy_folder: Path) -> No
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert tasks() == []
+    assert left() == []
