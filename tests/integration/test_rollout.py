@@ -134,14 +134,14 @@ async def test_weights_that_are_too_old_serve_nothing(quartet: Quartet, base: An
     version = (await push_model(quartet.services.rollout, base)).policy_version
     assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version)) == len(PROMPTS)
     with pytest.raises(FailedPrecondition, match=f"min_version: {version + 1} asked, but .* serves {version}"):
-        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=1)
+        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=version + 1, timeout_s=5)
 
 
 async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet, base: Any) -> None:
     version = (await push_model(quartet.services.rollout, base)).policy_version
     assert len(await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version)) == len(PROMPTS)
     with pytest.raises(FailedPrecondition, match=f"max_version: {version - 1} asked, but .* serves {version}"):
-        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version - 1, timeout_s=1)
+        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), max_version=version - 1, timeout_s=5)
 
 
 async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_are(quartet: Quartet) -> None:
@@ -154,7 +154,7 @@ async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_a
         rf"holds version {info.policy_version} of an abandoned timeline \({info.timeline}\); the run is at timeline"
     )
     with pytest.raises(OffTimeline, match=f"{said} {timeline}"):
-        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=1, timeout_s=1)
+        await generate(quartet, PROMPTS, Sampling(max_new_tokens=2), min_version=1, timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ async def ask(quartet: Quartet, request: rollout_pb2.GenerateRequest) -> list[ro
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (rollout_pb2.WeightPhase(timeout_s=5), "phase: set one of discover, prepare, transfer, commit, abort and"),
+        (rollout_pb2.WeightPhase(timeout_s=5), "phase: set one of discover, claim, rest, prepare, transfer,"),
         (rollout_pb2.WeightPhase(discover=rollout_pb2.Discover()), "timeout_s: 0; required, more than 0"),
     ],
 )

@@ -116,7 +116,10 @@ class Group:
             work = group.broadcast([carried], options)
         finally:
             del group  # `close` explains why
-        work.wait(self.timeout)
+        try:
+            work.wait(self.timeout)
+        finally:
+            del work  # for the same reason: it holds the connections too
         if carried is not data and self._rank != SENDER:
             data.copy_(carried)
 
