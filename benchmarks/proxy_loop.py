@@ -42,7 +42,7 @@ SERVICES = ("Rollout", "Reward", "Critic")
 console = Console()
 
 
-@serve.deployment(max_ongoing_requests=1024)
+@serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0})
 class Idle:
     """Stands for any service. Answers at once, and Values when Adopt is called."""
 
