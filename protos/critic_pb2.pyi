@@ -51,27 +51,29 @@ class ValuesResponse(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("step", "row", "pairs", "values", "returns", "lease")
+    __slots__ = ("step", "row", "pairs", "values", "returns", "lease", "trained")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
     step: int
     row: int
     pairs: _common_pb2.Pairs
     values: bytes
     returns: bytes
     lease: _common_pb2.Lease
-    def __init__(self, step: _Optional[int] = ..., row: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    trained: bytes
+    def __init__(self, step: _Optional[int] = ..., row: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., trained: _Optional[bytes] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TrainRequest(_message.Message):
-    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease", "staged")
+    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease", "staged", "trained")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +84,7 @@ class TrainRequest(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
     step: int
     pairs: _common_pb2.Pairs
     values: bytes
@@ -92,7 +95,8 @@ class TrainRequest(_message.Message):
     last_step: int
     lease: _common_pb2.Lease
     staged: int
-    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., staged: _Optional[int] = ...) -> None: ...
+    trained: bytes
+    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., staged: _Optional[int] = ..., trained: _Optional[bytes] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("metrics",)

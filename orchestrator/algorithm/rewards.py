@@ -36,6 +36,26 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, c
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(steps == last, bonus, 0.0)
 
 
+def carry_back(rewards: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
+    """The rewards of tokens that are not trained on, added to the last trained token before them. All [B, T].
+
+    `gae` steps over tokens off its mask as over a single transition; what they earned is then earned on the way from
+    the token before them to the one after them. For example rewards 1, 2, 4, 8 of tokens of which the second and the
+    last are not trained on become 3, 0, 12, 0. What comes before a response's first trained token is none of its
+    consequences, and is left out; a response without a trained token has no rewards.
+
+    Args:
+        rewards: the rewards, as `shape_rewards` gives them.
+        sampled: True at response tokens.
+        mask: True at those that are trained on.
+    """
+    check_masked(mask, rewards=rewards, sampled=sampled)
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    owners = torch.where(mask, steps, -1).cummax(dim=1).values
+    earned = torch.where(sampled & (owners >= 0), rewards, 0.0)
+    return torch.zeros_like(earned).scatter_add(1, owners.clamp(min=0), earned)
+
+
 def _check_scores(scores: Tensor) -> None:
     if scores.dim() != 1 or not bool(scores.isfinite().all()):
         raise ValueError(f"scores must be finite numbers [N], got {scores.tolist()}")

@@ -83,11 +83,19 @@ class PPOConfig(Config):
     importance_cap: Annotated[float, Field(ge=1)] | None = 2.0
     """Cap of the truncated importance weights between the rollout engine's log-probs and the learner's.
     Null turns the correction off; the mismatch is still measured."""
+    max_token_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
+    both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
+    They have an effect where it is less than loop.max_staleness. Null: no token is left out."""
 
     @property
     def needs_critic(self) -> bool:
         """True if advantages are estimated from a critic's values."""
         return self.advantages == "gae"
+
+    def oldest_trained(self, version: int) -> int | None:
+        """The oldest version whose tokens the policy of `version` trains on; None: tokens of any version."""
+        return None if self.max_token_staleness is None else version - self.max_token_staleness
 
     def needs_old_logprobs(self, samples: int) -> bool:
         """True if an update with so many samples needs the learner's log-probs beforehand: for a KL penalty in the

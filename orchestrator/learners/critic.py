@@ -28,6 +28,7 @@ class CriticLearner:
             update.batch.responses,
             update.values,
             update.returns,
+            trained=update.batch.trained,
             epochs=ppo.epochs,
             minibatch_size=ppo.minibatch_size,
             seed=update.seed,

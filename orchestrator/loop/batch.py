@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from orchestrator.experience.experience import Experience
+from orchestrator.policy.trainer import PolicyBatch
 from services.common.models.numerics import response_mask
 from services.common.models.sequences import pad_rows
-from services.common.wire.codec import Floats
+from services.common.wire.codec import Bools, Floats
 from services.common.wire.ragged import Ragged
 
 
@@ -26,21 +27,36 @@ class Batch:
     """Token ids, B sequences."""
     lengths: Tensor
     """Tokens of each response, [B] int64."""
+    oldest_trained: int | None
+    """The oldest version whose tokens are trained on; None: tokens of any version are."""
 
     @classmethod
-    def of(cls, experiences: Sequence[Experience]) -> Self:
+    def of(cls, experiences: Sequence[Experience], oldest_trained: int | None = None) -> Self:
         """The columns of these samples, in their order."""
         responses = Ragged.of([e.sample.response_ids for e in experiences])
         lengths = torch.from_numpy(responses.lengths).long()
-        return cls(experiences, Ragged.of([e.prompt.prompt_ids for e in experiences]), responses, lengths)
+        prompts = Ragged.of([e.prompt.prompt_ids for e in experiences])
+        return cls(experiences, prompts, responses, lengths, oldest_trained)
 
     def __len__(self) -> int:
         return len(self.experiences)
 
     @cached_property
-    def mask(self) -> Tensor:
+    def sampled(self) -> Tensor:
         """True on response tokens, [B, T] bool."""
         return response_mask(self.lengths, int(self.lengths.max()))
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True on the response tokens that are trained on, [B, T] bool."""
+        if self.oldest_trained is None:
+            return self.sampled
+        return self.padded([e.sample.versions >= self.oldest_trained for e in self.experiences]).bool()
+
+    @property
+    def masked(self) -> float:
+        """Share of the response tokens that are not trained on."""
+        return 1 - int(self.mask.sum()) / int(self.sampled.sum())
 
     @cached_property
     def logprobs(self) -> Tensor:
@@ -79,10 +95,26 @@ class Batch:
         """Share of responses that the length limit cut off."""
         return sum(e.truncated for e in self.experiences) / len(self.experiences)
 
-    def padded(self, rows: Sequence[Floats]) -> Tensor:
+    def padded(self, rows: Sequence[Floats] | Sequence[Bools]) -> Tensor:
         """Pads B arrays [t] of one value per response token to [B, T]."""
-        return pad_rows(rows, self.mask.shape[1])
+        return pad_rows(rows, self.sampled.shape[1])
 
-    def rows(self, column: Tensor) -> list[Floats]:
+    def rows(self, column: Tensor) -> list[Any]:
         """Cuts [B, T] into B arrays [t], the inverse of `padded`."""
         return [row[:length].numpy() for row, length in zip(column, self.lengths.tolist(), strict=True)]
+
+    def for_policy(
+        self, old_logprobs: list[Floats] | None, advantages: Sequence[Floats], kl_coef: float
+    ) -> PolicyBatch:
+        """The batch for the policy's update, with what was computed of it. All tokens are trained on unless some are
+        masked."""
+        return PolicyBatch(
+            prompts=self.prompts,
+            responses=self.responses,
+            logprobs=[e.sample.logprobs for e in self.experiences],
+            old_logprobs=old_logprobs,
+            ref_logprobs=self.reference_rows,
+            advantages=advantages,
+            kl_coef=kl_coef,
+            trained=self.rows(self.mask) if self.masked else None,
+        )

@@ -9,7 +9,7 @@ from orchestrator.algorithm.advantages import gae, rewards_to_go, rloo, whiten
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, kl_estimate
 from orchestrator.algorithm.loss import mismatch
 from orchestrator.algorithm.off_policy import measures
-from orchestrator.algorithm.rewards import RunningNormaliser, shape_rewards
+from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.loop.batch import Batch
 from services.common.models.numerics import explained_variance
@@ -22,8 +22,9 @@ KLController = FixedKL | AdaptiveKL
 class Distance:
     """Distance of the learner's policy before the update from the reference and from the samplers' policies."""
 
-    kl: float
-    """Mean over responses of the KL estimate summed over tokens, in nats; 0 without a reference."""
+    kl: float | None
+    """Mean over responses of the KL estimate summed over tokens, in nats; 0 without a reference, None if no token is
+    trained on."""
     metrics: dict[str, float]
 
 
@@ -63,61 +64,75 @@ def estimate_advantages(
         kl_coef: coefficient of this batch.
         normaliser: running mean and deviation of earlier scores.
     """
-    mask, scores = batch.mask, batch.scores
-    kl = torch.zeros(mask.shape) if old_logprobs is None else _kl(batch, old_logprobs, ppo)
+    scores, sampled = batch.scores, batch.sampled
+    kl = torch.zeros(sampled.shape) if old_logprobs is None else _kl(batch, old_logprobs, ppo, sampled)
     if ppo.normalise_scores:
         normaliser = normaliser.update(scores)
         scores = normaliser.normalise(scores)
     in_reward = kl_coef if ppo.kl.placement == "reward" else 0.0
-    rewards = shape_rewards(scores.float(), kl, mask, kl_coef=in_reward, clip=ppo.score_clip)
+    rewards = shape_rewards(scores.float(), kl, sampled, kl_coef=in_reward, clip=ppo.score_clip)
     advantages, returns = _advantages(batch, rewards, ppo)
-    whitened = whiten(advantages, mask) if ppo.whiten_advantages else advantages
+    whitened = _whitened(advantages, batch.mask) if ppo.whiten_advantages else advantages
 
     metrics = {
         "reward/mean": float(rewards.sum(1).mean()),
         "kl/coef": kl_coef,
     }
-    if returns is not None:
-        metrics["value/explained_variance"] = explained_variance(batch.values, returns, mask)
+    if returns is not None and batch.mask.any():
+        metrics["value/explained_variance"] = explained_variance(batch.values, returns, batch.mask)
     learned = [] if returns is None else batch.rows(returns)
     return Advantages(batch.rows(whitened), learned, normaliser, metrics | _described(batch))
 
 
 def measure_distance(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> Distance:
-    """Measures `kl/reference`, `mismatch/*` and `off_policy/*` of B responses.
+    """Measures `kl/reference`, `mismatch/*` and `off_policy/*` of B responses, by the tokens that are trained on;
+    nothing if there is none.
 
     Args:
         batch: the responses.
         old_logprobs: [B, T], the learner's before the update.
         ppo: the algorithm.
     """
-    kl = float(torch.where(batch.mask, _kl(batch, old_logprobs, ppo), 0).sum(1).mean())
+    if not (trained := int(batch.mask.sum())):
+        return Distance(None, {})
+    kl = float(_kl(batch, old_logprobs, ppo, batch.mask).sum(1).mean())
+    kl *= int(batch.sampled.sum()) / trained  # of whole responses, also where tokens are left out
     metrics = _off_policy(batch, old_logprobs, ppo)
     if batch.ref_logprobs is not None:
         metrics["kl/reference"] = kl
     return Distance(kl, metrics)
 
 
-def _kl(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> Tensor:
-    """The KL estimate per token, [B, T]; zeros without a reference."""
+def _kl(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig, mask: Tensor) -> Tensor:
+    """The KL estimate per token of the mask, [B, T]; zeros without a reference."""
     reference = batch.ref_logprobs
     if reference is None:
         return torch.zeros_like(old_logprobs)
-    return kl_estimate(old_logprobs, reference, ppo.kl.estimator, batch.mask)
+    return kl_estimate(old_logprobs, reference, ppo.kl.estimator, mask)
 
 
 def _advantages(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor | None]:
-    """Advantages by the configured estimator, and the returns that a critic learns; None without one. Both [B, T]."""
-    if ppo.advantages == "rloo":
-        return rloo(rewards, batch.mask, group=ppo.samples_per_prompt), None
+    """Advantages by the configured estimator, and the returns that a critic learns; None without one. Both [B, T],
+    zero at tokens that are not trained on."""
+    if ppo.advantages == "rloo":  # a response is one action, whose reward is that of all its tokens
+        advantages = rloo(rewards, batch.sampled, group=ppo.samples_per_prompt)
+        return torch.where(batch.mask, advantages, 0.0), None
+    if batch.masked:
+        rewards = carry_back(rewards, batch.sampled, batch.mask)
     if ppo.advantages == "reinforce++":
         return rewards_to_go(rewards, batch.mask, gamma=ppo.gamma), None
     return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, bootstrap=batch.after)
 
 
+def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Whitened advantages, [B, T]; a single token has no spread, so that its advantage is 0."""
+    return whiten(advantages, mask) if int(mask.sum()) > 1 else torch.zeros_like(advantages)
+
+
 def _described(batch: Batch) -> dict[str, float]:
-    """Scores and lengths."""
-    return {
+    """Scores, lengths, and the share of masked tokens where there may be some."""
+    masked = {} if batch.oldest_trained is None else {"staleness/masked": batch.masked}
+    return masked | {
         "score/mean": float(batch.scores.mean()),
         "score/std": float(batch.scores.std(correction=0)),
         "response/length_mean": float(batch.lengths.float().mean()),

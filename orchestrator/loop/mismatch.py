@@ -35,9 +35,9 @@ class MismatchWatch:
         Raises:
             MismatchError: the difference was beyond the limit for too many steps.
         """
-        difference = metrics[MEASURED]
         if metrics["policy/staleness"] > 0:
             return
+        difference = metrics[MEASURED]
         if difference <= self._limit:
             self._beyond = 0
             return

@@ -28,7 +28,6 @@ from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.record import Record, Stopwatch
-from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.tracing.waits import Waits
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import NotFinite
@@ -149,9 +148,9 @@ class Trainer:
         distance: Distance,
         learned: dict[str, float],
     ) -> TrainState:
-        count = len(collected.experiences)
+        count, controller = len(collected.experiences), make_controller(self._config.ppo, state.kl_coef)
         return state.advanced(
-            kl_coef=make_controller(self._config.ppo, state.kl_coef).update(distance.kl, count).coef,
+            kl_coef=(controller if distance.kl is None else controller.update(distance.kl, count)).coef,
             normaliser=estimate.normaliser,
             asked=count + collected.repeated,
             used=[experience.number for experience in collected.experiences],
@@ -184,7 +183,7 @@ class Trainer:
     ) -> tuple[Batch, list[Floats] | None]:
         """The batch with the critic's values, and the policy's own log-probs of it, both from before the update; no
         log-probs where the update computes them itself."""
-        batch = Batch.of(collected.experiences)
+        batch = Batch.of(collected.experiences, self._config.ppo.oldest_trained(state.policy_version))
         async with asyncio.TaskGroup() as group:
             valued = group.create_task(stream.complete(state.step + 1, collected, critic_step=state.critic_step))
             own = group.create_task(self._old_logprobs(batch))
@@ -212,16 +211,13 @@ class Trainer:
         ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
         padded = None if old_logprobs is None else batch.padded(old_logprobs)
         estimate = estimate_advantages(batch, padded, ppo, kl_coef, state.normaliser)
-        trained = PolicyBatch(
-            prompts=batch.prompts,
-            responses=batch.responses,
-            logprobs=[e.sample.logprobs for e in batch.experiences],
-            old_logprobs=old_logprobs,
-            ref_logprobs=batch.reference_rows,
-            advantages=estimate.advantages,
-            kl_coef=kl_coef,
-        )
+        trained = batch.for_policy(old_logprobs, estimate.advantages, kl_coef)
         step = state.step + 1
+        if not batch.mask.any():
+            self._record.note(
+                f"step {step}: all its tokens are older than ppo.max_token_staleness ({ppo.max_token_staleness}), so "
+                "that nothing is trained on"
+            )
         seed = self._config.seed * 1_000_003 + step
         return Update(step, seed, trained, [e.values for e in batch.experiences], estimate.returns), estimate
 

@@ -14,7 +14,7 @@ from orchestrator.policy.sending import WeightSending
 from services.common.config.learner import PolicyConfig
 from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
-from services.common.learner.minibatches import Means, minibatches, weight_of
+from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.learner.shards import Part
 from services.common.models.device import cpu_threads
 from services.common.models.distribution import Distribution
@@ -22,7 +22,7 @@ from services.common.models.loading import load_causal, load_tokenizer, response
 from services.common.models.numerics import masked_sum
 from services.common.models.sequences import PairTensors
 from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Floats, Ints
+from services.common.wire.codec import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class PolicyBatch:
     """[T]"""
     kl_coef: float
     """Coefficient of the KL penalty in this batch's loss; used when ppo.kl.placement is loss."""
+    trained: Sequence[Bools] | None = None
+    """[T] True at the tokens that are trained on; None: all are"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class _Micro:
     rows: Sequence[int]
     """The pairs' numbers in the batch; none on a rank whose share only makes the ranks' counts equal."""
     pairs: PairTensors
+    mask: torch.Tensor
+    """The tokens that are trained on; none on that rank."""
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     tokens: int
-    """Tokens of the whole minibatch."""
+    """Tokens of the whole minibatch that are trained on."""
     weight: float
     """Weight of the minibatch's loss."""
     kl_coef: float
@@ -117,18 +121,22 @@ class PolicyTrainer:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
         gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not.
 
-        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect. ValueError if
-        the batch has no old log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
+        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect. A minibatch of
+        which no token is trained on is left out and counted (`empty_steps`). ValueError if the batch has no old
+        log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
         """
         if batch.old_logprobs is None and self._ppo.needs_old_logprobs(len(batch.prompts)):
             raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")
         self._computed, self._lengths = [], [len(response) for response in batch.responses]
-        means, first = Means(), dict[str, float]()
+        means, first, counts = Means(), dict[str, float](), tokens_trained(batch.responses, batch.trained)
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         with self._learner.optimizer_state.resident():
             for chosen in order:
-                weight = weight_of(chosen, self._lengths, self._ppo.minibatch_size)
-                measured = self._learner.step(self._micro_batches(batch, chosen, weight), self._loss)
+                if not (tokens := sum(counts[i] for i in chosen)):
+                    means.leave_out()
+                    continue
+                weight = weight_of(chosen, counts, self._ppo.minibatch_size)
+                measured = self._learner.step(self._micro_batches(batch, chosen, tokens, weight), self._loss)
                 if measured and not first:
                     first = {"first_log_ratio_max": measured["log_ratio_max"]}
                 means.add(measured, weight)
@@ -144,9 +152,8 @@ class PolicyTrainer:
         self._computed = []
         return self._learner.shared(by_row, self._lengths)
 
-    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], weight: float) -> list[_Micro]:
+    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], tokens: int, weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
-        tokens = sum(len(response) for response in responses)
         return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
 
     def _micro(self, batch: PolicyBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
@@ -156,9 +163,11 @@ class PolicyTrainer:
         def spread(values: Sequence[Floats]) -> torch.Tensor:
             return pairs.spread([values[i] for i in rows])
 
+        marks = None if batch.trained is None else [batch.trained[i] for i in rows]
         return _Micro(
             rows=rows if part.counts else (),
-            pairs=pairs if part.counts else pairs.muted(),
+            pairs=pairs,
+            mask=pairs.trained(marks, counts=part.counts),
             logprobs=spread(batch.logprobs),
             old_logprobs=None if batch.old_logprobs is None else spread(batch.old_logprobs),
             ref_logprobs=None if batch.ref_logprobs is None else spread(batch.ref_logprobs),
@@ -170,7 +179,7 @@ class PolicyTrainer:
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
-        ppo, mask = self._ppo, micro.pairs.action_mask
+        ppo, mask = self._ppo, micro.mask
         logits = response_logits(self._learner.model, micro.pairs)
         new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs, trained=ppo.entropy_coef > 0)
         entropy = masked_sum(entropies, mask) / micro.tokens
@@ -195,7 +204,7 @@ class PolicyTrainer:
         return old_logprobs
 
     def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> PolicyLoss:
-        ppo, mask = self._ppo, micro.pairs.action_mask
+        ppo, mask = self._ppo, micro.mask
         if ppo.correction == "dis":
             return dis_loss(
                 new_logprobs,

@@ -10,8 +10,10 @@ from protos.critic_pb2_grpc import CriticStub
 from services.common.wire.backoff import Backoff, Deadline
 from services.common.wire.client import ServiceClient
 from services.common.wire.codec import (
+    Bools,
     Floats,
     Ints,
+    pack_bools,
     pack_floats,
     pack_pairs,
     split,
@@ -133,14 +135,15 @@ class CriticClient(ServiceClient[CriticStub]):
         values: Sequence[Floats],
         returns: Sequence[Floats],
         *,
+        trained: Sequence[Bools] | None = None,
         epochs: int,
         minibatch_size: int,
         seed: int,
         last_step: int | None = None,
         timeout_s: float,
     ) -> dict[str, float]:
-        """Trains on one PPO batch, at most once per step id; returns the mean metrics of its optimizer steps. A large
-        batch is sent in parts, ahead of the call that trains on it.
+        """Trains on one PPO batch, on the tokens that `trained` marks or all, at most once per step id; returns the
+        mean metrics of its optimizer steps. A large batch is sent in parts, ahead of the call that trains on it.
 
         Raises:
             CriticReset: a later step was trained already, or the step before was not `last_step` of the run's
@@ -151,7 +154,8 @@ class CriticClient(ServiceClient[CriticStub]):
 
         def batch(rows: range) -> dict[str, Any]:
             numbers = {name: pack_floats(some(of, rows)) for name, of in (("values", values), ("returns", returns))}
-            return {"pairs": pack_pairs(*select(rows, prompts, responses)), **numbers}
+            marks = {} if trained is None else {"trained": pack_bools(some(trained, rows))}
+            return {"pairs": pack_pairs(*select(rows, prompts, responses)), **numbers, **marks}
 
         async def stage(rows: range) -> None:
             part = pb.StageRequest(step=step, row=rows.start, lease=self.lease, **batch(rows))

@@ -114,8 +114,8 @@ class Critic(HealthMixin):
         """Trains on one batch, at most once per step id."""
         _check_least(request, staged=0)
         packed = PackedPairs.of(request.pairs)
-        if request.staged and (packed.rows or request.values or request.returns):
-            raise InvalidArgument("pairs, values, returns: stage them too, or send them without `staged`")
+        if request.staged and (packed.rows or request.values or request.returns or request.trained):
+            raise InvalidArgument("pairs, values, returns, trained: stage them too, or send them without `staged`")
         parts = self._critic.staged(request.lease, request.step, request.staged) if request.staged else []
         tokens = packed.tokens + sum(part.tokens for part in parts)
         with self._train_admission.admitted(share, packed.rows + request.staged, tokens, "pairs"):
@@ -134,7 +134,7 @@ class Critic(HealthMixin):
 
     def _part(self, packed: PackedPairs, request: pb.StageRequest | pb.TrainRequest) -> BatchPart:
         limits = {"vocab_size": self._model.vocab_size, "max_length": self._model.max_length}
-        return BatchPart.of(packed, request.values, request.returns, **limits)
+        return BatchPart.of(packed, request.values, request.returns, request.trained, **limits)
 
     @translated
     async def Save(self, request: pb.SaveRequest) -> pb.SaveResponse:

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.common.config.limits import LimitsConfig
 from services.common.serving.runs.timeline import Moment
-from services.common.wire.codec import Floats, Ints, PackedPairs, unpack_finite
+from services.common.wire.codec import Bools, Floats, Ints, PackedPairs, unpack_bools, unpack_finite
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from services.common.wire.ragged import Ragged
 
@@ -26,21 +26,32 @@ class BatchPart:
     """[sum of T] values from before the update."""
     returns: Floats
     """[sum of T] returns."""
+    trained: Bools
+    """[sum of T] True at the tokens that are trained on."""
 
     @classmethod
     def of(
-        cls, packed: PackedPairs, values: bytes, returns: bytes, *, vocab_size: int, max_length: int
+        cls,
+        packed: PackedPairs,
+        values: bytes,
+        returns: bytes,
+        trained: bytes = b"",
+        *,
+        vocab_size: int,
+        max_length: int,
     ) -> "BatchPart":
-        """The part that these bytes hold; InvalidArgument if they do not fit each other or the model."""
+        """The part that these bytes hold; without `trained` all tokens are trained on. InvalidArgument if they do not
+        fit each other or the model."""
         prompts, responses = packed.unpack(vocab_size=vocab_size, max_length=max_length)
-        numbers = [unpack_finite(data, field) for data, field in ((values, "values"), (returns, "returns"))]
-        for given, field in zip(numbers, ("values", "returns"), strict=True):
-            if len(given) != len(responses.ids):
+        tokens = len(responses.ids)
+        numbers = unpack_finite(values, "values"), unpack_finite(returns, "returns")
+        marks = unpack_bools(trained, "trained") if trained else np.ones(tokens, np.bool_)
+        for given, field in zip((*numbers, marks), ("values", "returns", "trained"), strict=True):
+            if len(given) != tokens:
                 raise InvalidArgument(
-                    f"{field}: {len(given)} values for {len(responses.ids)} response tokens; there must be one per "
-                    "token"
+                    f"{field}: {len(given)} values for {tokens} response tokens; there must be one per token"
                 )
-        return cls(prompts, responses, *numbers)
+        return cls(prompts, responses, *numbers, marks)
 
     @classmethod
     def joined(cls, parts: Sequence["BatchPart"]) -> "BatchPart":
@@ -49,8 +60,13 @@ class BatchPart:
             Ragged(np.concatenate([side.ids for side in sides]), np.concatenate([side.lengths for side in sides]))
             for sides in ([part.prompts for part in parts], [part.responses for part in parts])
         )
-        values = np.concatenate([part.values for part in parts])
-        return cls(prompts, responses, values, np.concatenate([part.returns for part in parts]))
+        return cls(
+            prompts,
+            responses,
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.returns for part in parts]),
+            np.concatenate([part.trained for part in parts]),
+        )
 
     @property
     def rows(self) -> int:
@@ -66,13 +82,14 @@ class BatchPart:
 def digest(parts: Sequence[BatchPart], schedule: Iterable[int]) -> bytes:
     """Identifies a batch and its schedule, on which the result of a step depends, however the batch was divided."""
     total = hashlib.sha256(repr(tuple(schedule)).encode())
-    fields: list[Callable[[BatchPart], Ints | Floats]] = [
+    fields: list[Callable[[BatchPart], Ints | Floats | Bools]] = [
         lambda part: part.prompts.lengths,
         lambda part: part.responses.lengths,
         lambda part: part.prompts.ids,
         lambda part: part.responses.ids,
         lambda part: part.values,
         lambda part: part.returns,
+        lambda part: part.trained,
     ]
     for field in fields:
         for part in parts:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 
 from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
-from services.common.learner.minibatches import Means, minibatches, weight_of
+from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.learner.shards import Part
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.numerics import masked_sum, value_loss
 from services.common.models.scalar import VALUE_HEAD, ScalarModel, load_value
 from services.common.models.sequences import PairTensors
 from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Floats, Ints, split
+from services.common.wire.codec import Bools, Floats, Ints, split
 from services.critic.config import CriticConfig
 from services.critic.staged import BatchPart
 
@@ -33,22 +34,27 @@ class CriticBatch:
     """Values from before the update, B times [T]."""
     returns: Sequence[Floats]
     """Returns, B times [T]."""
+    trained: Sequence[Bools] | None = None
+    """True at the tokens that are trained on, B times [T]; None: all are."""
 
     @classmethod
     def of(cls, whole: BatchPart) -> Self:
         """The batch, divided into its responses."""
         lengths = whole.responses.lengths.tolist()
         values, returns = (split(numbers, lengths, "values") for numbers in (whole.values, whole.returns))
-        return cls(list(whole.prompts), list(whole.responses), values, returns)
+        trained = None if whole.trained.all() else np.split(whole.trained, np.cumsum(lengths)[:-1])
+        return cls(list(whole.prompts), list(whole.responses), values, returns, trained)
 
 
 @dataclass(frozen=True, slots=True)
 class _Micro:
     pairs: PairTensors
+    mask: torch.Tensor
+    """The tokens that are trained on; none on a rank whose share only makes the ranks' counts equal."""
     values: torch.Tensor
     returns: torch.Tensor
     tokens: int
-    """Tokens of the whole minibatch."""
+    """Tokens of the whole minibatch that are trained on."""
     weight: float
     """Weight of the minibatch's loss."""
 
@@ -101,25 +107,30 @@ class CriticTrainer:
 
     def train(self, batch: CriticBatch, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
-        gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not."""
-        means = Means()
+        gradient that was not finite, and how many were skipped in a row up to now. A minibatch of which no token is
+        trained on is left out and counted (`empty_steps`). NotFinite if a weight is not finite."""
+        means, counts = Means(), tokens_trained(batch.responses, batch.trained)
         with self._learner.optimizer_state.resident():
             for chosen in minibatches(len(batch.prompts), epochs=epochs, size=minibatch_size, seed=seed):
-                weight = weight_of(chosen, [len(response) for response in batch.responses], minibatch_size)
-                means.add(self._learner.step(self._micro_batches(batch, chosen, weight), self._loss), weight)
+                if not (tokens := sum(counts[i] for i in chosen)):
+                    means.leave_out()
+                    continue
+                weight = weight_of(chosen, counts, minibatch_size)
+                means.add(self._learner.step(self._micro_batches(batch, chosen, tokens, weight), self._loss), weight)
         self._learner.check_weights()
         return means.result() | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 
-    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int], weight: float) -> list[_Micro]:
+    def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int], tokens: int, weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
-        tokens = sum(len(response) for response in responses)
         return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
 
     def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
         rows = [chosen[i] for i in part.rows]
         pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        marks = None if batch.trained is None else [batch.trained[i] for i in rows]
         return _Micro(
-            pairs=pairs if part.counts else pairs.muted(),
+            pairs=pairs,
+            mask=pairs.trained(marks, counts=part.counts),
             values=pairs.spread([batch.values[i] for i in rows]),
             returns=pairs.spread([batch.returns[i] for i in rows]),
             tokens=tokens,
@@ -128,7 +139,7 @@ class CriticTrainer:
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         new_values = self._learner.model(micro.pairs)[:, micro.pairs.predictors]
-        mask = micro.pairs.action_mask
+        mask = micro.mask
         loss, clipped = value_loss(
             new_values,
             micro.values,

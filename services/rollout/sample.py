@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protos import rollout_pb2 as pb
 from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
 from services.common.wire.errors import InvalidArgument
@@ -107,6 +110,14 @@ class Sample:
     def oldest_version(self) -> int:
         """Oldest version that sampled any of its tokens."""
         return min(version for version, _, _ in self.spans)
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """Version that sampled each token, [T]."""
+        versions = np.zeros(len(self.response_ids), np.int64)
+        for version, start, end in self.spans:
+            versions[start:end] = version
+        return versions
 
     def to_wire(self) -> pb.Sample:
         """Converts to protobuf."""

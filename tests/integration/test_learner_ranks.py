@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) 
         returns = [np.ones_like(row) for row in before]
         for critic in (single, double):
             await hold_critic(critic)
-        options = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
+        options: dict[str, Any] = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
         wanted, actual = [
             await critic.train(1, PROMPTS, RESPONSES, before, returns, **options) for critic in (single, double)
         ]

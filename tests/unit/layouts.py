@@ -12,7 +12,7 @@ from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.learner.ema import held
 from services.common.models.distribution import Distribution
 from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Floats, Ints
+from services.common.wire.codec import Bools, Floats, Ints
 from services.common.wire.errors import NotFinite
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
@@ -32,6 +32,12 @@ def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
     return rows(9), rows(24)
 
 
+def marks(rows: Sequence[Ints]) -> list[Bools]:
+    """About half of the tokens, and none of every third row."""
+    draw = np.random.default_rng(5)
+    return [(draw.random(len(row)) < 0.5) & (index % 3 > 0) for index, row in enumerate(rows)]
+
+
 def noise(rows: Sequence[Ints], seed: int, around: Sequence[Floats] | None = None) -> list[Floats]:
     """Normal numbers for each token, about `around` or 0."""
     draw = np.random.default_rng(seed)
@@ -45,8 +51,9 @@ class Bench:
     def __init__(self, policy: Path, reward: Path, ranks: Ranks) -> None:
         self._policy, self._reward, self._ranks = str(policy), str(reward), ranks
 
-    def policy(self, layout: dict[str, Any], samples: int = 21, size: int = 5) -> Result:
-        """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them."""
+    def policy(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:
+        """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them. If
+        `marked`, on some of their tokens."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
         ppo = PPOConfig(
             epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
@@ -62,6 +69,7 @@ class Bench:
             ref_logprobs=noise(responses, 2, old),
             advantages=noise(responses, 3),
             kl_coef=0.1,
+            trained=marks(responses) if marked else None,
         )
         steps = watched(trainer)
         trainer.train(batch, seed=0)
@@ -81,12 +89,13 @@ class Bench:
         trainer.train(PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0), seed=0)
         return before, trainer.trained_logprobs()
 
-    def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5) -> Result:
+    def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:
         """The same with the critic and its values."""
         trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)
         prompts, responses = pairs(samples)
         before = trainer.values(prompts, responses)
-        batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4))
+        trained = marks(responses) if marked else None
+        batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4), trained=trained)
         steps = watched(trainer)
         trainer.train(batch, epochs=1, minibatch_size=size, seed=0)
         return {

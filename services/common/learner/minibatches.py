@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from services.common.wire.codec import Bools, Ints
+
 
 def minibatches(samples: int, *, epochs: int, size: int, seed: int) -> Iterator[list[int]]:
     """Indices of each minibatch. Every epoch (pass over the batch) is a new permutation; its last minibatch may be
@@ -18,6 +20,11 @@ def minibatches(samples: int, *, epochs: int, size: int, seed: int) -> Iterator[
             yield shuffled[start : start + size]
 
 
+def tokens_trained(responses: Sequence[Ints], trained: Sequence[Bools] | None) -> list[int]:
+    """Tokens of each response that are trained on: those that `trained` marks, or all if it is None."""
+    return [len(response) for response in responses] if trained is None else [int(row.sum()) for row in trained]
+
+
 def weight_of(chosen: Sequence[int], lengths: Sequence[int], size: int) -> float:
     """Weight of a minibatch's mean over its tokens: 1 for a whole minibatch; for the short one at an epoch's end its
     tokens divided by the mean number of tokens of a whole one, so that each of its tokens counts as much as any
@@ -25,7 +32,7 @@ def weight_of(chosen: Sequence[int], lengths: Sequence[int], size: int) -> float
 
     Args:
         chosen: indices of the minibatch's samples.
-        lengths: tokens of every response of the batch.
+        lengths: tokens of every response of the batch that are trained on.
         size: samples of a whole minibatch.
     """
     if len(chosen) >= min(size, len(lengths)):
@@ -39,7 +46,7 @@ class Means:
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}
-        self._weight, self._skipped = 0.0, 0
+        self._weight, self._skipped, self._empty = 0.0, 0, 0
 
     def add(self, measured: Mapping[str, float], weight: float = 1.0) -> None:
         """Adds one step's numbers with their weight; an empty mapping stands for a skipped step."""
@@ -53,9 +60,15 @@ class Means:
             else:
                 self._totals[name] = self._totals.get(name, 0.0) + weight * value
 
+    def leave_out(self) -> None:
+        """Counts a minibatch for which no step was tried, as none of its tokens is trained on."""
+        self._empty += 1
+
     def result(self) -> dict[str, float]:
-        """Each number by name over the steps that were taken, and `skipped_steps`, the number of skipped steps."""
+        """Each number by name over the steps that were taken; `skipped_steps`, the number of skipped steps; and
+        `empty_steps`, the number of minibatches that were left out, if there were any."""
         means = {
             name: total if name.endswith("_max") else total / self._weight for name, total in self._totals.items()
         }
-        return means | {"skipped_steps": float(self._skipped)}
+        empty = {"empty_steps": float(self._empty)} if self._empty else {}
+        return means | {"skipped_steps": float(self._skipped)} | empty

@@ -1,7 +1,7 @@
 """Prompts and responses of any lengths as the tensors that models take: padded, or packed into one row."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -66,9 +66,12 @@ class PairTensors:
         """[R, C] int64."""
         return self.input_ids[:, self.predictors + 1]
 
-    def muted(self) -> "PairTensors":
-        """The same pairs with an all-False mask: every masked sum over them, and its gradient, is zero."""
-        return replace(self, action_mask=torch.zeros_like(self.action_mask))
+    def trained(self, rows: Sequence[np.ndarray] | None, *, counts: bool = True) -> torch.Tensor:
+        """[R, C] bool, the mask of a loss: True at the response tokens that `rows`, B boolean arrays, mark, at all of
+        them if it is None. All False unless the pairs count: every sum over them, and its gradient, is then zero."""
+        if not counts:
+            return torch.zeros_like(self.action_mask)
+        return self.action_mask if rows is None else self.spread(rows).bool()
 
     def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
         """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""

@@ -17,6 +17,7 @@ from services.common.wire.ragged import Ints as Ints
 from services.common.wire.ragged import Ragged
 
 Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
 
 
 def pack_ints(values: Iterable[int] | Ints) -> bytes:
@@ -64,6 +65,20 @@ def unpack_finite(data: bytes, field: str) -> Floats:
     if not np.isfinite(values).all():
         raise InvalidArgument(f"{field}: value {int(np.argmin(np.isfinite(values)))} is not finite")
     return values
+
+
+def pack_bools(arrays: Sequence[Bools]) -> bytes:
+    """Packs booleans as a byte each, 1 or 0, all arrays end to end."""
+    return b"".join(np.asarray(array, np.bool_).tobytes() for array in arrays)
+
+
+def unpack_bools(data: bytes, field: str) -> Bools:
+    """Booleans of shape [len(data)]; InvalidArgument if a byte is neither 0 nor 1."""
+    values = np.frombuffer(data, np.uint8)
+    if (wrong := values > 1).any():
+        at = int(np.argmax(wrong))
+        raise InvalidArgument(f"{field}: byte {at} is {values[at]}; must be 0 or 1")
+    return values.astype(np.bool_)
 
 
 def split(values: Floats, lengths: Sequence[int], field: str) -> list[Floats]:

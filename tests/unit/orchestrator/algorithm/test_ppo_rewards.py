@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
-from orchestrator.algorithm.rewards import RunningNormaliser, shape_rewards
+from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
 from services.common.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient
@@ -194,3 +194,14 @@ def test_equal_scores_normalise_to_zero_and_bad_ones_are_refused() -> None:
     assert float(normaliser.normalise(torch.full((8,), 0.1)).abs().max()) < 1e-6
     with pytest.raises(ValueError, match="scores must be finite"):
         normaliser.update(torch.tensor([1.0, NAN]))
+
+
+def test_rewards_of_tokens_left_out_go_to_the_trained_one_before_by_hand() -> None:
+    rewards = doubles([[1.0, 2.0, 4.0, 8.0, NAN], [1.0, 2.0, NAN, NAN, NAN]])
+    sampled = response_mask(torch.tensor([4, 2]), 5)
+    mask = torch.tensor([[True, False, True, False, False], [False, True, False, False, False]])
+    close(carry_back(rewards, sampled, mask), [[3, 0, 12, 0, 0], [0, 2, 0, 0, 0]])
+    close(carry_back(rewards, sampled, sampled), [[1, 2, 4, 8, 0], [1, 2, 0, 0, 0]])
+    close(carry_back(rewards, sampled, torch.zeros_like(mask)), torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"rewards is \[2, 5\], should be \[1, 5\]"):
+        carry_back(rewards, sampled, mask[:1])

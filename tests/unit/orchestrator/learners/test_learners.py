@@ -64,7 +64,7 @@ async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_
     await learner.write_snapshot(checkpoint)
     await learner.restore(checkpoint)
     trained = (103, BATCH.prompts, BATCH.responses, VALUES, RETURNS)
-    schedule = {"epochs": 3, "minibatch_size": 1, "seed": 41, "last_step": 102, "timeout_s": 21}
+    schedule = {"trained": None, "epochs": 3, "minibatch_size": 1, "seed": 41, "last_step": 102, "timeout_s": 21}
     name = "demo/step-000003/critic"
     assert critic.calls == [
         ("train", trained, schedule),

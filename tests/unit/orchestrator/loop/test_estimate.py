@@ -58,6 +58,7 @@ def estimated(
     old = batch.padded(OLD)
     made = estimate_advantages(batch, old, settings, kl_coef, normaliser or RunningNormaliser())
     distance = measure_distance(batch, old, settings)
+    assert distance.kl is not None
     metrics = made.metrics | distance.metrics
     return Estimated(made.advantages, made.returns, made.normaliser, distance.kl, metrics)
 

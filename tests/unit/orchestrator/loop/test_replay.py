@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.ranks import Policy
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
 from services.common.models.distribution import Distribution
@@ -74,7 +75,7 @@ class LocalCritic:
         self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any
     ) -> dict[str, float]:
         schedule = {name: options[name] for name in ("epochs", "minibatch_size", "seed")}
-        return self.trainer.train(CriticBatch(prompts, responses, values, returns), **schedule)
+        return self.trainer.train(CriticBatch(prompts, responses, values, returns, options["trained"]), **schedule)
 
 
 def digest(weights: Iterator[tuple[str, Any]]) -> str:
@@ -94,7 +95,7 @@ class Run:
         self.config = make_config(policy_folder, **settings | {"loop": {"mismatch_limit": 100.0}} | section)
         self.policy_folder, self.folder = policy_folder, folder
         self.rollout, self.fakes = SeededRollout(), Fakes()
-        self.log = FakeLog(self.fakes.journal)
+        self.log, self.progress = FakeLog(self.fakes.journal), FakeProgress()
         self.weights: tuple[str, str] = ("", "")
 
     @asynccontextmanager
@@ -125,7 +126,7 @@ class Run:
                 FakePusher(self.fakes.journal),
                 FakeCheckpoints(self.fakes.journal),  # type: ignore[arg-type]
                 None,
-                Record(self.log, FakeProgress(), config.steps),  # type: ignore[arg-type]
+                Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
                 Waits(UNTRACED),
             )
             await trainer.run(
@@ -150,20 +151,13 @@ class Run:
                 batch = Batch.of(collected.experiences)
                 old = await policy.logprobs(batch.prompts, batch.responses)
                 estimate = estimate_advantages(batch, batch.padded(old), config.ppo, kl_coef, normaliser)
-                trained = PolicyBatch(
-                    prompts=batch.prompts,
-                    responses=batch.responses,
-                    logprobs=[e.sample.logprobs for e in batch.experiences],
-                    old_logprobs=old,
-                    ref_logprobs=batch.reference_rows,
-                    advantages=estimate.advantages,
-                    kl_coef=kl_coef,
-                )
+                trained = batch.for_policy(old, estimate.advantages, kl_coef)
                 seed, values = config.seed * 1_000_003 + step + 1, [e.values for e in batch.experiences]
                 update = Update(step + 1, seed, trained, values, estimate.returns)
                 for each in (PolicyLearner(policy), values_of):
                     await each.train(update)
                 distance = measure_distance(batch, batch.padded(old), config.ppo)
+                assert distance.kl is not None
                 kl_coef = make_controller(config.ppo, kl_coef).update(distance.kl, len(batch)).coef
                 normaliser = estimate.normaliser
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
@@ -197,3 +191,38 @@ async def test_a_run_from_its_journal_ends_with_the_same_weights(policy_folder: 
         actual = [[run.log.lines[step][name] for step in range(1, STEPS + 1)] for run in (straight, again)]
         assert actual[0] == actual[1]
         assert actual[0] == pytest.approx(wanted, rel=1e-4)
+
+
+class Overtaken(SeededRollout):
+    """All tokens of a response but the first come from the version after."""
+
+    async def generate(self, *asked: Any, **options: Any) -> AsyncIterator[list[Sample]]:
+        version = options["min_version"]
+        async for (sample,) in super().generate(*asked, **options):
+            count = len(sample.response_ids)
+            later = ((version + 1, 1, count),) if version > 1 and count > 1 else ((version, 1, count),)
+            yield [replace(sample, spans=((version, 0, 1), *later))]
+
+
+async def test_a_run_that_leaves_out_old_tokens_ends_with_the_same_weights_from_its_journal(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    """At step 3 all tokens are two versions behind; later on the first ones of each response."""
+    section = {"steps": 6, "loop": {"max_staleness": 2, "mismatch_limit": 100.0}}
+    ppo = {"minibatch_size": 2, "epochs": 2, "kl": KL, "max_token_staleness": 1}
+    runs = []
+    for _ in range(2):
+        run = Run(policy_folder, tmp_path, **section, ppo=ppo)
+        run.rollout, run.progress = Overtaken(), FakeProgress(silent=False)
+        runs.append(await run.finish())
+    straight, again = runs
+    assert again.rollout.drawn == 0
+    assert again.weights == straight.weights
+    shares = [[run.log.lines[step]["staleness/masked"] for step in range(1, 7)] for run in runs]
+    assert shares[0] == shares[1]
+    assert shares[0][:3] == [0, 0, 1]
+    assert all(0 < share < 1 for share in shares[0][3:])
+    for run in runs:
+        assert [name for name, *_ in run.progress.calls if name == "note"] == ["note"]
+        assert run.log.lines[3]["policy/empty_steps"] == run.log.lines[3]["value/empty_steps"] == 4
+        assert "policy/loss" in run.log.lines[4]

@@ -101,12 +101,20 @@ async def test_a_staged_batch_is_checked_as_one_in_a_message_is(critic: Any) -> 
         "row": (pb.StageRequest(step=1, row=-1), "row: -1; must be at least 0"),
         "none": (pb.StageRequest(step=1), "pairs: empty"),
         "values": (pb.StageRequest(step=1, pairs=PAIRS, values=ones[4:], returns=ones), "values: .* one per token"),
+        "trained": (
+            pb.StageRequest(step=1, pairs=PAIRS, values=ones, returns=ones, trained=b"\1\0"),
+            f"trained: 2 values for {TOKENS} response tokens",
+        ),
+        "a mark": (
+            pb.StageRequest(step=1, pairs=PAIRS, values=ones, returns=ones, trained=bytes([*range(TOKENS)])),
+            "trained: byte 2 is 2; must be 0 or 1",
+        ),
     }.values():
         fields.lease.CopyFrom(OURS)
         with pytest.raises(InvalidArgument, match=told):
             await critic.Stage(fields, Context())
     both = pb.TrainRequest(step=1, staged=1, pairs=PAIRS, epochs=1, minibatch_size=1, lease=OURS)
-    with pytest.raises(InvalidArgument, match="pairs, values, returns: stage them too"):
+    with pytest.raises(InvalidArgument, match="pairs, values, returns, trained: stage them too"):
         await critic.Train(both, Context())
 
 

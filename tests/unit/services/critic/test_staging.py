@@ -102,9 +102,10 @@ def test_the_digest_is_the_batchs_and_not_that_of_its_division() -> None:
         digest([one], (1, 2, 4)),
         digest([replace(one, values=-one.values)], (1, 2, 3)),
         digest([replace(one, returns=-one.returns)], (1, 2, 3)),
+        digest([replace(one, trained=~one.trained)], (1, 2, 3)),
         digest([replace(one, prompts=one.responses, responses=one.prompts)], (1, 2, 3)),
     )
-    assert len({whole, *others}) == 5
+    assert len({whole, *others}) == 6
 
 
 @pytest.mark.parametrize("field", ["values", "returns"])
@@ -139,25 +140,31 @@ class Keeping(CriticServicer):  # type: ignore[misc]
 
     def _part(self, request: Any) -> BatchPart:
         packed = PackedPairs.of(request.pairs)
-        return BatchPart.of(packed, request.values, request.returns, vocab_size=10_000, max_length=9000)
+        return BatchPart.of(
+            packed, request.values, request.returns, request.trained, vocab_size=10_000, max_length=9000
+        )
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("rows", "tokens", "sent"),
     [(3, 2, []), (512, 2, []), (1100, 2, [76, 512, 512]), (40, 8000, [8, 16, 16]), (600, 1, [88, 256, 256])],
 )
-async def test_a_batch_arrives_as_it_was_sent(rows: int, tokens: int, sent: list[int]) -> None:
+async def test_a_batch_arrives_as_it_was_sent(rows: int, tokens: int, sent: list[int], masked: bool) -> None:
     """One that is larger than a call of theirs may be comes in parts; those that are refused in halves."""
     whole = part(0, rows, tokens)
+    if masked:
+        whole = replace(whole, trained=np.random.default_rng(0).random(rows * tokens) < 0.5)
     critic, limit = Keeping(), 6500 if tokens == 1 else 4 << 20
     starts = np.arange(rows) * tokens
     numbers = [[given[start : start + tokens] for start in starts] for given in (whole.values, whole.returns)]
     async with served(add_CriticServicer_to_server, critic, most_bytes=limit) as channel:
         client = CriticClient(channel)
         client.lease = common_pb2.Lease(run_id="ours", number=4)
-        metrics = await client.train(
-            7, whole.prompts, whole.responses, *numbers, epochs=1, minibatch_size=4, seed=0, timeout_s=20
-        )
+        options: dict[str, Any] = {"epochs": 1, "minibatch_size": 4, "seed": 0, "timeout_s": 20}
+        if masked:
+            options["trained"] = [whole.trained[start : start + tokens] for start in starts]
+        metrics = await client.train(7, whole.prompts, whole.responses, *numbers, **options)
     assert metrics == {"rows": rows}
     assert sorted(critic.sent) == sent
     assert critic.batch is not None

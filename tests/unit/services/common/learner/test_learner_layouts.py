@@ -106,6 +106,19 @@ async def test_five_steps_are_the_same(
         assert step == pytest.approx(right, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+async def test_tokens_that_are_left_out_are_so_in_every_layout(
+    benches: dict[int, RankGroup], expected: dict[str, Result], kind: str
+) -> None:
+    wanted = await benches[1].call(getattr(Bench, kind), TIMEOUT_S, {}, marked=True)
+    layout = PACKED | ACCUMULATED | {"zero_stage": 2}
+    actual = await benches[2].call(getattr(Bench, kind), TIMEOUT_S, layout, marked=True)
+    for step, right in zip(actual["steps"], wanted["steps"], strict=True):
+        assert step == pytest.approx(right, abs=1e-4)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(wanted["weights"], expected[kind]["weights"]) > 10 * WEIGHT
+
+
 MORE = pytest.mark.exhaustive
 # A mean of whole parameters on one rank and of pieces on two; the rest is one more stage of ZeRO.
 AVERAGED = [

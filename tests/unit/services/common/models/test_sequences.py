@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.learner.minibatches import Means, minibatches, weight_of
+from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.models.sequences import (
     PairTensors,
     concatenate_pairs,
@@ -60,7 +60,6 @@ def test_packed_pairs_lie_in_one_row_and_positions_begin_again() -> None:
     assert pairs.action_mask.tolist() == [[True, True, True]]
     assert (pairs.width, pairs.lengths) == (3, (2, 1))
     assert [row.tolist() for row in pairs.unpad(torch.tensor([[1.0, 2.0, 3.0]]))] == [[1, 2], [3]]
-    assert pairs.muted().action_mask.sum() == 0
 
 
 @pytest.mark.parametrize("make", [pad_pairs, concatenate_pairs])
@@ -68,6 +67,12 @@ def test_values_go_to_their_tokens_and_back(make: Callable[..., PairTensors]) ->
     pairs = make([ids(5), ids(6, 7, 8)], [ids(9), ids(3, 4)])
     spread = pairs.spread([np.asarray([1.0]), np.asarray([2.0, 3.0])])
     assert spread.tolist() == ([[1, 0], [2, 3]] if make is pad_pairs else [[1, 2, 3]])
+    marks = [np.asarray([True]), np.asarray([False, True])]
+    wanted = [[True, False], [False, True]] if make is pad_pairs else [[True, False, True]]
+    assert pairs.trained(marks).tolist() == wanted
+    assert pairs.trained(None) is pairs.action_mask
+    assert not pairs.trained(marks, counts=False).any()
+    assert not pairs.trained(None, counts=False).any()
     assert spread.dtype == torch.float32
     assert [row.tolist() for row in pairs.unpad(spread)] == [[1], [2, 3]]
 
@@ -141,6 +146,19 @@ def test_maxima_stay_maxima_and_steps_count_by_their_weight() -> None:
     means.add({"loss": 1.0, "ratio_max": 3.0})
     means.add({"loss": 4.0, "ratio_max": 2.0}, weight=0.5)
     assert means.result() == {"loss": 2.0, "ratio_max": 3.0, "skipped_steps": 0}
+
+
+def test_minibatches_that_were_left_out_are_counted_and_change_no_mean() -> None:
+    means = Means()
+    means.add({"loss": 2.0})
+    means.leave_out()
+    assert means.result() == {"loss": 2.0, "skipped_steps": 0, "empty_steps": 1}
+
+
+def test_tokens_that_are_trained_on_are_all_or_those_that_are_marked() -> None:
+    responses = [ids(9), ids(3, 4)]
+    assert tokens_trained(responses, None) == [1, 2]
+    assert tokens_trained(responses, [np.asarray([False]), np.asarray([True, True])]) == [0, 2]
 
 
 def test_a_short_minibatch_counts_by_its_tokens() -> None:

@@ -9,6 +9,7 @@ import pytest
 from protos import common_pb2
 from services.common.wire.codec import (
     check_lengths,
+    pack_bools,
     pack_floats,
     pack_ints,
     pack_longs,
@@ -16,6 +17,7 @@ from services.common.wire.codec import (
     pack_pairs,
     pack_sequences,
     split,
+    unpack_bools,
     unpack_finite,
     unpack_floats,
     unpack_ints,
@@ -48,6 +50,14 @@ def test_numbers_are_little_endian_on_the_wire() -> None:
     two = [np.asarray([1.0], np.float32), np.asarray([-2.0])]
     assert pack_floats(two) == bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0])
     assert pack_floats(np.asarray([1.0])) == bytes([0, 0, 0x80, 0x3F])
+
+
+def test_booleans_are_a_byte_each() -> None:
+    data = pack_bools([np.asarray([True, False]), np.asarray([True])])
+    assert data == b"\1\0\1"
+    assert unpack_bools(data, "x").tolist() == [True, False, True]
+    with pytest.raises(InvalidArgument, match=r"^trained: byte 1 is 255; must be 0 or 1"):
+        unpack_bools(b"\1\xff", "trained")
 
 
 @pytest.mark.parametrize("seed", range(5))

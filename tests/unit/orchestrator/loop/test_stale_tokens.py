@@ -1,0 +1,204 @@
+"""Tokens that are too old to train on: advantages and measures by hand, and by loops over single tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.experience.experience import Experience
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
+from services.common.learner.minibatches import tokens_trained
+from services.rollout.sample import FinishReason, Sample
+from tests.unit.fake_run import SECTION, Stage
+from tests.unit.fakes import make_prompts, respond
+
+OLDEST = 7
+"""Of what is trained on: version 8 with tokens at most one version behind."""
+
+
+def experience(versions: list[int], score: float, logprobs: Any, ref: Any, values: Any) -> Experience:
+    spans = tuple((version, at, at + 1) for at, version in enumerate(versions))
+    logprobs, ref, values = (np.asarray(row, np.float32) for row in (logprobs, ref, values))
+    sample = Sample(0, np.zeros(len(versions), np.int32), logprobs, FinishReason.STOP, spans)
+    return Experience(0, make_prompts(1)[0], sample, score, ref, values)
+
+
+def made(
+    experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **ppo: Any
+) -> tuple[Batch, Advantages, Distance]:
+    settings = PPOConfig.parse({"whiten_advantages": False, "max_token_staleness": 1} | ppo, "ppo")
+    batch = Batch.of(experiences, oldest)
+    padded = batch.padded([np.asarray(row, np.float32) for row in old])
+    estimate = estimate_advantages(batch, padded, settings, 0.1, RunningNormaliser())
+    return batch, estimate, measure_distance(batch, padded, settings)
+
+
+OLD = [[-1.0, -1.0, -1.0, -1.0], [-1.0, -1.0], [-1.0]]
+BATCH = [
+    # k1 of OLD to the reference: 0.5, 0.3, 0.2, 0.1.
+    experience([5, 7, 6, 8], 2.0, [-1, -1.1, -9, -1], [-1.5, -1.3, -1.2, -1.1], [0.5, 1.0, 0.7, 0.4]),
+    experience([7, 5], -1.0, [-1, -9], [-1.5, -1.1], [0.25, 9.0]),  # k1: 0.5, 0.1
+    experience([6], 3.0, [-9], [-1.4], [0.6]),
+]
+
+
+def rows(values: Any) -> list[Any]:
+    return [row.tolist() for row in values]
+
+
+def near(actual: list[Any], expected: list[list[float]]) -> None:
+    for row, right in zip(rows(actual), expected, strict=True):
+        assert row == pytest.approx(right, abs=1e-5)
+
+
+def test_masked_tokens_are_stepped_over_and_what_they_earned_is_kept() -> None:
+    batch, estimate, _ = made(BATCH, OLD, gae_lambda=0.5)
+    assert batch.mask.tolist() == [[False, True, False, True], [True, False, False, False], [False] * 4]
+    # Rewards -0.05, -0.03, -0.02, 2 - 0.01: the third is the second token's, whose next value is the fourth's.
+    # 1.99 - 0.4 = 1.59; -0.05 + 0.4 - 1 + 1.59 / 2 = 0.145. The score of the second response is at its masked last
+    # token, and so the first one's: -0.05 - 1.01 - 0.25 = -1.31.
+    near(estimate.advantages, [[0.0, 0.145, 0.0, 1.59], [-1.31, 0.0], [0.0]])
+    near(estimate.returns, [[0.0, 1.145, 0.0, 1.99], [-1.06, 0.0], [0.0]])
+    # The mean of all that was earned, over three responses.
+    assert estimate.metrics["reward/mean"] == pytest.approx((1.89 - 1.06 + 2.96) / 3)
+    assert estimate.metrics["staleness/masked"] == pytest.approx(4 / 7)
+
+
+def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
+    """Those that are not differ by 8 nats."""
+    _, estimate, distance = made(BATCH, OLD, gae_lambda=0.5)
+    # KL 0.3, 0.1 and 0.5 at three of seven tokens, of three responses.
+    assert distance.kl == pytest.approx(0.9 / 3 * 7 / 3)
+    assert distance.metrics["mismatch/max_abs"] == pytest.approx(0.1, abs=1e-6)
+    assert distance.metrics["mismatch/mean_abs"] == pytest.approx(0.1 / 3, abs=1e-6)
+    k = np.exp([0.1, 0, 0])
+    assert distance.metrics["off_policy/ess"] == pytest.approx(k.sum() ** 2 / (3 * (k**2).sum()))
+    returns, advantages = np.asarray([1.145, 1.99, -1.06]), np.asarray([0.145, 1.59, -1.31])
+    assert estimate.metrics["value/explained_variance"] == pytest.approx(1 - advantages.var() / returns.var())
+
+
+def test_whitening_is_over_the_tokens_that_are_trained_on() -> None:
+    _, estimate, _ = made(BATCH, OLD, gae_lambda=0.5, whiten_advantages=True)
+    plain = np.asarray([0.145, 1.59, -1.31])
+    wanted = (plain - plain.mean()) / plain.std(ddof=1)
+    actual = [estimate.advantages[0][1], estimate.advantages[0][3], estimate.advantages[1][0]]
+    assert actual == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert estimate.advantages[2].tolist() == [0]
+    # A single token has no spread.
+    _, single, _ = made([BATCH[1]], [OLD[1]], whiten_advantages=True)
+    assert rows(single.advantages) == [[0, 0]]
+
+
+def test_a_response_is_one_action_with_all_its_reward_in_leave_one_out() -> None:
+    """A masked response is still a baseline of the others."""
+    _, estimate, _ = made(BATCH[1:], OLD[1:], advantages="rloo", samples_per_prompt=2)
+    # Rewards -1.06 and 2.96.
+    assert rows(estimate.advantages) == [[pytest.approx(-4.02, abs=1e-5), 0], [0]]
+
+
+def test_a_batch_of_which_nothing_is_trained_on_gives_nothing() -> None:
+    batch, estimate, distance = made(BATCH, OLD, oldest=9, whiten_advantages=True)
+    assert (batch.masked, distance) == (1.0, Distance(None, {}))
+    assert {x for side in (estimate.advantages, estimate.returns) for row in side for x in row.tolist()} == {0.0}
+    assert "value/explained_variance" not in estimate.metrics
+    assert np.isfinite(list(estimate.metrics.values())).all()
+    trained = batch.for_policy(None, estimate.advantages, 0.1).trained
+    assert tokens_trained(batch.responses, trained) == [0, 0, 0]
+
+
+def test_where_no_token_is_masked_all_is_as_without() -> None:
+    plain, given = (made(BATCH, OLD, oldest) for oldest in (None, 5))
+    for (batch, estimate, distance), share in ((plain, None), (given, 0.0)):
+        assert estimate.metrics.get("staleness/masked") == share
+        assert batch.for_policy(None, estimate.advantages, 0.1).trained is None
+        assert distance == plain[2]
+        assert rows(estimate.advantages) == rows(plain[1].advantages)
+        assert rows(estimate.returns) == rows(plain[1].returns)
+
+
+def naive(batch: list[Experience], old: list[Any], ppo: PPOConfig) -> tuple[list[Any], list[Any]]:
+    """Advantages and returns, token by token: A_t is the sum of discounted deltas of the trained tokens from t on."""
+    advantages, returns = [], []
+    for e, own in zip(batch, old, strict=True):
+        kept = [t for t, version in enumerate(e.sample.versions) if version >= OLDEST]
+        reward = [-0.1 * (own[t] - float(e.ref_logprobs[t])) for t in range(len(own))]
+        reward[-1] += e.score
+        earned = [sum(reward[t : ([*kept, len(own)])[i + 1]]) for i, t in enumerate(kept)]
+        value = [*(float(e.values[t]) for t in kept), 0.0]
+        delta = [earned[i] + ppo.gamma * value[i + 1] - value[i] for i in range(len(kept))]
+        row, target = [0.0] * len(own), [0.0] * len(own)
+        for i, t in enumerate(kept):
+            factors = [(ppo.gamma * ppo.gae_lambda) ** n for n in range(len(kept) - i)]
+            row[t] = sum(f * d for f, d in zip(factors, delta[i:], strict=True))
+            target[t] = row[t] + value[i]
+        advantages.append(row)
+        returns.append(target)
+    return advantages, returns
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_against_loops_over_tokens(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    batch, old = [], []
+    for length in draw.integers(1, 9, 12):
+        logprobs, ref, values, own = draw.normal(-2, 1, (4, length))
+        versions = draw.integers(5, 9, length).tolist()
+        batch.append(experience(versions, float(draw.normal()), logprobs, ref, values))
+        old.append(own)
+    settings: dict[str, Any] = {"gamma": 0.9, "gae_lambda": 0.8}
+    _, estimate, _ = made(batch, old, **settings)
+    wanted = naive(batch, old, PPOConfig.parse(settings, "ppo"))
+    near(estimate.advantages, wanted[0])
+    near(estimate.returns, wanted[1])
+
+
+async def test_both_learners_are_told_which_tokens_to_leave_out(policy_folder: Path) -> None:
+    """The first tokens come from the version that samples must at least come from, two behind from the third batch
+    on; the last ones from the next version."""
+    ppo = {"minibatch_size": 1, "max_token_staleness": 1}
+    stage = Stage(policy_folder, ppo=ppo, loop={"max_staleness": 2, "depth": 1})
+
+    def mixed(index: int, prompt: Any, version: int) -> Sample:
+        sample = respond(index, prompt, version)
+        last = len(sample.response_ids) - 1
+        spans = ((version, 0, last), (version + 1, last, last + 1)) if last else ((version, 0, 1),)
+        return Sample(index, sample.response_ids, sample.logprobs, sample.finish_reason, spans)
+
+    stage.fakes.rollout.respond = mixed
+    await stage.run(policy_version=6)
+    said = [stage.log.lines[step]["staleness/masked"] for step in (1, 2, 3)]
+    assert said == [0.0, 0.0, pytest.approx(2 / 3)]
+    # One token and two, of which the last is one version old.
+    for batch, _ in stage.policy.batches[:2]:
+        assert batch.trained is None
+    marks = stage.policy.batches[2][0].trained
+    assert marks is not None
+    assert sorted(rows(marks)) == [[False], [False, True]]
+    assert [trained["trained"] is None for trained in stage.fakes.critic.trained] == [True, True, False]
+    assert rows(stage.fakes.critic.trained[2]["trained"]) == rows(marks)
+
+
+async def test_a_step_whose_tokens_are_all_too_old_is_told_and_goes_on(policy_folder: Path) -> None:
+    kl = {"coef": 0.2, "target": 3, "horizon": 4}
+    loop = {"max_staleness": 2, "depth": 1}
+    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "max_token_staleness": 1, "kl": kl}, loop=loop)
+    notes: list[str] = []
+    stage.progress.note = notes.append  # type: ignore[assignment, method-assign]
+    await stage.run(policy_version=6)
+    assert notes == [
+        "step 3: all its tokens are older than ppo.max_token_staleness (1), so that nothing is trained on"
+    ]
+    lines = [stage.log.lines[step] for step in (1, 2, 3)]
+    assert [line["staleness/masked"] for line in lines] == [0.0, 0.0, 1.0]
+    assert [line["samples/used_total"] for line in lines] == [2.0, 4.0, 6.0]
+    assert [line["policy/version"] for line in lines] == [8, 9, 10]
+    assert "mismatch/mean_abs" in lines[1]
+    assert "mismatch/mean_abs" not in lines[2]
+    # Nothing was measured that could have changed the coefficient of the next step.
+    coefs = [state.kl_coef for state in stage.checkpoints.states]
+    assert coefs[0] != coefs[1] != coefs[2] == coefs[3]
+    assert SECTION["steps"] == stage.checkpoints.states[-1].step == 3
