@@ -1,19 +1,19 @@
-"""The largest requests that the port takes: how long one keeps the event loop of Serve's proxy, and its memory.
+"""The largest requests that the port takes: how long one keeps an event loop, and its memory.
 
     python -m benchmarks.proxy_loop [--rounds 20]
 
 A Ray head with replicas that answer at once without a look at the request, and Serve's own proxy in front of them.
 Each request is as large as its method may send by default: packed numbers, as clients send them, or as many small
-fields as fit, as a malicious caller would send. While it is on its way another caller asks the proxy for its
-health, again and again. The loop's own work is that of one thread, so that a busy machine says the same as a quiet
-one; requests whose memory is measured wait in the replica together.
+fields as fit, as a malicious caller would send, or as many of these as are let through. While it is on its way,
+another caller asks the proxy for its health, again and again. The work of a loop is that of one thread, so that a
+busy machine says the same as a quiet one; requests whose memory is measured wait in the replica together.
 """
 
 import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,11 +34,14 @@ from services.common.config.base import read_yaml
 from services.common.security.credentials import connect
 from services.common.security.policy import Limits
 from services.common.serving.servicer import translated
+from services.common.wire.codec import PackedPairs
 
 MOST_MS, MOST_TIMES = 50, 4
 AT_ONCE = 32
 """Requests whose memory is measured together."""
 SERVICES = ("Rollout", "Reward", "Critic")
+_LONGEST = b"\xf8\x80\x80\x80\x00" + b"\x80" * 9 + b"\x00"
+"""A field whose tag and number have as many bytes as they may."""
 console = Console()
 
 
@@ -66,9 +69,10 @@ class Idle:
 
     @translated
     async def Values(self, request: critic_pb2.ValuesRequest) -> critic_pb2.ValuesResponse:
-        """Nothing, after a while."""
+        """Nothing, after a while, with the request at hand as a service has it that waits for its model."""
+        packed = PackedPairs.of(request.pairs)
         await self._released.wait()
-        return critic_pb2.ValuesResponse(steps=request.pairs.prompts.token_ids[:8])
+        return critic_pb2.ValuesResponse(steps=packed.prompts.token_ids[:8])
 
     @translated
     async def Adopt(self, request: critic_pb2.AdoptRequest) -> critic_pb2.AdoptResponse:
@@ -93,22 +97,38 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """The largest request of each kind."""
-    stage, score, weights = (_limit(name) - 100 for name in ("Critic/Stage", "Reward/Score", "Rollout/UpdateWeights"))
-    numbers, pairs = bytes(stage // 4), _pairs(stage // 2)
-    yield Case(
-        "Critic/Stage", "numbers", _bytes(critic_pb2.StageRequest(pairs=pairs, values=numbers, returns=numbers))
-    )
-    yield Case("Reward/Score", "numbers", _bytes(reward_pb2.ScoreRequest(tokens=_pairs(score))))
-    prepare = rollout_pb2.Prepare(manifest=bytes(weights))
-    yield Case("Rollout/UpdateWeights", "a manifest", _bytes(rollout_pb2.WeightPhase(prepare=prepare)))
-    yield Case("Critic/Stage", "unknown fields", b"\x78\x00" * (stage // 2))
-    yield Case("Critic/Stage", "empty pairs", b"\x1a\x00" * (stage // 2))
-    yield Case("Reward/Score", "empty labels", _bytes(reward_pb2.ScoreRequest(labels=[""])) * (score // 2))
-    yield Case("Rollout/UpdateWeights", "members", _bytes(rollout_pb2.WeightPhase(members=[""])) * (weights // 2))
+    stage, score, weights = "Critic/Stage", "Reward/Score", "Rollout/UpdateWeights"
+    numbers = bytes(_limit(stage) // 4)
+    staged = critic_pb2.StageRequest(pairs=_pairs(_limit(stage) // 2), values=numbers, returns=numbers)
+    yield Case(stage, "numbers", _bytes(staged))
+    yield Case(score, "numbers", _bytes(reward_pb2.ScoreRequest(tokens=_pairs(_limit(score)))))
+    prepare = rollout_pb2.Prepare(manifest=bytes(_limit(weights)))
+    yield Case(weights, "a manifest", _bytes(rollout_pb2.WeightPhase(prepare=prepare)))
+    for case in (
+        Case(stage, "unknown fields", b"\x78\x00"),
+        Case(stage, "unknown fields, longest", _LONGEST),
+        Case(stage, "empty pairs", b"\x1a\x00"),
+        Case(score, "empty labels", _bytes(reward_pb2.ScoreRequest(labels=[""]))),
+        Case(weights, "members", _bytes(rollout_pb2.WeightPhase(members=[""]))),
+    ):
+        yield replace(case, request=case.request * (_limit(case.method) // len(case.request)))
+        yield _let_through(case)
+
+
+def _let_through(case: Case) -> Case:
+    """A request with as many of the case's fields as the port lets through, and numbers for the rest."""
+    fields = case.request * (Limits().elements - 8)
+    rest = _limit(case.method) - len(fields)
+    message: Any = {
+        "Critic/Stage": critic_pb2.StageRequest(values=bytes(rest)),
+        "Reward/Score": reward_pb2.ScoreRequest(tokens=_pairs(rest)),
+        "Rollout/UpdateWeights": rollout_pb2.WeightPhase(prepare=rollout_pb2.Prepare(manifest=bytes(rest))),
+    }[case.method]
+    return Case(case.method, f"{case.content}, fewer", fields + _bytes(message))
 
 
 def _limit(method: str) -> int:
-    return Limits().of(f"/quartet.v1.{method}")
+    return Limits().of(f"/quartet.v1.{method}") - 100
 
 
 def _pairs(size: int) -> common_pb2.Pairs:
@@ -146,30 +166,39 @@ def main(rounds: Annotated[int, typer.Option(min=1)] = 20) -> None:
 
 async def _measure(ray: cluster.Cluster, target: str, rounds: int) -> None:
     proxy = psutil.Process(proxy_of(ray))
-    table = Table("method", "content", "MiB", "loop's own work, ms", "another caller waits, ms")
-    worst: dict[bool, float] = {}
+    table = Table("method", "content", "MiB", "answer", "proxy's loop, ms", "replica's", "another caller waits, ms")
+    worst = 0.0
     async with connect(target, {}) as channel, connect(target, {}) as other:
         for case in cases():
-            own, late = await _cost(channel, other, proxy, case, rounds)
-            table.add_row(case.method, case.content, f"{len(case.request) / 2**20:.1f}", f"{own:.1f}", f"{late:.1f}")
-            trainers = case.content == "members"
-            worst[trainers] = max(worst.get(trainers, 0.0), own)
-        times = await _memory(channel, [proxy, *_replicas(ray)])
+            cost = await _cost(channel, other, [proxy, *_replicas(ray, case.method)], case, rounds)
+            numbers = (f"{cost.proxy_ms:.1f}", f"{cost.replica_ms:.1f}", f"{cost.wait_ms:.1f}")
+            table.add_row(case.method, case.content, f"{len(case.request) / 2**20:.1f}", cost.answer, *numbers)
+            worst = max(worst, cost.proxy_ms, cost.replica_ms)
+        times = await _memory(channel, [proxy, *_replicas(ray, "Critic/Values")])
     console.print(table)
     console.print(
-        f"worst: {worst[False]:.1f} ms of the loop's own work for one request (at most {MOST_MS}), {worst[True]:.1f} "
-        f"ms for one that only a trainer may send; {times:.1f} times a request in memory, proxy, replica and what "
-        f"they share together (at most {MOST_TIMES})"
+        f"worst: {worst:.1f} ms of a loop's own work for one request (at most {MOST_MS}); {times:.1f} times a "
+        f"request in memory, proxy, replica and what they share together (at most {MOST_TIMES})"
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of a request."""
+
+    answer: str
+    proxy_ms: float
+    """Work of the proxy's busiest thread."""
+    replica_ms: float
+    wait_ms: float
+    """Longest wait of another caller meanwhile; the best of all rounds."""
+
+
 async def _cost(
-    channel: grpc.aio.Channel, other: grpc.aio.Channel, proxy: psutil.Process, case: Case, rounds: int
-) -> tuple[float, float]:
-    """Milliseconds that the busiest thread of the proxy works for a request, and the longest wait of another caller
-    meanwhile (the best of all rounds counts)."""
-    await _ask(channel, case.method, case.request)
-    before = {thread.id: thread.user_time + thread.system_time for thread in proxy.threads()}
+    channel: grpc.aio.Channel, other: grpc.aio.Channel, processes: list[psutil.Process], case: Case, rounds: int
+) -> Cost:
+    answer = await _ask(channel, case.method, case.request)
+    before = [_work(process) for process in processes]
     waits = []
     for _ in range(rounds):
         probing = asyncio.create_task(_longest_wait(other))
@@ -177,9 +206,17 @@ async def _cost(
         await _ask(channel, case.method, case.request)
         probing.cancel()
         waits.append(await probing)
-    after = {thread.id: thread.user_time + thread.system_time for thread in proxy.threads()}
-    own = max(spent - before.get(thread, 0.0) for thread, spent in after.items())
-    return 1000 * own / rounds, 1000 * min(waits)
+    after = [_work(process) for process in processes]
+    proxy, replica = (
+        1000 * max(spent - earlier.get(thread, 0.0) for thread, spent in later.items()) / rounds
+        for earlier, later in zip(before, after, strict=True)
+    )
+    return Cost(answer, proxy, replica, 1000 * min(waits))
+
+
+def _work(process: psutil.Process) -> dict[int, float]:
+    """Seconds that each thread has worked."""
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
 
 
 async def _longest_wait(channel: grpc.aio.Channel) -> float:
@@ -197,7 +234,7 @@ async def _longest_wait(channel: grpc.aio.Channel) -> float:
 
 async def _memory(channel: grpc.aio.Channel, processes: list[psutil.Process]) -> float:
     """Memory that a waiting request takes, as a multiple of its size."""
-    request = _bytes(critic_pb2.ValuesRequest(pairs=_pairs(_limit("Critic/Values") - 100)))
+    request = _bytes(critic_pb2.ValuesRequest(pairs=_pairs(_limit("Critic/Values"))))
     before = sum(process.memory_full_info().pss for process in processes)
     waiting = [asyncio.create_task(_ask(channel, "Critic/Values", request)) for _ in range(AT_ONCE)]
     peak = before
@@ -209,15 +246,26 @@ async def _memory(channel: grpc.aio.Channel, processes: list[psutil.Process]) ->
     return (peak - before) / (AT_ONCE * len(request))
 
 
-def _replicas(ray: cluster.Cluster) -> list[psutil.Process]:
+def _replicas(ray: cluster.Cluster, method: str) -> list[psutil.Process]:
+    name = f"ray::ServeReplica:{_application(method)}"
     family = psutil.Process(ray.pid).children(recursive=True)
-    return [process for process in family if " ".join(process.cmdline()).startswith("ray::ServeReplica:critic")]
+    return [process for process in family if " ".join(process.cmdline()).startswith(name)]
 
 
-async def _ask(channel: grpc.aio.Channel, method: str, request: bytes) -> None:
-    application = method.partition("/")[0].lower()
+def _application(method: str) -> str:
+    return method.partition("/")[0].lower()
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, request: bytes) -> str:
+    """The answer: OK, or that it is too large."""
     ask = channel.unary_unary(f"/quartet.v1.{method}")
-    await ask(request, metadata=(("application", application),), timeout=120)
+    try:
+        await ask(request, metadata=(("application", _application(method)),), timeout=120)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise
+        return "refused"
+    return "OK"
 
 
 if __name__ == "__main__":

@@ -170,9 +170,10 @@ class Rollout(HealthMixin):
                 f"timeout_s: {request.timeout_s:g}; required, more than 0 and at most the replicas' max_phase_s, "
                 f"{self._max_phase_s:g}"
             )
-        if request.prepare.stall_s > request.timeout_s:
+        if not 0 <= request.prepare.stall_s <= request.timeout_s:
             raise InvalidArgument(
-                f"prepare.stall_s: {request.prepare.stall_s:g}; must be at most timeout_s, {request.timeout_s:g}"
+                f"prepare.stall_s: {request.prepare.stall_s:g}; must be 0 or more and at most timeout_s, "
+                f"{request.timeout_s:g}"
             )
         return pb.WeightReports(reports=await broadcast(self._everyone, "carry_out", request))
 

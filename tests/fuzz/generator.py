@@ -66,13 +66,14 @@ def requests(seed: int, count: int) -> Iterator[Request]:
             kind=kind,
             method=b"/%s/%s" % (method.containing_service.full_name.encode(), name),
             streams=method.server_streaming,
-            data=_data(rng, kind, method.input_type),
+            data=body(rng, kind, method.input_type),
             metadata=_metadata(rng, APPLICATIONS.get(method.containing_service.name, "")),
             leave_after=rng.choice((0, 1, 2)) if method.server_streaming and rng.random() < 0.3 else None,
         )
 
 
-def _data(rng: random.Random, kind: str, of: Descriptor) -> bytes:
+def body(rng: random.Random, kind: str, of: Descriptor) -> bytes:
+    """A message of type `of`, one with a few bytes changed, or bytes without a meaning."""
     if kind == "random":
         return rng.randbytes(rng.choice((0, 1, 3, 17, 200, 5000)))
     data = bytearray(message(rng, of).SerializeToString())

@@ -200,6 +200,15 @@ async def ask(quartet: Quartet, request: rollout_pb2.GenerateRequest) -> list[ro
     [
         (rollout_pb2.WeightPhase(timeout_s=5), "phase: set one of discover, claim, rest, prepare, transfer,"),
         (rollout_pb2.WeightPhase(discover=rollout_pb2.Discover()), "timeout_s: 0; required, more than 0"),
+        (
+            rollout_pb2.WeightPhase(timeout_s=float("nan"), discover=rollout_pb2.Discover()),
+            "timeout_s: nan; required",
+        ),
+        (
+            rollout_pb2.WeightPhase(timeout_s=5, prepare=rollout_pb2.Prepare(stall_s=float("nan"))),
+            "stall_s: nan; must be",
+        ),
+        (rollout_pb2.WeightPhase(timeout_s=5, prepare=rollout_pb2.Prepare(stall_s=6)), "prepare.stall_s: 6; must be"),
     ],
 )
 async def test_malformed_phases_are_refused_by_name(quartet: Quartet, request_: Any, message: str) -> None:

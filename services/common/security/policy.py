@@ -60,6 +60,9 @@ class Limits(Config):
     """Method name -> largest request in bytes."""
     other_message_bytes: Count = MIB
     """Largest request, in bytes, of every other method."""
+    elements: Count = 16_384
+    """Most fields and elements of lists in one request, however deep; larger ones are refused with
+    RESOURCE_EXHAUSTED. Enough for a pair's two texts and its label 4096 times; packed numbers count as one."""
     concurrent_streams: Count = 1024
     """Most open calls on one connection; further ones wait in the client."""
     concurrent_calls: Count = 4096

@@ -50,7 +50,7 @@ class Manifest:
                 shapes=tuple(tuple(shape) for shape in fields["shapes"]),
                 bucket_bytes=int(fields["bucket_bytes"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not a weight manifest: {error!r}") from None
         manifest._check()
         return manifest

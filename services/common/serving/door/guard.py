@@ -12,7 +12,7 @@ from services.common.security.authentication import AUTHORIZATION
 from services.common.security.gate import Gate
 from services.common.security.identity import caller_of, without_identity
 from services.common.serving.door.call import CallContext, Metadata
-from services.common.serving.door.checked import Checked
+from services.common.serving.door.checked import Checked, parsed
 from services.common.serving.door.faults import presentable
 from services.common.serving.door.open_calls import OpenCalls
 from services.common.serving.door.refusals import Refusals
@@ -88,22 +88,31 @@ class Guard(grpc.aio.ServerInterceptor):
         return streaming
 
     def _passed(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
-        """Guards a method that takes a stream by its caller alone: reflection has such methods, Quartet has none."""
+        """Guards a method that takes a stream of requests: reflection has such methods, Quartet has none."""
         inner = handler.stream_stream or handler.stream_unary
         if not handler.response_streaming:
 
             async def unary(requests: Any, context: Any) -> Any:
                 await self._admitted(method, context)
-                return await inner(requests, context)
+                return await inner(self._each(method, handler, requests, context), context)
 
-            return handler._replace(stream_unary=unary)
+            return handler._replace(stream_unary=unary, request_deserializer=None)
 
         async def streaming(requests: Any, context: Any) -> AsyncIterator[Any]:
             await self._admitted(method, context)
-            async for reply in inner(requests, context):
+            async for reply in inner(self._each(method, handler, requests, context), context):
                 yield reply
 
-        return handler._replace(stream_stream=streaming)
+        return handler._replace(stream_stream=streaming, request_deserializer=None)
+
+    async def _each(self, method: str, handler: Any, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """The requests of a stream, each decoded; ends the call at one that is too large or cannot be read."""
+        try:
+            async for raw in requests:
+                self._gate.check_size(method, len(raw))
+                yield self._decoded(method, handler.request_deserializer, raw)
+        except ServiceError as error:
+            await context.abort(error.code, str(error))
 
     async def _admitted(self, method: str, context: Any) -> CallContext:
         metadata = tuple(context.invocation_metadata() or ())
@@ -128,10 +137,21 @@ class Guard(grpc.aio.ServerInterceptor):
                 raw = await self._read(method, context)
             self._gate.check_size(method, len(raw))
             context.add_done_callback(self._open.hold(caller, len(raw)))
-            return call, _decoded(method, handler, raw)
+            return call, self._decoded(method, handler.request_deserializer, raw)
         except ServiceError as error:
             await context.abort(error.code, str(error))
             raise
+
+    def _decoded(self, method: str, deserializer: Any, raw: bytes) -> Any:
+        """The request as its handler takes it: a replica's as Checked, since only the replica looks inside."""
+        kind = deserializer.__self__  # the message's class, whose FromString it is
+        try:
+            message = parsed(kind, raw, method[1:], self._gate.limits.elements)
+        except (DecodeError, ValueError, RecursionError):
+            raise InvalidArgument(
+                f"{method[1:]}: {len(raw)} bytes that are not a message of the method's type"
+            ) from None
+        return Checked(kind, raw) if method.startswith(f"/{PACKAGE}") else message
 
     async def _read(self, method: str, context: Any) -> bytes:
         try:
@@ -144,15 +164,6 @@ class Guard(grpc.aio.ServerInterceptor):
         if raw is grpc.aio.EOF:
             raise InvalidArgument(f"{method[1:]}: no request; send one message")
         return bytes(raw)
-
-
-def _decoded(method: str, handler: Any, raw: bytes) -> Any:
-    """The request as its handler takes it: a replica's as Checked, since only the replica looks inside."""
-    try:
-        message = handler.request_deserializer(raw)
-        return Checked(type(message), raw) if method.startswith(f"/{PACKAGE}") else message
-    except (DecodeError, ValueError, RecursionError):
-        raise InvalidArgument(f"{method[1:]}: {len(raw)} bytes that are not a message of the method's type") from None
 
 
 def _last(metadata: Metadata, key: str) -> str | None:

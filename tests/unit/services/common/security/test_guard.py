@@ -136,6 +136,40 @@ async def test_each_method_has_its_own_largest_request(tmp_path: Path) -> None:
         assert code is StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_many_small_fields_are_refused_before_they_keep_the_port(
+    door: tuple[grpc.aio.Channel, Replicas],
+) -> None:
+    channel, replicas = door
+    most = Limits().elements
+    too_many = reward_pb2.ScoreRequest(labels=[""] * (most + 1)).SerializeToString()
+    code, details = await outcome(ask(channel, "Reward/Score", request=too_many))
+    assert code is StatusCode.RESOURCE_EXHAUSTED
+    assert details == (
+        f"quartet.v1.Reward/Score: a request of more than {most} fields and elements of lists; split it"
+    )
+    assert replicas.seen == []
+    texts = reward_pb2.TextPairs(prompts=["w5"] * 4096, responses=["w6"] * 4096)
+    largest = reward_pb2.ScoreRequest(texts=texts, labels=["a"] * 4096).SerializeToString()
+    assert await outcome(ask(channel, "Reward/Score", request=largest)) == (StatusCode.OK, "")
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "says"),
+    [
+        (b"\x78\x00" * (Limits().elements + 1), StatusCode.RESOURCE_EXHAUSTED, "a request of more than"),
+        (b"\xff\xff\xff", StatusCode.INVALID_ARGUMENT, "3 bytes that are not a message"),
+        (bytes(Limits().other_message_bytes + 1), StatusCode.RESOURCE_EXHAUSTED, "and the limit is"),
+    ],
+)
+async def test_a_request_of_a_stream_is_checked_as_a_single_one_is(
+    door: tuple[grpc.aio.Channel, Replicas], request_: bytes, code: StatusCode, says: str
+) -> None:
+    method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    call = door[0].unary_stream(f"/{method}")(request_, timeout=10)
+    actual, details = await outcome(call)
+    assert (actual, details.startswith(f"{method}: ") and says in details) == (code, True), details
+
+
 async def test_a_compressed_request_is_refused_before_it_fills_memory(
     door: tuple[grpc.aio.Channel, Replicas],
 ) -> None:

@@ -113,6 +113,7 @@ GOOD: dict[str, Any] = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes"
         ({"shapes": [[2], 3]}, "not a weight manifest"),
         ({"bucket_bytes": 0}, "manifest.bucket_bytes: 0; must be at least 1"),
         ({"bucket_bytes": None}, "not a weight manifest"),
+        ({"bucket_bytes": float("inf")}, "not a weight manifest"),
     ],
 )
 def test_malformed_manifests(change: dict[str, Any], message: str) -> None:
