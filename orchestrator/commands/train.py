@@ -20,7 +20,7 @@ from orchestrator.data.prompts import PromptStream
 from orchestrator.deployment.cluster import running
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import Evaluator
-from orchestrator.experience.collector import Collector
+from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.experience.source import ExperienceSource
@@ -36,6 +36,7 @@ from orchestrator.loop.watch import watching_ports, watching_services
 from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
+from orchestrator.policy.early import EarlyLogprobs
 from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import admitting_newcomers, registered
 from orchestrator.push.prover import make_prover
@@ -189,7 +190,9 @@ class Run:
                 journal = self._journal(digests(now))
                 taken = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.ppo.samples_per_prompt)
-                source = ExperienceSource(config, prompts, self._collector(services, SampleStages(spans)), journal)
+                early = EarlyLogprobs(policy) if config.early_logprobs else None
+                collector = self._collector(services, SampleStages(spans), early)
+                source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, Waits(spans))
@@ -212,8 +215,10 @@ class Run:
             return None
         return ExperienceJournal(self.run_dir / JOURNAL, self._config, self.progress.note, services=services)
 
-    def _collector(self, services: Services, stages: SampleStages) -> Collector:
-        return Collector(services, self._config, self.inputs.distribution.end_ids, stages)
+    def _collector(
+        self, services: Services, stages: SampleStages, old_logprobs: OldLogprobs | None = None
+    ) -> Collector:
+        return Collector(services, self._config, self.inputs.distribution.end_ids, stages, old_logprobs)
 
     def _evaluator(self, stages: SampleStages) -> Evaluator | None:
         config, inputs = self._config, self.inputs

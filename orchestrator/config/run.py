@@ -112,6 +112,13 @@ class OrchestratorConfig(Config):
         return self.steps * self.ppo.epochs * math.ceil(self.batch_size / self.ppo.minibatch_size)
 
     @property
+    def early_logprobs(self) -> bool:
+        """True if the learner takes log-probs of finished samples while others are still sampled: at lock-step, where
+        its weights stay the same meanwhile, unless it has given its memory to the engines."""
+        lock_step = self.loop.max_staleness == 0 and not self.loop.colocate
+        return lock_step and self.ppo.needs_old_logprobs(self.batch_size)
+
+    @property
     def scheduled_policy(self) -> PolicyConfig:
         """The policy's section; a schedule without an end ends with the run."""
         optimizer = self.policy.optimizer

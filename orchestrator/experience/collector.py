@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.experience.checks import check_rows, check_samples, check_scorer, check_scores
+from orchestrator.experience.checks import check_own_logprobs, check_rows, check_samples, check_scorer, check_scores
 from orchestrator.experience.experience import Collected, Experience, Finished
 from orchestrator.experience.pairs import Pairs
 from orchestrator.experience.requests import SampleRequest, calls
@@ -18,7 +18,11 @@ from orchestrator.experience.values import Valued, ask_values
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from services.common.wire.codec import Floats
+from services.common.wire.ragged import Ragged
 from services.rollout.sample import Sample, Sampling
+
+OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
+"""Log-probs of responses under the weights that will be trained on them, from prompts and responses."""
 
 
 class Collector:
@@ -30,17 +34,20 @@ class Collector:
         config: OrchestratorConfig,
         end_ids: Sequence[int] = (),
         stages: SampleStages | None = None,
+        old_logprobs: OldLogprobs | None = None,
     ) -> None:
         """
         Args:
             services: clients of the services.
             config: sampling, sizes of calls and deadlines.
             end_ids: the tokens that end a response; needed if the configuration has a least length.
-            stages: records when each sample was generated, scored, referenced and valued.
+            stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
+            old_logprobs: asked for each finished sample; None leaves them for later.
         """
         self._services = services
         self._end_ids = end_ids
         self._config = config
+        self._old_logprobs = old_logprobs
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -145,10 +152,11 @@ class Collector:
             scores = group.create_task(self._scores(pairs))
             reference = group.create_task(self._references(pairs))
             critic = group.create_task(self._values(pairs, critic_step))
-        judged = zip(numbers, prompts, samples, scores.result(), reference.result(), critic.result(), strict=True)
+            policy = group.create_task(self._own(pairs))
+        judges = [task.result() for task in (scores, reference, critic, policy)]
         return [
-            Experience(number, prompt, sample, float(score), row, valued.values, valued.after)
-            for number, prompt, sample, score, row, valued in judged
+            Experience(number, prompt, sample, float(score), row, valued.values, valued.after, own)
+            for number, prompt, sample, score, row, valued, own in zip(numbers, prompts, samples, *judges, strict=True)
         ]
 
     async def _scores(self, pairs: Pairs) -> Floats:
@@ -188,3 +196,12 @@ class Collector:
             return [Valued(np.empty(0, np.float32), 0.0)] * len(pairs.samples)
         with self.stages("value", pairs.numbers):
             return await ask_values(self._services.critic, self._config, pairs, critic_step)
+
+    async def _own(self, pairs: Pairs) -> list[Floats]:
+        """The learner's own log-probs; empty arrays where they are left for later."""
+        if self._old_logprobs is None:
+            return [np.empty(0, np.float32)] * len(pairs.samples)
+        with self.stages("logprobs", pairs.numbers):
+            rows = await self._old_logprobs(pairs.prompt_ids, pairs.responses)
+        check_own_logprobs(rows)
+        return rows

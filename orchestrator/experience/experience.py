@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
+
+import numpy as np
 
 from orchestrator.data.prompts import Prompt
 from services.common.wire.codec import Floats
@@ -26,6 +28,8 @@ class Experience:
     """The critic's values, [T]; empty if they were not requested."""
     after: float = 0.0
     """The value after the last token, as in Valued."""
+    old_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    """The learner's log-probs before the update, [T]; empty if they were left for the loop."""
 
     @property
     def truncated(self) -> bool:

@@ -23,7 +23,7 @@ from protos import rollout_pb2 as pb
 from services.common.wire.codec import Floats
 from services.rollout.sample import Sample
 
-FORMAT = 2
+FORMAT = 3
 """Version of a step's file; raised when the format changes."""
 _SAMPLING_SECTIONS = {"seed", "batch_size", "data", "sampling", "ppo", "policy", "loop"}
 """Sections of the configuration on which a step's samples depend."""
@@ -135,6 +135,7 @@ def _row(experience: Experience) -> dict[str, Any]:
         "ref_logprobs": experience.ref_logprobs.astype("<f4").tobytes(),
         "values": experience.values.astype("<f4").tobytes(),
         "after": experience.after,
+        "old_logprobs": experience.old_logprobs.astype("<f4").tobytes(),
     }
 
 
@@ -147,12 +148,13 @@ def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
         ref_logprobs=_floats(row["ref_logprobs"]),
         values=_floats(row["values"]),
         after=row["after"],
+        old_logprobs=_floats(row["old_logprobs"]),
     )
 
 
 def _numbers(experiences: Sequence[Experience]) -> Iterator[Floats]:
     for e in experiences:
-        yield from (e.sample.logprobs, np.asarray([e.score, e.after], np.float32), e.ref_logprobs, e.values)
+        yield from (e.sample.logprobs, np.asarray([e.score, e.after], np.float32), e.ref_logprobs, e.values, e.old_logprobs)
 
 
 def _floats(data: bytes) -> Floats:

@@ -91,6 +91,12 @@ class Batch:
         return torch.tensor([e.score for e in self.experiences])
 
     @property
+    def old_logprobs(self) -> list[Floats] | None:
+        """The learner's log-probs before the update as B arrays [t]; None unless every sample came with its own."""
+        rows = [e.old_logprobs for e in self.experiences]
+        return rows if all(len(row) for row in rows) else None
+
+    @property
     def truncated(self) -> float:
         """Share of responses that the length limit cut off."""
         return sum(e.truncated for e in self.experiences) / len(self.experiences)

@@ -192,8 +192,8 @@ class Trainer:
         return replace(batch, experiences=valued.result().experiences), logprobs
 
     async def _old_logprobs(self, batch: Batch) -> list[Floats] | None:
-        if not self._config.ppo.needs_old_logprobs(len(batch)):
-            return None
+        if (early := batch.old_logprobs) is not None or not self._config.ppo.needs_old_logprobs(len(batch)):
+            return early
         own = self._policy.logprobs(batch.prompts, batch.responses)
         return await self._waits.on("policy").timing("logprobs", own)
 

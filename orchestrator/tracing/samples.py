@@ -5,8 +5,14 @@ from contextlib import contextmanager
 
 from orchestrator.tracing.spans import Spans
 
-TRACKS = {"generate": "rollout", "score": "reward", "reference": "reference", "value": "values"}
-"""Stage of a sample -> track of the service that carries it out."""
+TRACKS = {
+    "generate": "rollout",
+    "score": "reward",
+    "reference": "reference",
+    "value": "values",
+    "logprobs": "policy",
+}
+"""Stage of a sample -> track of the model that carries it out."""
 
 
 class SampleStages:

@@ -29,7 +29,8 @@ class Waits:
         """Context of the wait for a batch, whose samples' numbers are to be put into the set that it gives.
 
         The wait is for samples until the last of them was generated, then for scores until the last was scored,
-        referenced and valued. The rest, such as the journal, is the loop's own work.
+        referenced and valued, then for log-probs if the policy took the last of them later. The rest, such as the
+        journal, is the loop's own work.
         """
         numbers: set[int] = set()
         samples = self._track("samples")
@@ -42,6 +43,8 @@ class Waits:
         scored = self._last(numbers, {"scoring"}, generated)
         samples.end(at=generated)
         self._track("scores", at=generated).end(at=scored)
+        if (own := self._last(numbers, {"policy"}, scored)) > scored:
+            self._track("logprobs", at=scored).end(at=own)
 
     def _last(self, numbers: set[int], parts: set[str], began: float) -> float:
         """The time at which these parts had done with the last of these samples; not before `began`."""

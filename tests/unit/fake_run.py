@@ -16,6 +16,7 @@ from orchestrator.learners.policy import PolicyLearner
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
+from orchestrator.policy.early import EarlyLogprobs
 from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.samples import SampleStages
@@ -193,7 +194,12 @@ class Stage:
             ExperienceSource(
                 config,
                 PromptStream(make_prompts(2), config.seed, config.ppo.samples_per_prompt),
-                Collector(services, config, stages=SampleStages(self.spans)),
+                Collector(
+                    services,
+                    config,
+                    stages=SampleStages(self.spans),
+                    old_logprobs=EarlyLogprobs(self.policy) if config.early_logprobs else None,
+                ),
                 self.experience,  # type: ignore[arg-type]
             ),
             self.policy,

@@ -8,14 +8,14 @@ import pytest
 
 from orchestrator.loop.measures import StaleSample
 from tests.unit.fake_run import Stage
+from tests.unit.fakes import make_config
 from tests.unit.step_metrics import STEP_METRICS, steady
 
 
 def step_events(step: int, version: int) -> list[Any]:
     return [
         "generate",
-        *["score", "logprobs", "values"] * 2,
-        "old logprobs",
+        *["score", "logprobs", "values", "old logprobs"] * 2,
         "train policy",
         ("train critic", step),
         ("push", version),
@@ -58,7 +58,7 @@ async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_fol
     assert names.count("trained logprobs") == 3
     assert "old logprobs" not in names
     assert names.index("train policy") < names.index("trained logprobs") < names.index("push", 1)
-    assert asked.journal.names().count("old logprobs") == 3
+    assert asked.journal.names().count("old logprobs") == 6  # each of three times two samples when it has come
     assert "trained logprobs" not in asked.journal.names()
     for (batch, _), (other, _) in zip(spared.policy.batches, asked.policy.batches, strict=True):
         assert batch.old_logprobs is None
@@ -69,6 +69,18 @@ async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_fol
         for name in of_one:
             if not name.startswith(("seconds/", "tokens_per_s/", "wait/", "work/")):
                 assert of_one[name] == of_two[name], name
+
+
+async def test_what_runs_ahead_or_shares_a_gpu_has_its_old_logprobs_by_the_batch(policy_folder: Path) -> None:
+    for loop in ({"max_staleness": 1}, {"colocate": True}):
+        stage = Stage(policy_folder, loop=loop)
+        assert not stage.config.early_logprobs
+        await stage.run()
+        assert stage.journal.names().count("old logprobs") == 3
+        for batch, _ in stage.policy.batches:
+            assert batch.old_logprobs is not None
+    assert not make_config(policy_folder, batch_size=2, ppo=ON_POLICY).early_logprobs
+    assert make_config(policy_folder, batch_size=3, ppo=ON_POLICY).early_logprobs
 
 
 async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None:

@@ -16,13 +16,17 @@ async def test_every_stage_of_every_sample_is_recorded_once(policy_folder: Path,
     stage = Stage(policy_folder, loop={"max_staleness": ahead})
     await stage.run()
     for name, track in TRACKS.items():
-        numbers = [span.args["sample"] for span in stage.written if (span.name, span.track) == (name, track)]
-        assert sorted(numbers) == list(range(6)), name  # two in each of three steps
+        spans = [span for span in stage.written if (span.name, span.track) == (name, track)]
+        numbers = [span.args["sample"] for span in spans if "sample" in span.args]
+        # Two in each of three steps. What runs ahead has its log-probs taken by the batch.
+        assert sorted(numbers) == list(range(0 if ahead and name == "logprobs" else 6)), name
     trained = Counter((span.track, span.args["step"]) for span in stage.written if span.name == "train")
     assert trained == Counter((learner, step) for learner in ("policy", "critic") for step in (1, 2, 3))
     assert [span.name for span in stage.written if span.track == STEPS] == ["start", "step 1", "step 2", "step 3"]
     waits = Counter(span.name for span in stage.written if span.track == "loop")
-    assert (waits["samples"], waits["logprobs"], waits["training"]) == (3, 3, 3)
+    assert (waits["samples"], waits["training"]) == (3, 3)
+    # At lock-step also for the last samples' log-probs, if these come after the scores.
+    assert 3 <= waits["logprobs"] <= (3 if ahead else 6)
     assert waits["push"] == 5  # after each update, and before the two evaluations of later steps
     assert waits["evaluation"] == 3  # before the first step, after the second and the last
 

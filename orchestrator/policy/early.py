@@ -1,0 +1,62 @@
+"""The policy learner's log-probs of samples, computed as they are finished while others are still sampled."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.ragged import Ragged
+
+
+class Scoring(Protocol):
+    """The method of the policy learner that is used here."""
+
+    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+        """Log-probs under the current weights; [T] for each pair."""
+
+
+class EarlyLogprobs:
+    """Gives finished samples their old log-probs in the time in which the learner would wait for the last of them.
+
+    One call of the learner at a time, each for all samples that have come by then: if a call takes a second and a
+    sample comes every tenth of one, a call is for ten. Only for a policy whose weights do not change meanwhile, which
+    is lock-step.
+    """
+
+    def __init__(self, policy: Scoring) -> None:
+        self._policy = policy
+        self._turn = asyncio.Lock()
+        self._waiting: list[_Asked] = []
+
+    async def __call__(self, prompts: Ragged, responses: Ragged) -> list[Floats]:
+        """Log-probs of the responses, [T] each. Errors as of the policy learner."""
+        asked = _Asked(prompts, responses)
+        self._waiting.append(asked)
+        try:
+            async with self._turn:
+                if asked.rows is None:
+                    await self._answer(list(self._waiting))
+        finally:
+            if asked in self._waiting:
+                self._waiting.remove(asked)
+        assert asked.rows is not None
+        return asked.rows
+
+    async def _answer(self, together: "list[_Asked]") -> None:
+        """Asks the learner for all of these. After an error they still wait, and the next of them tries again."""
+        rows = await self._policy.logprobs(
+            Ragged.of([row for asked in together for row in asked.prompts]),
+            Ragged.of([row for asked in together for row in asked.responses]),
+        )
+        for asked in together:
+            count = len(asked.responses)
+            asked.rows, rows = rows[:count], rows[count:]
+            self._waiting.remove(asked)
+
+
+class _Asked:
+    """Pairs that wait for their log-probs."""
+
+    def __init__(self, prompts: Ragged, responses: Ragged) -> None:
+        self.prompts, self.responses = prompts, responses
+        self.rows: list[Floats] | None = None

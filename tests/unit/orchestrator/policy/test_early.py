@@ -1,0 +1,90 @@
+"""Log-probs of samples as they are finished: how they are gathered into calls, and what errors do."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.policy.early import EarlyLogprobs
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.ragged import Ragged
+
+
+def ragged(*rows: list[int]) -> Ragged:
+    return Ragged.of([np.asarray(row, np.int32) for row in rows])
+
+
+class FakeLearner:
+    """Gives every token minus its id plus the prompt's length; a call ends when it is let through."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[int]]] = []
+        self.let = asyncio.Semaphore(0)
+        self.failure: Exception | None = None
+
+    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+        self.calls.append([row.tolist() for row in responses])
+        await self.let.acquire()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return [len(p) - r.astype(np.float32) for p, r in zip(prompts, responses, strict=True)]
+
+
+async def until(learner: FakeLearner, calls: int) -> None:
+    async with asyncio.timeout(10):
+        while len(learner.calls) < calls:
+            await asyncio.sleep(0)
+
+
+def ask(early: EarlyLogprobs, prompts: Ragged, responses: Ragged) -> "asyncio.Task[list[Any]]":
+    async def rows() -> list[Any]:
+        return [row.tolist() for row in await early(prompts, responses)]
+
+    return asyncio.create_task(rows())
+
+
+async def test_samples_that_come_during_a_call_are_in_the_next_together() -> None:
+    learner = FakeLearner()
+    early = EarlyLogprobs(learner)
+    first = ask(early, ragged([1]), ragged([5, 6]))
+    await until(learner, 1)
+    second = ask(early, ragged([1, 1], [1]), ragged([7], [8, 9, 9]))
+    third = ask(early, ragged([1, 1, 1]), ragged([4]))
+    await asyncio.sleep(0)
+    assert learner.calls == [[[5, 6]]]
+    learner.let.release()
+    learner.let.release()
+    assert await first == [[-4, -5]]
+    assert await second == [[-5], [-7, -8, -8]]
+    assert await third == [[-1]]
+    assert learner.calls == [[[5, 6]], [[7], [8, 9, 9], [4]]]
+
+
+async def test_an_error_is_for_the_call_that_met_it_and_the_others_ask_again() -> None:
+    learner = FakeLearner()
+    early = EarlyLogprobs(learner)
+    tasks = [ask(early, ragged([1]), ragged([5])), ask(early, ragged([1]), ragged([6]))]
+    await until(learner, 1)
+    learner.failure = RuntimeError("lost")
+    learner.let.release()
+    learner.let.release()
+    with pytest.raises(RuntimeError, match="lost"):
+        await tasks[0]
+    assert await tasks[1] == [[-5]]
+
+
+async def test_a_cancelled_sample_is_not_asked_for_and_holds_up_none() -> None:
+    learner = FakeLearner()
+    early = EarlyLogprobs(learner)
+    asked = [ask(early, ragged([1]), ragged([token])) for token in (5, 6, 7)]
+    await until(learner, 1)
+    assert learner.calls == [[[5]]]
+    asked[0].cancel()
+    asked[1].cancel()
+    await until(learner, 2)
+    learner.let.release()
+    assert await asked[2] == [[-6]]
+    assert learner.calls == [[[5]], [[7]]]
