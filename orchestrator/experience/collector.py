@@ -153,10 +153,11 @@ class Collector:
             reference = group.create_task(self._references(pairs))
             critic = group.create_task(self._values(pairs, critic_step))
             policy = group.create_task(self._own(pairs))
-        judges = [task.result() for task in (scores, reference, critic, policy)]
+        judged = (task.result() for task in (scores, reference, critic, policy))
+        rows = zip(numbers, prompts, samples, *judged, strict=True)
         return [
             Experience(number, prompt, sample, float(score), row, valued.values, valued.after, own)
-            for number, prompt, sample, score, row, valued, own in zip(numbers, prompts, samples, *judges, strict=True)
+            for number, prompt, sample, score, row, valued, own in rows
         ]
 
     async def _scores(self, pairs: Pairs) -> Floats:

@@ -6,7 +6,6 @@ restarts at 20 and takes the samples of steps 21 to 23, and of 24 if they were c
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from orchestrator.data.prompts import Prompt
 from orchestrator.experience.checks import first_not_finite
 from orchestrator.experience.experience import Collected, Experience
 from protos import rollout_pb2 as pb
+from services.common.folders import replace_file
 from services.common.wire.codec import Floats
 from services.rollout.sample import Sample
 
@@ -99,12 +99,7 @@ class ExperienceJournal:
             "score_s": collected.score_s,
             "repeated": collected.repeated,
         }
-        aside = self._folder / ".writing"
-        with aside.open("wb") as file:
-            file.write(msgpack.packb(raw))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(self._path(step))
+        replace_file(self._path(step), msgpack.packb(raw))
 
     def forget(self, step: int) -> None:
         """Deletes the records of `step` and of all steps before it."""
@@ -154,7 +149,8 @@ def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
 
 def _numbers(experiences: Sequence[Experience]) -> Iterator[Floats]:
     for e in experiences:
-        yield from (e.sample.logprobs, np.asarray([e.score, e.after], np.float32), e.ref_logprobs, e.values, e.old_logprobs)
+        yield from (e.sample.logprobs, e.ref_logprobs, e.values, e.old_logprobs)
+        yield np.asarray([e.score, e.after], np.float32)
 
 
 def _floats(data: bytes) -> Floats:

@@ -22,6 +22,7 @@ from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.jsonl import parse_object
 from services.common.config.base import ConfigError
 from services.common.config.explain import shown
+from services.common.folders import replace_file
 
 FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"
@@ -204,9 +205,7 @@ def _rewind(path: Path, step: int) -> None:
     """Removes the lines after `step`, and a last line that a crash cut short."""
     lines = read_metrics(path) if path.exists() else []
     kept = path.read_bytes().split(b"\n")[: sum(line["step"] <= step for line in lines)] if lines else []
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_bytes(b"".join(line + b"\n" for line in kept))
-    aside.rename(path)
+    replace_file(path, b"".join(line + b"\n" for line in kept))
 
 
 def load_wandb(load: Callable[[str], Any]) -> Any:

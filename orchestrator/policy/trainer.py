@@ -16,7 +16,6 @@ from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.learner.shards import Part
-from services.common.models.device import cpu_threads
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, load_tokenizer, response_logits
 from services.common.models.numerics import masked_sum
@@ -107,14 +106,13 @@ class PolicyTrainer:
         self, prompts: Sequence[Ints], responses: Sequence[Ints], distribution: Distribution
     ) -> list[Floats]:
         by_row: dict[int, Floats] = {}
-        with cpu_threads(self._config.logprob_threads):
-            for part in self._learner.parts(prompts, responses):
-                rows = part.rows
-                pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
-                logits = response_logits(self._learner.model, pairs)
-                if part.counts:
-                    logprobs = distribution.logprobs(logits, pairs)
-                    by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
+        for part in self._learner.parts(prompts, responses):
+            rows = part.rows
+            pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
+            logits = response_logits(self._learner.model, pairs)
+            if part.counts:
+                logprobs = distribution.logprobs(logits, pairs)
+                by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
         return self._learner.shared(by_row, [len(response) for response in responses])
 
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:

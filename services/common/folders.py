@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all: written under another name, then renamed."""
+"""Folders and files that appear complete or not at all: written under another name, then renamed."""
 
 import os
 import shutil
@@ -39,9 +39,9 @@ def make(folder: Path, named: Path | None = None) -> None:
         raise InvalidArgument(f"path: {named or folder} cannot be written: {error.strerror}") from None
 
 
-def rename(folder: Path, target: Path) -> None:
-    """Renames a folder; the new name is on disk, not only in the system's cache, when this returns."""
-    folder.rename(target)
+def rename(path: Path, target: Path) -> None:
+    """Renames a folder or a file; the new name is on disk, not only in the system's cache, when this returns."""
+    path.replace(target)
     descriptor = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,6 +55,16 @@ def write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, contents: bytes) -> None:
+    """Writes a file beside its place, then moves it there, on disk and not only in the system's cache."""
+    aside = path.with_name(f".{path.name}.writing")
+    with aside.open("wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(aside, path)
 
 
 def remove(folder: Path) -> None:

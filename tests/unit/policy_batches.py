@@ -21,7 +21,6 @@ def make_trainer(
     rate: float = 1.0,
     epochs: int = 1,
     size: int = 4,
-    logprob_threads: int | None = None,
     **ppo: Any,
 ) -> PolicyTrainer:
     """AdamW whose epsilon dwarfs the gradient: its first step is `rate` times the gradient."""
@@ -30,7 +29,6 @@ def make_trainer(
         model=str(folder),
         optimizer=optimizer,
         micro_batch_tokens=micro_batch_tokens,
-        logprob_threads=logprob_threads,
     )
     return PolicyTrainer(config, PPOConfig(epochs=epochs, minibatch_size=size, **ppo), Distribution(TEMPERATURE))
 

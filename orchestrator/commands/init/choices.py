@@ -86,11 +86,6 @@ class Choices:
         return 1 if self._small else max(1, self.machine.cores // 2)
 
     @property
-    def threads_alone(self) -> int:
-        """Threads on the CPU of what computes while all others wait: the log-probs before an update."""
-        return 1 if self._small else self.machine.cores
-
-    @property
     def _small(self) -> bool:
         return self.policy.parameters < SMALL and not self.gpu
 
@@ -188,7 +183,7 @@ def _learning(choices: Choices) -> dict[str, Any]:
 def _machine(choices: Choices) -> dict[str, Any]:
     gpu, threads = choices.gpu, choices.threads
     environment = {"OMP_NUM_THREADS": str(threads)}
-    if choices.threads_alone > 1:  # idle threads would spin on cores that another process needs
+    if threads > 1:  # idle threads would spin on cores that another process needs
         environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     if not gpu:
         environment["TORCHDYNAMO_DISABLE"] = "1"
@@ -197,7 +192,6 @@ def _machine(choices: Choices) -> dict[str, Any]:
     return {
         "threads_why": Plain(why),
         "environment": environment,
-        "logprob_threads": None if gpu else choices.threads_alone,
         "kv_cache_mib": choices.kv_cache,
         "kv_cache_why": Plain("room for the keys and values of what is sampled at the same time"),
         "batch_tokens": choices.batch_tokens,

@@ -179,10 +179,6 @@ class LearnerConfig(Config):
 class PolicyConfig(LearnerConfig):
     """The policy learner: DeepSpeed in Ray actors of the orchestrator, one for each rank."""
 
-    logprob_threads: Count | None = None
-    """Threads of each rank on a CPU while it computes log-probs before an update. At lock-step nothing else computes
-    then, so that these may be more than in training, beside the critic. Null: as many as in training."""
-
 
 def describe(config: LearnerConfig) -> dict[str, Any]:
     """The DeepSpeed configuration that `config` stands for.

@@ -1,8 +1,6 @@
 """The device that this process may compute on."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -42,14 +40,3 @@ def may_use_gpus() -> bool:
     if context.get_actor_id() is None:
         return True
     return bool(ray.get_gpu_ids()) or bool(context.runtime_env.get("env_vars", {}).get(VISIBLE))
-
-
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Context in which torch uses `count` threads on the CPU; None leaves their number as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,7 +7,7 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from protos import common_pb2
-from services.common.folders import rename, write
+from services.common.folders import replace_file
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
 
 LONGEST_S = 600.0
@@ -129,8 +129,6 @@ def _read(file: Path) -> common_pb2.Held:
 def _write(file: Path, held: common_pb2.Held) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f"{file.name}.writing")
-        write(aside, MessageToJson(held))
-        rename(aside, file)
+        replace_file(file, MessageToJson(held).encode())
     except OSError as error:
         raise FailedPrecondition(f"lease: this service cannot keep it: {error.strerror}") from None

@@ -119,7 +119,7 @@ def test_a_number_that_is_not_finite_is_told_and_sampled_again(
 def test_a_full_disk_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
-    (tmp_path / "journal" / ".writing").symlink_to("/dev/full")
+    (tmp_path / "journal" / ".step-000001.msgpack.writing").symlink_to("/dev/full")
     kept.write(1, collected())
     assert "No space left on device" in notes[0]
 

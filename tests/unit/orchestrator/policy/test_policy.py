@@ -16,11 +16,9 @@ from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 Rows = list[list[float]]
 
 
-@pytest.mark.parametrize(("micro_batch_tokens", "threads"), [(1, None), (12, None), (1000, None), (1000, 2)])
-def test_logprobs_equal_those_of_single_sequences(
-    policy_folder: Path, micro_batch_tokens: int, threads: int | None
-) -> None:
-    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, logprob_threads=threads)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
+def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_batch_tokens: int) -> None:
+    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens)
     actual = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
     with torch.no_grad():
         expected = chosen(distributions(language_model(policy_folder), TEMPERATURE))

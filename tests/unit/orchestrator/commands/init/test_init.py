@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
@@ -17,7 +17,7 @@ from orchestrator.commands.init.write import Wanted, init
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from tests.families import FAMILIES
-from tests.models import WORDS, make_policy, make_reward, make_tokenizer
+from tests.models import make_policy, make_reward, make_tokenizer
 from tests.untidy import make_untidy
 
 HERE = Machine(cores=2, memory_gib=24)
@@ -62,20 +62,6 @@ def test_a_critic_starts_from_the_reward_model(
     assert run["policy"]["packing"] is True
     assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
-
-
-def test_log_probs_before_an_update_take_all_cores(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
-    """Unless the model is so small that a second thread does not make it faster."""
-    large = tmp_path / "large"
-    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
-    LlamaConfig(vocab_size=len(WORDS), **shape).save_pretrained(large)
-    make_tokenizer().save_pretrained(large)
-    for folder, alone in ((policy_folder, 1), (large, 2)):
-        raw = written(tmp_path, Wanted(str(folder), FUNCTION, prompts))
-        (tmp_path / "mine.yaml").unlink()
-        policy = raw["orchestrator"]["policy"]
-        assert (policy["logprob_threads"], policy["env_vars"]["OMP_NUM_THREADS"]) == (alone, "1")
-        assert ("GOMP_SPINCOUNT" in policy["env_vars"]) == (alone > 1)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "gemma2", "phi3", "unigram"])
