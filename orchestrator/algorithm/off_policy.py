@@ -144,10 +144,8 @@ def _per_response(values: Tensor, mask: Tensor, segments: Tensor | None) -> tupl
     """At each token the sum of `values` over the tokens of its response, and how many those are. [B, T] each."""
     values = torch.where(mask, values, 0.0).detach()
     index = torch.zeros_like(mask, dtype=torch.long) if segments is None else segments.expand_as(mask)
-    sums = [
-        torch.zeros(len(mask), int(index.max()) + 1, dtype=x.dtype, device=x.device).scatter_add(1, index, x)
-        for x in (values, mask.to(values.dtype))
-    ]
+    # A row holds no more responses than columns; how many it holds would have to be waited for.
+    sums = [torch.zeros_like(x).scatter_add(1, index, x) for x in (values, mask.to(values.dtype))]
     return sums[0].gather(1, index), sums[1].gather(1, index)
 
 

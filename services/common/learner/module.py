@@ -27,6 +27,8 @@ from services.common.models.sequences import PairTensors, concatenate_pairs, len
 from services.common.ranks.ranks import Ranks, start_distributed
 from services.common.wire.codec import Floats, Ints
 
+NORM = "grad_norm"
+"""Name of the gradient's norm among the metrics."""
 Micro = TypeVar("Micro")
 Loss = Callable[[Micro], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
@@ -119,19 +121,17 @@ class TrainedModule:
 
         Returns:
             The metrics over all ranks, `grad_norm` before clipping, and the `learning_rate` used. Empty if the norm
-            is not finite: then the step is skipped on all ranks, and weights, optimizer and schedule stay as they
-            were.
+            is not finite: all ranks skip the step then, and weights, optimizer and schedule stay as they were.
         """
         rate = float(self._engine.get_lr()[0])
-        totals = self._accumulate(micro_batches, loss)
-        norm = self._apply()
-        self.skipped_in_a_row = 0 if norm is not None else self.skipped_in_a_row + 1
-        if norm is None:
+        numbers = self._apply(self._accumulate(micro_batches, loss))
+        self.skipped_in_a_row = 0 if numbers else self.skipped_in_a_row + 1
+        if not numbers:
             return {}
         if self._average:
             self._average.update()
-        joined = self._data.joined(_numbers(totals), self.device)
-        return joined | {"grad_norm": norm, "learning_rate": rate}
+        norm = numbers.pop(NORM)
+        return self._data.joined(numbers, self.device) | {NORM: norm, "learning_rate": rate}
 
     def _accumulate(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, torch.Tensor]:
         """Accumulates the gradient of all parts inside DeepSpeed; returns this rank's sums of the metrics."""
@@ -149,22 +149,24 @@ class TrainedModule:
                 self._engine.step()
         return totals
 
-    def _apply(self) -> float | None:
-        """Steps the optimizer with the accumulated gradient; returns the gradient's norm, or None if it is not finite
-        and the step was skipped.
+    def _apply(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Steps the optimizer with the accumulated gradient; returns metrics and the gradient's norm as numbers, or
+        nothing if the norm is not finite and the step was skipped.
 
         With ZeRO or bf16 DeepSpeed computes the norm over all ranks and skips by itself. In fp32 at ZeRO 0, where
         every rank holds whole gradients, it does neither.
         """
         if not self._own_norm:
             self._engine.step()
-            return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else None
-        norm = total_norm(self.module.parameters())
-        if not agreed(math.isfinite(norm), self._ranks, self.device):
+            if not self._engine.was_step_applied():
+                return {}
+            return _numbers(totals | {NORM: torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)})
+        numbers = _numbers(totals | {NORM: total_norm(self.module.parameters())})
+        if not agreed(math.isfinite(numbers[NORM]), self._ranks, self.device):
             self._engine.zero_grad()
-            return None
+            return {}
         self._engine.step()
-        return norm
+        return numbers
 
     def check_weights(self) -> None:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
@@ -173,9 +175,8 @@ class TrainedModule:
     def parts(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Part]:
         """Divides pairs among the ranks; returns this rank's parts, of at most micro_batch_tokens tokens, equally
         many on all ranks."""
-        ranks = self._data
+        ranks, limit = self._data, self._config.micro_batch_tokens
         batches = packed_batches if self._config.packing else length_batches
-        limit = self._config.micro_batch_tokens
         return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
 
     def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
@@ -237,7 +238,11 @@ class TrainedModule:
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Copies scalars from their device in one transfer, since each transfer waits for all computation in progress."""
-    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)) if scalars else {}
+    return (
+        dict(zip(scalars, torch.stack([scalar.float() for scalar in scalars.values()]).tolist(), strict=True))
+        if scalars
+        else {}
+    )
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:

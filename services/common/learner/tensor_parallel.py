@@ -79,18 +79,18 @@ def data_parallel(ranks: Ranks, size: int) -> Ranks:
     return replace(ranks, rank=ranks.rank // size, world_size=ranks.world_size // size, group=group)
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Norm of the gradient of the whole model, each number of it counted once. All ranks of a copy call it."""
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """[], norm of the gradient of the whole model, each number of it counted once. All ranks of a copy call it."""
     kept = [parameter for parameter in parameters if parameter.grad is not None]
     divided = [parameter.grad for parameter in kept if _division(parameter)]
     alike = nn.utils.get_total_norm([parameter.grad for parameter in kept if not _division(parameter)])
     if not divided:
-        return float(alike)
+        return alike
     from deepspeed.utils import groups
 
     square = nn.utils.get_total_norm(divided) ** 2
     distributed.all_reduce(square, group=groups.get_tensor_model_parallel_group())
-    return float((alike**2 + square).sqrt())
+    return (alike**2 + square).sqrt()
 
 
 def _division(parameter: nn.Parameter) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from services.common.models.numerics import by_time, check_logits, widen
+from services.common.models.numerics import by_time, check_logits, tempered
 from services.common.models.sequences import PairTensors
 
 
@@ -30,49 +30,52 @@ class Distribution:
 
     def logprobs(self, logits: Tensor, pairs: PairTensors) -> Tensor:
         """[R, C]: log-probs of the response tokens, at least in float32, from the `logits` [R, C, V] before them."""
-        return self._apply(lambda x, kept, ids: _chosen(kept.log_softmax(-1), x, kept, ids), logits, pairs)
+        return self._apply(None, logits, pairs)
 
     def with_entropy(self, logits: Tensor, pairs: PairTensors, *, trained: bool) -> tuple[Tensor, Tensor]:
         """[R, C] twice: `logprobs`, and Shannon's entropy of the whole distribution, from one softmax. The entropy
         has a gradient only if `trained`."""
 
-        def both(x: Tensor, kept: Tensor, ids: Tensor) -> Tensor:
-            every = kept.log_softmax(-1)
+        def entropy_of(every: Tensor) -> Tensor:
             whole = every if trained else every.detach()
-            entropy = -(whole.exp() * whole.clamp(min=torch.finfo(whole.dtype).min)).sum(-1)
-            return torch.stack([_chosen(every, x, kept, ids), entropy], dim=-1)
+            return -(whole.exp() * whole.clamp(min=torch.finfo(whole.dtype).min)).sum(-1)
 
-        logprobs, entropy = self._apply(both, logits, pairs).unbind(-1)
+        logprobs, entropy = self._apply(entropy_of, logits, pairs).unbind(-1)
         return logprobs, entropy
 
-    def _apply(self, function: Callable[..., Tensor], logits: Tensor, pairs: PairTensors) -> Tensor:
+    def _apply(self, function: Callable[[Tensor], Tensor] | None, logits: Tensor, pairs: PairTensors) -> Tensor:
+        """The log-probs of the response tokens [R, C], piece by piece; with a `function` of all tokens' log-probs
+        [R, t, V] -> [R, t], both [R, C, 2]."""
         check_logits(logits, self.temperature)
-        ends = torch.tensor(self.end_ids, device=logits.device, dtype=torch.long)
+        size = logits.shape[-1] if self.vocabulary is None else min(self.vocabulary, logits.shape[-1])
+        ends = _filled(self.end_ids, logits.device) if self.min_new_tokens and self.end_ids else None
+        whole = size == logits.shape[-1] and ends is None
+        always = next((token for token in range(size) if ends is None or token not in self.end_ids), 0)
 
         def piece(logits: Tensor, ids: Tensor, steps: Tensor) -> Tensor:
-            x = widen(logits) / self.temperature
-            kept = x[..., : self.vocabulary]
-            if self.min_new_tokens and self.end_ids:
+            kept, never = tempered(logits[..., :size], self.temperature), ids >= size
+            if ends is not None:
                 early = (steps < self.min_new_tokens).unsqueeze(-1)
+                never = never | (early & (ids.unsqueeze(-1) == ends)).any(-1)
                 bias = torch.zeros_like(kept[..., :1]).masked_fill(early, -torch.inf)
                 kept = kept.index_add(-1, ends, bias.expand(*bias.shape[:-1], len(ends)))
-            return function(x, kept, ids)
+            every = kept.log_softmax(-1)
+            other = None if function is None else function(every)
+            # A token without probability: what another one has, plus the difference of their logits. A branch for
+            # batches that hold such a token would have to wait for the device.
+            possible = ids if whole else ids.masked_fill(never, always)
+            chosen = every.gather(-1, possible.unsqueeze(-1)).squeeze(-1)
+            if not whole:
+                both = tempered(logits.gather(-1, torch.stack([ids, possible], dim=-1)), self.temperature)
+                chosen = torch.where(never, chosen + both[..., 0] - both[..., 1], chosen)
+            return chosen if other is None else torch.stack([chosen, other], dim=-1)
 
         return by_time(piece, logits, pairs.response_ids, pairs.steps.expand_as(pairs.response_ids))
 
 
-def _chosen(every: Tensor, x: Tensor, kept: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs at `ids` [R, t], taken from `every` token's; for a token of probability 0 its logit in `x` minus the
-    normaliser."""
-    places = ids.unsqueeze(-1)
-    if x is kept:
-        return every.gather(-1, places).squeeze(-1)
-    size = kept.shape[-1]
-    logprobs = every.gather(-1, places.clamp(max=size - 1))
-    outside = (places >= size) | logprobs.isneginf()
-    if bool(outside.any()):
-        logprobs = torch.where(outside, x.gather(-1, places) - kept.logsumexp(-1, keepdim=True), logprobs)
-    return logprobs.squeeze(-1)
+def _filled(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """[N] int64 on the device, without a copy from the host, which would wait for the device."""
+    return torch.cat([torch.full((1,), token, device=device) for token in ids])
 
 
 def end_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import is_flash_attn_2_available
 
 from services.common.config.base import ConfigError
-from services.common.models import packed_attention
+from services.common.models import packed_attention, padded_attention
 from services.common.models.sequences import PairTensors
 
 
@@ -65,6 +65,7 @@ def _load(
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
     if packing and not packed_attention.takes(model):
         raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
+    padded_attention.use_in(model)
     return without_dropout(model)
 
 

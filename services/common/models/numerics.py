@@ -104,7 +104,7 @@ def check_logits(logits: Tensor, temperature: float) -> None:
         raise ValueError(f"temperature must be > 0 and finite, got {temperature}: greedy has no log-probs")
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def tempered(logits: Tensor, temperature: float) -> Tensor:
     """logits / temperature, at least in float32."""
     return widen(logits) if temperature == 1 else widen(logits) / temperature
 
@@ -121,7 +121,7 @@ def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
         raise ValueError(f"ids has shape {list(ids.shape)}, should be the logits' {list(logits.shape[:2])}")
 
     def piece(logits: Tensor, ids: Tensor) -> Tensor:
-        return _tempered(logits, temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        return tempered(logits, temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
     return by_time(piece, logits, ids)
 
@@ -134,7 +134,7 @@ def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
     check_logits(logits, temperature)
 
     def piece(logits: Tensor) -> Tensor:
-        logp = _tempered(logits, temperature).log_softmax(-1)
+        logp = tempered(logits, temperature).log_softmax(-1)
         return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
 
     return by_time(piece, logits)

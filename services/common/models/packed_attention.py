@@ -24,34 +24,27 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    position_ids: torch.Tensor | None = None,
+    packed_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D],
-    position_ids [1, L] -> [1, L, heads, D].
+    """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D]
+    -> [1, L, heads, D].
 
     The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
     square of their sum. In half precision on a GPU one kernel takes all sequences, elsewhere torch's fused kernel
-    takes one after the other. RuntimeError if the model passes on no positions, or there are several rows.
+    takes one after the other. RuntimeError if the model passes on no lengths, or there are several rows.
 
     Args:
-        cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one. None: they
-            begin at every position 0.
-        max_length_q: length of the longest sequence.
+        packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
+        cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one.
     """
-    if position_ids is None or query.shape[0] != 1:
-        raise RuntimeError("packing: this architecture's attention gets no position ids of a single row")
+    if packed_lengths is None or cu_seq_lens_q is None or query.shape[0] != 1:
+        raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-    if kernel is not None and cu_seq_lens_q is not None and max_length_q is not None:
-        return by_kernel(kernel, query, key, value, cu_seq_lens_q, max_length_q, options.get("scaling")), None
-    if cu_seq_lens_q is None:
-        ends = [*torch.nonzero(position_ids[0] == 0)[1:, 0].tolist(), query.shape[2]]
-    else:
-        ends = cu_seq_lens_q[1:].tolist()
-    lengths = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    split = (states.split(lengths, dim=2) for states in (query, key, value))
+    if kernel is not None:
+        return by_kernel(kernel, query, key, value, cu_seq_lens_q, max(packed_lengths), options.get("scaling")), None
+    split = (states.split(packed_lengths, dim=2) for states in (query, key, value))
     pieces = [sdpa_attention_forward(module, *states, None, **options)[0] for states in zip(*split, strict=True)]
     return torch.cat(pieces, dim=1), None
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
-from services.common.models.numerics import response_mask
+from services.common.models.padded_attention import whole_mask
 from services.common.wire.codec import Ints
 
 Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
@@ -26,7 +27,7 @@ class PairTensors:
     input_ids: torch.Tensor
     """[R, L] int64"""
     attention_mask: torch.Tensor | None
-    """[R, L] int64, 1 on tokens; None: all are tokens"""
+    """[R, L] int64, 1 on tokens; packed: None. `whole_mask` if nothing is padded."""
     position_ids: torch.Tensor
     """[R, L] int64, 0 at each prompt's first token"""
     predictors: torch.Tensor
@@ -39,8 +40,8 @@ class PairTensors:
     """[1, C] int64: the index, from 0, of a column's token in its response."""
     boundaries: torch.Tensor | None = None
     """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
-    longest: int = 0
-    """Packed: tokens of the longest pair."""
+    pair_lengths: tuple[int, ...] = ()
+    """Packed: tokens of each pair."""
 
     @property
     def width(self) -> int:
@@ -48,17 +49,19 @@ class PairTensors:
         return int(self.action_mask.shape[1])
 
     @property
-    def inputs(self) -> dict[str, torch.Tensor | int | None]:
-        """Arguments for a transformers model. Those for packed rows have the names of its FlashAttention."""
-        inputs: dict[str, torch.Tensor | int | None] = {
+    def inputs(self) -> dict[str, Any]:
+        """Arguments for a transformers model. Those for packed rows have the names of its FlashAttention, but for the
+        one that `packed_attention` alone reads."""
+        inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
         }
         if self.boundaries is not None:
-            # Computed once for all layers: otherwise each layer would wait for the device.
+            # What the host knows already: otherwise each layer would wait for the device.
+            longest = max(self.pair_lengths)
             inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            inputs |= {"max_length_q": self.longest, "max_length_k": self.longest}
+            inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": self.pair_lengths}
         return inputs
 
     @property
@@ -75,14 +78,17 @@ class PairTensors:
 
     def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
         """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""
-        spread = torch.zeros(self.action_mask.shape)
-        spread[self.action_mask.cpu()] = torch.from_numpy(np.concatenate(rows).astype(np.float32))
-        return spread.to(self.action_mask.device)
+        device = self.action_mask.device
+        if self.boundaries is None:
+            return pad_rows(rows, self.width, device)
+        return torch.from_numpy(np.concatenate(rows).astype(np.float32))[None].to(device)
 
     def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
         """The entries of `values` [R, C] at response tokens, as B float32 arrays."""
-        flat = values.detach()[self.action_mask].float().cpu()
-        return [row.numpy() for row in flat.split(self.lengths)]
+        # One copy to the host, which knows where the tokens are; the device would have to be asked how many they are.
+        held = values.detach().to("cpu", torch.float32).numpy()
+        rows = held if self.boundaries is None else np.split(held[0], np.cumsum(self.lengths)[:-1])
+        return [row[:length].copy() for row, length in zip(rows, self.lengths, strict=True)]
 
 
 def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
@@ -99,10 +105,12 @@ def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.
     lengths = tuple(len(response) for response in responses)
     return PairTensors(
         input_ids=torch.from_numpy(input_ids).to(device),
-        attention_mask=torch.from_numpy(attention).to(device),
+        attention_mask=whole_mask(attention.shape, device)
+        if attention.all()
+        else torch.from_numpy(attention).to(device),
         position_ids=torch.from_numpy(positions).to(device),
         predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
-        action_mask=response_mask(torch.tensor(lengths), wide_t).to(device),
+        action_mask=torch.from_numpy(np.arange(wide_t) < np.asarray(lengths)[:, None]).to(device),
         lengths=lengths,
         steps=torch.arange(wide_t, device=device)[None],
     )
@@ -129,8 +137,8 @@ def concatenate_pairs(
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
         steps=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
-        boundaries=torch.tensor([0, *ends], dtype=torch.int32, device=device),
-        longest=max(len(prompt) + len(response) for prompt, response in pairs),
+        boundaries=torch.from_numpy(np.asarray([0, *ends], np.int32)).to(device),
+        pair_lengths=tuple(len(prompt) + len(response) for prompt, response in pairs),
     )
 
 

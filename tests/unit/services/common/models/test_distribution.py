@@ -89,6 +89,24 @@ def test_a_token_without_mass_that_is_asked_for_gets_a_finite_number() -> None:
     assert float(actual[1]) == pytest.approx(float(logits[0, 1, 10] - possible.logsumexp(-1)), abs=1e-5)
 
 
+def test_the_gradient_of_a_token_without_mass_is_that_of_its_logit_less_the_normaliser() -> None:
+    """Ids 10, padding, and 2, an end that comes too early; 4 may always be sampled."""
+    pairs = pad_pairs([np.asarray([5], np.int32)], [np.asarray([2, 10, 4], np.int32)])
+    distribution = Distribution(0.5, vocabulary=VOCABULARY, min_new_tokens=1, end_ids=(2,))
+    logits = torch.randn(1, 3, 11, dtype=torch.float64, requires_grad=True)
+    actual = distribution.logprobs(logits, pairs)
+    scaled = logits[0] / 0.5
+    possible = [[i for i in range(VOCABULARY) if i != 2], list(range(VOCABULARY)), list(range(VOCABULARY))]
+    expected = torch.stack(
+        [row[i] - row[p].logsumexp(-1) for row, i, p in zip(scaled, (2, 10, 4), possible, strict=True)]
+    )
+    torch.testing.assert_close(actual[0], expected)
+    weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    [gradient] = torch.autograd.grad((actual[0] * weights).sum(), logits, retain_graph=True)
+    [wanted] = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
 def learner_logprobs(folder: Path, distribution: Distribution, **options: bool) -> list[Floats]:
     config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4), **options)  # type: ignore[arg-type]
     return PolicyTrainer(config, PPOConfig(), distribution).logprobs(PROMPTS, RESPONSES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from services.common.config.base import ConfigError
+from services.common.models import padded_attention
 from services.common.models.loading import load_body, load_causal, load_tokenizer, max_length, response_logits
 from services.common.models.packed_attention import packed_attention
 from services.common.models.scalar import ScalarModel, load_scalar
@@ -84,14 +86,14 @@ def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"packing: .* has layers without plain causal attention"):
         load_causal(str(tmp_path), "float32", packing=True)
     query, key, value = torch.zeros(3, 1, 2, 4, 8)
-    with pytest.raises(RuntimeError, match="gets no position ids"):
+    with pytest.raises(RuntimeError, match="gets no lengths of the sequences"):
         packed_attention(torch.nn.Module(), query, key, value, None)
 
 
 def test_a_saved_model_knows_nothing_of_packing(policy_folder: Path, tmp_path: Path) -> None:
     load_causal(str(policy_folder), "float32", packing=True).save_pretrained(tmp_path)  # type: ignore[operator]
     assert "packed" not in (tmp_path / "config.json").read_text()
-    assert load_causal(str(tmp_path), "float32").config._attn_implementation == "sdpa"
+    assert load_causal(str(tmp_path), "float32").config._attn_implementation == padded_attention.NAME
 
 
 def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
@@ -165,9 +167,28 @@ def test_folders_that_hold_no_model(tmp_path: Path, policy_folder: Path) -> None
             load(str(tmp_path), "float32")
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "gemma3", "opt"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_over_padded_rows_is_that_of_transformers_bit_for_bit(
+    name: str, padded: bool, tmp_path: Path
+) -> None:
+    folder = FAMILIES[name].make(tmp_path / name)
+    ours: Any = load_causal(str(folder), "float32").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    prompts, responses = plain.random_pairs(4, seed=2, longest=24)
+    if not padded:
+        prompts, responses = [np.resize(p, 20) for p in prompts], [np.resize(r, 10) for r in responses]
+    pairs = pad_pairs(prompts, responses)
+    assert bool(pairs.attention_mask.all()) is not padded  # type: ignore[union-attr]
+    assert ours.config._attn_implementation == padded_attention.NAME
+    with torch.no_grad():
+        given = {"position_ids": pairs.position_ids, "attention_mask": pairs.attention_mask.long()}  # type: ignore[union-attr]
+        assert torch.equal(ours(**pairs.inputs).logits, theirs(pairs.input_ids, **given).logits)
+
+
 def test_attention_is_the_one_asked_for(policy_folder: Path) -> None:
-    for attention in ("sdpa", "eager"):
-        assert load_causal(str(policy_folder), "float32", attention).config._attn_implementation == attention
+    for attention, taken in (("sdpa", padded_attention.NAME), ("eager", "eager")):
+        assert load_causal(str(policy_folder), "float32", attention).config._attn_implementation == taken
 
 
 def test_flash_attention_is_taken_where_it_is_and_refused_by_its_field_elsewhere(policy_folder: Path) -> None:

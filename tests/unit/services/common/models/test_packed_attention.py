@@ -1,7 +1,6 @@
 """Packed attention by one kernel, against one sequence after the other."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -59,26 +58,18 @@ def test_the_kernel_gets_what_it_takes_and_gives_what_the_plain_path_gives(scale
     torch.manual_seed(0)
     query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
     boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    plain, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions, scaling=scale)
+    plain, _ = packed_attention(
+        Attention(), query, key, value, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries, scaling=scale
+    )
     actual = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
     assert actual.shape == plain.shape == (1, 9, HEADS, WIDTH)
     torch.testing.assert_close(actual, plain, atol=1e-5, rtol=0)
 
 
-def test_boundaries_that_are_known_are_not_looked_for() -> None:
-    torch.manual_seed(0)
-    query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    looked_for, _ = packed_attention(Attention(), query, key, value, None, position_ids=positions)
-    told: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 3, 4, 9], dtype=torch.int32), "max_length_q": 5}
-    known, _ = packed_attention(Attention(), query, key, value, None, position_ids=torch.ones_like(positions), **told)
-    assert torch.equal(known, looked_for)
-
-
 def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
     prompts, responses = arrays([[1, 2], [3]]), arrays([[4], [5, 6, 7]])
     inputs = concatenate_pairs(prompts, responses).inputs
-    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 7]  # type: ignore[union-attr]
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 7]
+    assert inputs["packed_lengths"] == (3, 4)
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (4, 4)
     assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]
