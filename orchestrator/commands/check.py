@@ -10,6 +10,7 @@ from orchestrator.commands.fitting import (
     misfits_of_rollout,
     other_root,
     schedules,
+    wrong_backend,
 )
 from orchestrator.commands.models import (
     POLICY_FIELD,
@@ -131,6 +132,7 @@ def _prompts(config: OrchestratorConfig, tokenizer: Any, split: str) -> PromptSe
 def _disagreements(deployment: Deployment) -> Iterator[str]:
     """Contradictions between sections of the file, and lengths that do not fit."""
     config, services = deployment.orchestrator, deployment.services
+    yield from wrong_backend(deployment)
     needed = config.data.max_prompt_length + config.sampling.max_new_tokens
     sum_of = f"orchestrator.data.max_prompt_length + orchestrator.sampling.max_new_tokens is {needed}"
     for name, section in services.items():

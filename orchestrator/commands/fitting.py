@@ -5,9 +5,11 @@ from pathlib import Path
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
+from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.learner import PolicyConfig
+from services.common.models.device import VISIBLE
 from services.common.models.distribution import Distribution
 from services.common.models.loading import shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
@@ -76,6 +78,41 @@ def _other_backend(ours: str, theirs: str, name: str) -> Iterator[str]:
             f"orchestrator.weights.backend: {ours}, but applications.{name}.args.weight_backend is {theirs}; "
             "set both the same, or one to auto"
         )
+
+
+def wrong_backend(deployment: Deployment) -> Iterator[str]:
+    """A reason for which the configured backend could not work with the GPUs that policy and replicas ask for. What
+    only their places can tell is checked before the first push (orchestrator/push/transport.py)."""
+    backend, policy = deployment.orchestrator.weights.backend, deployment.orchestrator.policy
+    replicas = _gpus_of_replicas(deployment)
+    if backend not in ("nccl", "cuda-ipc") or replicas is None or VISIBLE in policy.env_vars:
+        return
+    shared = policy.num_gpus + replicas
+    reason = ""
+    if not policy.num_gpus:
+        reason = "orchestrator.policy.num_gpus is 0, so the learner is on a CPU"
+    elif not replicas:
+        reason = "the replicas' ray_actor_options have no num_gpus, so they are on a CPU"
+    elif backend == "nccl" and shared <= 1:
+        reason = (
+            f"the policy's num_gpus and a replica's are {shared:g} together, so they may share one, which it refuses"
+        )
+    elif backend == "cuda-ipc" and shared > 1:
+        reason = f"the policy's num_gpus and a replica's are {shared:g} together, so they never share one"
+    if reason:
+        yield f"orchestrator.weights.backend: {backend}, but {reason}; set it to auto"
+
+
+def _gpus_of_replicas(deployment: Deployment) -> float | None:
+    """The share of a GPU that each worker of the rollout asks Ray for. None if the service is not in the file, or its
+    GPUs are chosen by hand."""
+    for application in deployment.raw.get("applications") or []:
+        name = str(application.get("name"))
+        section = deployment.services.get(name)
+        if isinstance(section, RolloutConfig) and VISIBLE not in env_vars(application, f"applications.{name}"):
+            options = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or [{}]]
+            return min(float(option.get("num_gpus") or 0) for option in options) / section.tensor_parallel_size
+    return None
 
 
 def idle_critics(deployment: Deployment) -> Iterator[str]:

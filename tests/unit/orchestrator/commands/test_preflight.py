@@ -228,11 +228,11 @@ def test_no_held_out_prompts_are_read_when_evaluation_is_off(raw: dict[str, Any]
 
 def test_precision_and_transport_must_be_the_same_on_both_sides(raw: dict[str, Any], tmp_path: Path) -> None:
     args(raw, "rollout").update(dtype="bfloat16", weight_backend="gloo")
-    raw["orchestrator"]["weights"]["backend"] = "nccl"
+    raw["orchestrator"]["weights"]["backend"] = "ipc"
     assert problems(raw, tmp_path) == [
         "applications.rollout.args.dtype: bfloat16, but orchestrator.policy.dtype is float32; weights are pushed as "
         "they are, so both must be the same",
-        "orchestrator.weights.backend: nccl, but applications.rollout.args.weight_backend is gloo; set both the "
+        "orchestrator.weights.backend: ipc, but applications.rollout.args.weight_backend is gloo; set both the "
         "same, or one to auto",
     ]
     args(raw, "rollout").update(dtype="float32", weight_backend="auto")

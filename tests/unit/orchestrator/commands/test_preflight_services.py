@@ -148,3 +148,36 @@ def test_what_has_to_share_a_gpu_must_fit_on_it(raw: dict[str, Any], tmp_path: P
     # What never shares a GPU is not added up.
     raw["orchestrator"]["gpu_gib"], raw["orchestrator"]["policy"]["num_gpus"] = 3, 0.6
     checked(raw, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "policy", "replica", "reason"),
+    [
+        ("nccl", 0, 0.5, "orchestrator.policy.num_gpus is 0, so the learner is on a CPU"),
+        ("cuda-ipc", 0.5, 0, "the replicas' ray_actor_options have no num_gpus, so they are on a CPU"),
+        (
+            "nccl",
+            0.5,
+            0.5,
+            "the policy's num_gpus and a replica's are 1 together, so they may share one, which it refuses",
+        ),
+        ("cuda-ipc", 0.6, 0.5, "the policy's num_gpus and a replica's are 1.1 together, so they never share one"),
+        ("nccl", 0.6, 0.5, ""),
+        ("cuda-ipc", 0.5, 0.5, ""),
+        ("ipc", 0, 0, ""),
+    ],
+)
+def test_a_backend_that_the_files_gpus_rule_out_is_refused(
+    raw: dict[str, Any], tmp_path: Path, backend: str, policy: float, replica: float, reason: str
+) -> None:
+    rollout = next(a for a in raw["applications"] if a["name"] == "rollout")
+    rollout["deployments"] = [{"name": "Rollout", "num_replicas": 1, "ray_actor_options": {"num_gpus": replica}}]
+    raw["orchestrator"]["policy"]["num_gpus"] = policy
+    raw["orchestrator"]["weights"] = raw["orchestrator"].get("weights", {}) | {"backend": backend}
+    if not reason:
+        checked(raw, tmp_path)
+        return
+    assert problems(raw, tmp_path) == [f"orchestrator.weights.backend: {backend}, but {reason}; set it to auto"]
+    # GPUs that are chosen by hand are known to the processes only.
+    rollout["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": "6"}}
+    checked(raw, tmp_path)
