@@ -18,22 +18,24 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages, and returns = advantages + values. All [B, T], zero off the mask.
 
     Schulman et al. 2015 (arXiv:1506.02438), eq. 16, as a recursion from the last token backwards: delta_t =
     r_t + gamma V_t+1 - V_t, A_t = delta_t + gamma gae_lambda A_t+1. A gap in a row's mask is stepped over.
+    `gae_lambda` may differ from response to response: [B].
 
     After the last token V is zero, as the episode ends there. For a response cut at the length limit this
     takes its score for all there was to earn; to add what it would have gone on to earn give `bootstrap` [B],
     the value after the last token, zero for finished responses. ValueError if a factor is outside 0..1.
     """
     check_masked(mask, rewards=rewards, values=values)
-    for name, factor in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= factor <= 1:
-            raise ValueError(f"{name} must lie in 0..1, got {factor}")
+    if isinstance(gae_lambda, Tensor):
+        check_masked(mask.any(dim=1), gae_lambda=gae_lambda)
+        gae_lambda = gae_lambda.to(values)
+    _check_factors(gamma=gamma, gae_lambda=gae_lambda)
     advantages = torch.zeros_like(values)
     carry = values.new_zeros(len(values))
     following = carry if bootstrap is None else bootstrap
@@ -45,6 +47,19 @@ def gae(
         following = torch.where(here, values[:, t], following)
         advantages[:, t] = torch.where(here, carry, 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def length_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
+    """A lambda for each response of T tokens: 1 - 1 / (alpha T), but at least 0. mask [B, T] -> [B] float64.
+
+    Length-adaptive GAE (Yue et al. 2025, VAPO, arXiv:2504.05118), which SAO (arXiv:2607.07508) takes with alpha 1.5
+    for the policy. The coefficients lambda^l of the terms of A_t add up to 1 / (1 - lambda) = alpha T, so that they
+    reach equally far in all responses, measured by their length. With alpha 1.5 two tokens have 2/3, 100 have 0.9933.
+    ValueError unless alpha > 0.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be > 0, got {alpha}")
+    return (1 - 1 / (alpha * mask.sum(dim=1).clamp(min=1).double())).clamp(min=0)
 
 
 def rloo(rewards: Tensor, mask: Tensor, *, group: int) -> Tensor:
@@ -81,3 +96,11 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     shift = masked_mean(advantages, mask)
     scale = torch.rsqrt(masked_var(advantages, mask) + VARIANCE_EPS)
     return torch.where(mask, (advantages - shift) * scale, 0.0)
+
+
+def _check_factors(**factors: float | Tensor) -> None:
+    """Raises ValueError unless every factor lies in 0..1."""
+    for name, factor in factors.items():
+        numbers = factor.tolist() if isinstance(factor, Tensor) else [factor]
+        if not all(0 <= number <= 1 for number in numbers):
+            raise ValueError(f"{name} must lie in 0..1, got {factor}")

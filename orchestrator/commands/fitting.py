@@ -141,14 +141,15 @@ def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
 def schedules(deployment: Deployment) -> Iterator[str]:
     """Learning-rate schedules that end before or after the run."""
     config = deployment.orchestrator
-    learners = {"orchestrator.policy": config.policy.optimizer}
+    learners = {"orchestrator.policy": (config.policy.optimizer, config.optimizer_steps, "epochs")}
+    passes = "critic_epochs" if config.ppo.critic_epochs else "epochs"
     for name, section in deployment.services.items():
         if isinstance(section, CriticConfig):
-            learners[f"applications.{name}.args"] = section.optimizer
-    for where, optimizer in learners.items():
+            learners[f"applications.{name}.args"] = section.optimizer, config.critic_optimizer_steps, passes
+    for where, (optimizer, steps, epochs) in learners.items():
         ends = optimizer.total_steps
-        if optimizer.schedule == "cosine" and ends not in (None, config.optimizer_steps):
+        if optimizer.schedule == "cosine" and ends not in (None, steps):
             yield (
-                f"{where}.optimizer.total_steps: {ends}, but the run has {config.optimizer_steps} optimizer steps "
-                "(steps * ppo.epochs * minibatches)"
+                f"{where}.optimizer.total_steps: {ends}, but the run has {steps} optimizer steps "
+                f"(steps * ppo.{epochs} * minibatches)"
             )

@@ -48,6 +48,12 @@ class PPOConfig(Config):
     """Discount per token."""
     gae_lambda: Fraction = 0.95
     """Bias against variance in generalised advantage estimation; used by gae alone."""
+    gae_lambda_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Takes the policy's lambda from a response's length: 1 - 1 / (alpha T), at least 0, for T tokens, so that the
+    score reaches the first tokens of a long response as well as of a short one. 1.5 in SAO. Null: gae_lambda."""
+    critic_gae_lambda: Fraction | None = None
+    """Lambda of the returns that the critic learns. 1, as in SAO: what was earned, without the critic's own values.
+    Null: gae_lambda."""
     bootstrap_truncated: bool = False
     """Add the critic's value after the last token to a response that was cut off, for the reward still to come.
     Without it the score counts as the whole reward of such a response."""
@@ -69,6 +75,9 @@ class PPOConfig(Config):
     """Weight of the entropy bonus. 0 turns it off; entropy is still measured."""
     epochs: Count = 2
     """Passes over each batch, for every learner."""
+    critic_epochs: Count | None = None
+    """Passes over each batch for the critic, if others than `epochs`: more let it keep up with the policy. With
+    minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
@@ -86,7 +95,12 @@ class PPOConfig(Config):
     max_token_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
-    They have an effect where it is less than loop.max_staleness. Null: no token is left out."""
+    It has an effect if it is less than loop.max_staleness. Null: no token is left out."""
+
+    @property
+    def passes_of_critic(self) -> int:
+        """Passes over each batch for the critic."""
+        return self.critic_epochs or self.epochs
 
     @property
     def needs_critic(self) -> bool:
@@ -122,4 +136,7 @@ class PPOConfig(Config):
             )
         if self.bootstrap_truncated and not self.needs_critic:
             raise ValueError(f"bootstrap_truncated adds the critic's values, and advantages {name} has none; use gae")
+        for field in ("critic_epochs", "critic_gae_lambda", "gae_lambda_alpha"):
+            if getattr(self, field) is not None and not self.needs_critic:
+                raise ValueError(f"{field} is for a critic, and advantages {name} has none; leave it out, or use gae")
         return self

@@ -108,8 +108,13 @@ class OrchestratorConfig(Config):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of each learner in the whole run."""
+        """Optimizer steps of the policy in the whole run."""
         return self.steps * self.ppo.epochs * math.ceil(self.batch_size / self.ppo.minibatch_size)
+
+    @property
+    def critic_optimizer_steps(self) -> int:
+        """Optimizer steps of the critic in the whole run, if there is one."""
+        return self.optimizer_steps // self.ppo.epochs * self.ppo.passes_of_critic
 
     @property
     def early_logprobs(self) -> bool:

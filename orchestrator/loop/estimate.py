@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.advantages import gae, rewards_to_go, rloo, whiten
+from orchestrator.algorithm.advantages import gae, length_lambdas, rewards_to_go, rloo, whiten
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, kl_estimate
 from orchestrator.algorithm.loss import mismatch
 from orchestrator.algorithm.off_policy import measures
@@ -121,7 +121,22 @@ def _advantages(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, 
         rewards = carry_back(rewards, batch.sampled, batch.mask)
     if ppo.advantages == "reinforce++":
         return rewards_to_go(rewards, batch.mask, gamma=ppo.gamma), None
-    return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, bootstrap=batch.after)
+    return _gae(batch, rewards, ppo)
+
+
+def _gae(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both [B, T]; each with a lambda of its own where one is configured (decoupled GAE: Yuan
+    et al. 2025, VC-PPO, arXiv:2503.01491; SAO, arXiv:2607.07508)."""
+
+    def estimated(gae_lambda: float | Tensor) -> tuple[Tensor, Tensor]:
+        return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=gae_lambda, bootstrap=batch.after)
+
+    alpha, of_critic = ppo.gae_lambda_alpha, ppo.critic_gae_lambda
+    if alpha is None and of_critic is None:
+        return estimated(ppo.gae_lambda)
+    advantages, _ = estimated(ppo.gae_lambda if alpha is None else length_lambdas(batch.mask, alpha=alpha))
+    _, returns = estimated(ppo.gae_lambda if of_critic is None else of_critic)
+    return advantages, returns
 
 
 def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from orchestrator.algorithm.advantages import gae, rewards_to_go, rloo, whiten
+from orchestrator.algorithm.advantages import gae, length_lambdas, rewards_to_go, rloo, whiten
 from services.common.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles
@@ -58,12 +58,41 @@ def test_gae_steps_over_a_gap() -> None:
     close(returns, [[1.64575, 0.0, 1.035, 2.0, 0.0]])
 
 
+def test_lambdas_by_length_by_hand() -> None:
+    # 1 - 1 / (1.5 * 2) = 2/3; 1 - 1 / 1.5 = 1/3, as only tokens of the mask count; 1 - 1 / (1.5 * 4) = 5/6.
+    mask = torch.tensor([[True, True, False, False], [False, True, False, False], [True] * 4])
+    close(length_lambdas(mask, alpha=1.5), [2 / 3, 1 / 3, 5 / 6])  # type: ignore[arg-type]
+    close(length_lambdas(mask, alpha=0.25), [0, 0, 0])  # type: ignore[arg-type]
+    close(length_lambdas(torch.zeros(1, 3, dtype=torch.bool), alpha=1.5), [1 / 3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="alpha must be > 0, got 0"):
+        length_lambdas(mask, alpha=0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lambda_for_each_response_is_each_responses_own(seed: int) -> None:
+    rewards, values = (ref.random_rows(seed + k, ref.random_lengths(seed)) for k in (0, 10))
+    mask = ref.mask_of(values)
+    lambdas = length_lambdas(mask, alpha=1.5)
+    advantages, returns = gae(ref.pad(rewards), ref.pad(values), mask, gamma=0.9, gae_lambda=lambdas)
+    for row, (r, v) in enumerate(zip(rewards, values, strict=True)):
+        (expected,) = ref.gae([r], [v], 0.9, 1 - 1 / (1.5 * len(v)), [0.0])
+        close(advantages[row, : len(v)], torch.tensor(expected, dtype=torch.float64))
+    close(returns, advantages + torch.where(mask, ref.pad(values), 0.0))
+    one, none = torch.full((len(values),), 0.8), 0.8
+    alike = [gae(ref.pad(rewards), ref.pad(values), mask, gamma=0.9, gae_lambda=given)[0] for given in (one, none)]
+    close(alike[0], alike[1], 1e-6)
+
+
 def test_gae_refuses_bad_input() -> None:
     one, mask = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"gamma must lie in 0\.\.1, got 1\.5"):
         gae(one, one, mask, gamma=1.5, gae_lambda=1.0)
     with pytest.raises(ValueError, match=r"gae_lambda must lie in 0\.\.1, got -0\.1"):
         gae(one, one, mask, gamma=1.0, gae_lambda=-0.1)
+    with pytest.raises(ValueError, match=r"gae_lambda must lie in 0\.\.1, got tensor"):
+        gae(one, one, mask, gamma=1.0, gae_lambda=torch.tensor([0.5, 1.5]))
+    with pytest.raises(ValueError, match=r"gae_lambda is \[1\], should be \[2\]"):
+        gae(one, one, mask, gamma=1.0, gae_lambda=torch.ones(1))
     with pytest.raises(ValueError, match=r"bootstrap is \[1\], should be \[2\]"):
         gae(one, one, mask, gamma=1.0, gae_lambda=1.0, bootstrap=torch.ones(1))
     with pytest.raises(ValueError, match=r"values is \[2\], should be \[2, 1\]"):

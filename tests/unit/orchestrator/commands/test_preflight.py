@@ -121,6 +121,11 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
         "(steps * ppo.epochs * minibatches)"
         for where, ends in (("orchestrator.policy", 30), ("applications.critic.args", 20))
     ]
+    run["policy"]["optimizer"], run["ppo"]["critic_epochs"] = cosine, 3
+    assert checked(raw, tmp_path).notes == [
+        "applications.critic.args.optimizer.total_steps: 20, but the run has 60 optimizer steps "
+        "(steps * ppo.critic_epochs * minibatches)"
+    ]
 
 
 def test_an_architecture_that_was_not_tried_is_told(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def write(path: Path, content: dict[str, Any]) -> Path:
             "use gae",
         ),
         (
+            {"ppo": {"advantages": "reinforce++", "critic_epochs": 2}},
+            "orchestrator.ppo: critic_epochs is for a critic, and advantages reinforce++ has none; leave it out, or "
+            "use gae",
+        ),
+        (
             {"batch_size": 32, "ppo": {"samples_per_prompt": 3}},
             "orchestrator: batch_size (32) must be a multiple of ppo.samples_per_prompt (3), so that a batch holds "
             "all responses to its prompts",

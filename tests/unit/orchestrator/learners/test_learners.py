@@ -74,6 +74,14 @@ async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_
     ]
 
 
+async def test_the_critic_may_take_passes_of_its_own(policy_folder: Path) -> None:
+    critic = Recorder()
+    for passes in ({}, {"critic_epochs": 4}):
+        config = make_config(policy_folder, ppo={"epochs": 2, "minibatch_size": 1} | passes)
+        await CriticLearner(critic, config, first_step=0).train(UPDATE)  # type: ignore[arg-type]
+    assert [options["epochs"] for _, _, options in critic.calls] == [2, 4]
+
+
 async def test_a_critic_writes_nowhere_but_under_its_root(policy_folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     config = make_config(policy_folder, checkpoint={"root": str(root)})

@@ -87,6 +87,22 @@ def test_kl_in_the_reward() -> None:
     assert actual.kl == pytest.approx((0.8 + 0.5) / 2)
 
 
+def test_advantages_and_returns_have_lambdas_of_their_own() -> None:
+    # Rewards as above. At lambda 1 a return is what was earned: -0.05 + 1.97 = 1.92; 1.97; -1.05.
+    actual = estimate(critic_gae_lambda=1.0)
+    check(actual.advantages, [[0.935, 0.97], [-1.05]])
+    check(actual.returns, [[1.92, 1.97], [-1.05]])
+    # alpha 1: 1/2 for two tokens and 0 for one. At lambda 0 the first return is -0.05 + 1.
+    actual = estimate(gae_lambda=0.0, gae_lambda_alpha=1.0)
+    check(actual.advantages, [[0.935, 0.97], [-1.05]])
+    check(actual.returns, [[0.95, 1.97], [-1.05]])
+    actual = estimate(gae_lambda=0.3, gae_lambda_alpha=1.0, critic_gae_lambda=1.0)
+    check(actual.advantages, [[0.935, 0.97], [-1.05]])
+    check(actual.returns, [[1.92, 1.97], [-1.05]])
+    # Where both are alike one pass would do.
+    assert rows(estimate(critic_gae_lambda=0.5).returns) == rows(estimate().returns)
+
+
 def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     # Rewards 0 and 2; -1. Advantages 2 - 1 = 1, then 0 + 1 - 0.5 + 1 / 2 = 1; -1 - 0.
     actual = estimate(kl=KLConfig(placement="loss", estimator="k2"))

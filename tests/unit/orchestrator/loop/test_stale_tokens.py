@@ -120,6 +120,14 @@ def test_where_no_token_is_masked_all_is_as_without() -> None:
         assert rows(estimate.returns) == rows(plain[1].returns)
 
 
+def test_the_length_of_a_response_is_that_of_its_trained_tokens() -> None:
+    """Of the first response two tokens: alpha 1 gives 1/2, as in the test by hand."""
+    _, estimate, _ = made(BATCH, OLD, gae_lambda_alpha=1.0, critic_gae_lambda=0.5)
+    _, wanted, _ = made(BATCH, OLD, gae_lambda=0.5)
+    near(estimate.advantages, rows(wanted.advantages))
+    near(estimate.returns, rows(wanted.returns))
+
+
 def naive(batch: list[Experience], old: list[Any], ppo: PPOConfig) -> tuple[list[Any], list[Any]]:
     """Advantages and returns, token by token: A_t is the sum of discounted deltas of the trained tokens from t on."""
     advantages, returns = [], []
