@@ -47,6 +47,11 @@ class User:
             check=False,
         )
 
+    def take(self) -> None:
+        """Makes the user the owner of all that lies in its folder; the tests write some of it as root."""
+        for path in (self.folder, *self.folder.rglob("*")):
+            os.chown(path, self.uid, self.uid, follow_symlinks=False)
+
     def program(self, text: str, *arguments: str) -> str:
         """What a program, given as its text, prints; it has to end well."""
         done = self.run("-c", text, *arguments)
@@ -64,7 +69,7 @@ def users(*uids: int) -> Iterator[list[User]]:
     made = [User(uid, Path(tempfile.mkdtemp(prefix=f"user-{uid}-", dir="/tmp"))) for uid in uids]
     try:
         for user in made:
-            os.chown(user.folder, user.uid, user.uid)
+            user.take()
             user.folder.chmod(0o755)
         yield made
     finally:

@@ -38,7 +38,7 @@ async def main():
         try:
             info = await reward.info(20)
             scores = await reward.score_texts(["w5 w6"], ["w7 w8 w9"], timeout_s=20)
-            print(info.scorer.name, scores.values.tolist())
+            print(info.scorer.name, *(f"{score:.1f}" for score in scores.values))
         except ServiceError as error:
             print(type(error).__name__)
 
@@ -97,6 +97,7 @@ def _write(user: User, rollout: str) -> Path:
     raw["orchestrator"]["ppo"] |= {"advantages": "reinforce++", "kl": {"coef": 0}}
     path = user.folder / "reward.yaml"
     path.write_text(yaml.safe_dump(raw))
+    user.take()
     return path
 
 
@@ -118,7 +119,7 @@ async def test_each_has_a_quartet_and_neither_has_the_others(callers: list[User]
             places.append(Place(user, f"127.0.0.1:{port}"))
         for own, other in (places, reversed(places)):
             assert {process.uids().real for process in _family(own)} == {own.user.uid}
-            assert own.calls(own.target) == "function:tests.scorers:words [1000.3]"
+            assert own.calls(own.target) == "function:tests.scorers:words 1000.3"
             assert own.calls(other.target) == "Unauthenticated"
             assert len(other.secrets) > 6
             assert readable(other.user, other.secrets) == set(other.secrets)
@@ -126,7 +127,7 @@ async def test_each_has_a_quartet_and_neither_has_the_others(callers: list[User]
         families = [process for place in places for process in _family(place)]
         first, second = places
         assert first.user.quartet("down").returncode == 0
-        assert second.calls(second.target) == "function:tests.scorers:words [1000.3]"
+        assert second.calls(second.target) == "function:tests.scorers:words 1000.3"
         assert second.user.quartet("down").returncode == 0
         _, alive = psutil.wait_procs(families, timeout=30)
         assert alive == []
