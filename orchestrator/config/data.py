@@ -33,9 +33,9 @@ class DataConfig(Config):
 class SamplingConfig(Config):
     """Sampling of responses."""
 
-    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Divisor of the logits in the rollout engine, the reference and the learner. At least 0.01: for less vLLM uses
-    0.01, and its log-probs would differ from the learner's."""
+    0.01, and its log-probs would differ from the learner's. At most 2, as vLLM takes no higher one."""
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0

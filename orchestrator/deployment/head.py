@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
-from orchestrator.deployment.privacy import without_token
+from orchestrator.deployment.privacy import compiled_folder, without_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,8 @@ def _environment() -> dict[str, str]:
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Outside of TMPDIR, which changes with each head, so that compiled code can be reused. By number: in
-        # containers a user may have no name.
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")),
+        # Outside of TMPDIR, which changes with each head, so that compiled code can be reused.
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled_folder()),
         # Threads that spin at barriers make processes on the same cores several times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",

@@ -3,7 +3,9 @@
 import os
 import secrets
 import shutil
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 LONGEST_FOLDER = 38
@@ -34,6 +36,19 @@ def remove_folder(folder: Path, logs: Path) -> None:
         shutil.rmtree(logs, ignore_errors=True)
         shutil.move(written, logs)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def compiled_folder() -> Path:
+    """Folder for compiled code, which later heads use again. By number: in containers a user may have no name.
+
+    It lies in /tmp, unless another user made it or can write to it, whose code would then be run; else in .quartet.
+    """
+    shared = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    with suppress(FileExistsError):
+        shared.mkdir(mode=0o700)
+    there = shared.lstat()
+    own = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and not there.st_mode & 0o022
+    return shared if own else Path(".quartet/compiled").resolve()
 
 
 def write_token(path: Path) -> None:

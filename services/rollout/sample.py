@@ -14,6 +14,10 @@ MOST_STOPS = 256
 """Most stop tokens of one request; the engine keeps them with every prompt."""
 
 
+HOTTEST = 2.0
+"""Highest temperature that vLLM takes."""
+
+
 class FinishReason(StrEnum):
     """Reason for which a response ended."""
 
@@ -72,7 +76,7 @@ class Sampling:
         )
         problems = {
             "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),
+            "temperature": (0 <= sampling.temperature <= HOTTEST, f"0 (greedy) to {HOTTEST:g}"),
             "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
             "top_k": (sampling.top_k >= 0, "0 (off) or more"),
             "min_new_tokens": (

@@ -38,7 +38,11 @@ class Manifest:
     @classmethod
     def unpack(cls, data: bytes) -> "Manifest":
         """Reads a manifest from msgpack. ValueError if the bytes are not a manifest."""
-        return cls.from_fields(msgpack.unpackb(data))
+        try:
+            fields = msgpack.unpackb(data)
+        except (ValueError, TypeError) as error:  # some of them without a word
+            raise ValueError(f"not a weight manifest: {error!r}") from None
+        return cls.from_fields(fields)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Manifest":

@@ -4,13 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from orchestrator.deployment.listeners import PortError, check_ports
 from orchestrator.deployment.lock import held
-from orchestrator.deployment.privacy import LONGEST_FOLDER, environment, make_folder, write_token
+from orchestrator.deployment.privacy import LONGEST_FOLDER, compiled_folder, environment, make_folder, write_token
 from tests.strangers import own_address
 
 HOLD = "import sys, time; from pathlib import Path; from orchestrator.deployment.lock import held\n" + (
@@ -48,6 +49,25 @@ def test_a_folder_that_is_too_long_is_refused_by_the_variable_that_sets_it(
     with pytest.raises(ValueError, match=r"^RAY_TMPDIR: .* is too long .* should have at most 21 bytes$"):
         make_folder()
     assert list(long.iterdir()) == []
+
+
+def test_compiled_code_is_never_taken_from_where_another_user_may_have_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shared, private = tmp_path / f"torchinductor_{os.getuid()}", tmp_path / ".quartet/compiled"
+    assert compiled_folder() == shared
+    assert shared.stat().st_mode & 0o777 == 0o700
+    assert compiled_folder() == shared
+    shared.chmod(0o777)
+    assert compiled_folder() == private
+    shared.rename(tmp_path / "elsewhere")
+    shared.symlink_to(tmp_path / "elsewhere")
+    assert compiled_folder() == private
+    shared.unlink()
+    shared.write_text("no folder")
+    assert compiled_folder() == private
 
 
 def test_a_token_is_another_each_time_and_this_users_alone(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ def test_what_is_not_said_is_off() -> None:
     ("fields", "message"),
     [
         ({"max_new_tokens": 0}, "sampling.max_new_tokens: 0; must be at least 1"),
-        ({"temperature": -0.5}, "sampling.temperature: -0.5; must be 0 (greedy) or more"),
-        ({"temperature": float("nan")}, "sampling.temperature: nan; must be 0 (greedy) or more"),
-        ({"temperature": float("inf")}, "sampling.temperature: inf; must be 0 (greedy) or more"),
+        ({"temperature": -0.5}, "sampling.temperature: -0.5; must be 0 (greedy) to 2"),
+        ({"temperature": float("nan")}, "sampling.temperature: nan; must be 0 (greedy) to 2"),
+        ({"temperature": float("inf")}, "sampling.temperature: inf; must be 0 (greedy) to 2"),
+        ({"temperature": 2.1}, "sampling.temperature: 2.1; must be 0 (greedy) to 2"),
         ({"top_p": 0}, "sampling.top_p: 0; must be above 0 and at most 1"),
         ({"top_p": 1.5}, "sampling.top_p: 1.5; must be above 0 and at most 1"),
         ({"top_k": -1}, "sampling.top_k: -1; must be 0 (off) or more"),
