@@ -12,13 +12,12 @@ LLM.generate.)
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 import typer
 
 from benchmarks.gpu.models import make, shape
-from benchmarks.gpu.results import Results
+from benchmarks.gpu.results import Results, alone
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
@@ -55,20 +54,13 @@ def main(
                 if device == "cpu":
                     given |= {"kv_cache_mib": 64, "enforce_eager": True}
                 task = [json.dumps(given), size, str(prompts), str(prompt), str(new), device]
-                results.attempt(f"{size} {name}", partial(_alone, task))
+                results.attempt(f"{size} {name}", partial(alone, "benchmarks.gpu.engine", ["--one", *task]))
     results.show()
-
-
-def _alone(task: list[str]) -> Any:
-    command = [sys.executable, "-m", "benchmarks.gpu.engine", "--one", *task]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 async def one(given: str, size: str, prompts: str, prompt: str, new: str, device: str) -> None:
     """In a process of its own: one engine's figures."""
+    from services.common.models.loading import load_causal
     from services.rollout.config import RolloutConfig
     from services.rollout.sample import Sampling
     from services.rollout.vllm.engine import VLLMEngine
@@ -85,27 +77,29 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
         samples = await asyncio.gather(*(engine.generate(i, ids, sampling, i) for i, ids in enumerate(asked)))
         took = time.perf_counter() - began
     figures["tokens_s"] = round(len(samples) * int(new) / took)
-    figures["mismatch"] = mismatch(config.model, config.dtype, asked[:8], samples[:8], torch.device(device))
-    where = torch.device(device)
+    where, some = torch.device(device), samples[:8]
+    model = load_causal(config.model, config.dtype).to(where).eval()
+    figures["mismatch"] = mismatch(
+        model, asked[:8], [s.response_ids for s in some], [s.logprobs for s in some], where
+    )
     for backend in ("ipc", "cuda-ipc") if where.type == "cuda" else ("ipc",):
-        times = await pushed(engine, config.model, config.dtype, where, backend)
+        times = await pushed(engine, model, backend)
         figures |= dict(zip((f"{backend}_push_s", f"{backend}_commit_s"), times, strict=True))
     figures |= await rested(engine, where)
     engine.shutdown()
     print(json.dumps(figures), flush=True)
 
 
-def mismatch(folder: str, dtype: str, prompts: list[Any], samples: list[Any], where: torch.device) -> float:
-    """Mean over response tokens of the difference between the engine's and transformers' log-probs."""
-    from services.common.models.loading import load_causal, response_logits
+def mismatch(model: Any, prompts: list[Any], responses: list[Any], logprobs: list[Any], where: torch.device) -> float:
+    """Mean over response tokens of the difference between the engine's log-probs and those of transformers' model."""
+    from services.common.models.loading import response_logits
     from services.common.models.numerics import logprobs_of
     from services.common.models.sequences import pad_pairs
 
-    model = load_causal(folder, dtype).to(where).eval()
-    pairs = pad_pairs(prompts, [sample.response_ids for sample in samples], where)
+    pairs = pad_pairs(prompts, responses, where)
     with torch.no_grad():
         rows = pairs.unpad(logprobs_of(response_logits(model, pairs), pairs.response_ids))
-    return float(np.abs(np.concatenate(rows) - np.concatenate([sample.logprobs for sample in samples])).mean())
+    return float(np.abs(np.concatenate(rows) - np.concatenate(logprobs)).mean())
 
 
 async def rested(engine: Any, where: torch.device) -> dict[str, float]:
@@ -122,29 +116,27 @@ def _free(where: torch.device) -> float:
     return torch.cuda.mem_get_info(where)[0] / 2**30 if where.type == "cuda" else 0.0
 
 
-async def pushed(
-    engine: Any, folder: str, dtype: str, where: torch.device, backend: str = "ipc"
-) -> tuple[float, float]:
-    """Seconds of a second push, the learner's gathering included, and of its commit."""
-    from services.common.models.loading import load_causal
+async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1) -> tuple[float, float]:
+    """Median seconds of a push, the learner's gathering included, and of its commit, after one that warms up."""
     from services.common.weight_transfer.manifest import Manifest
     from services.common.weight_transfer.sender import make_sender
 
-    model = load_causal(folder, dtype).to(where)
     manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
     sender = make_sender(backend, manifest, host="127.0.0.1", stall_s=60.0)
     place = {"rank": 1, "world_size": 2, "membership": 1, "host": "127.0.0.1", "stall_s": 60.0, "streaming": False}
     await engine.join({"backend": backend, "senders": [["", sender.rendezvous()]], **place})
-    for version in (1, 2):
+    pushes, commits = [], []
+    for version in range(1, rounds + 2):
         began = time.perf_counter()
         sender.load(model.named_parameters(), version)
         await engine.pause("keep")
         await engine.receive(manifest)
         committing = time.perf_counter()
         await engine.commit(version)
-        took = time.perf_counter() - began, time.perf_counter() - committing
+        pushes.append(time.perf_counter() - began)
+        commits.append(time.perf_counter() - committing)
     sender.close()
-    return took
+    return median(pushes[1:]), median(commits[1:])
 
 
 if __name__ == "__main__":

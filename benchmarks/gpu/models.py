@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.models FOLDER [--size 0.5B] [--dtype bfloat16]
 
-writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`, with a tokenizer of as many words as the
+writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`, with a tokenizer of as many tokens as the
 model has rows, since a policy may sample any of them.
 """
 
+import string
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ SIZES = {
 }
 """Qwen2.5's, and one to try the scripts with: words, width, width of the MLP, layers, heads, groups, tied."""
 PAD, EOS = 0, 1
+LETTERS = string.ascii_letters
 
 
 def shape(size: str) -> Qwen2Config:
@@ -58,11 +60,13 @@ def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = Fal
 
 
 def tokenizer(words: int) -> PreTrainedTokenizerFast:
-    """One token per word between blanks; `w17` is id 17."""
-    vocabulary = {"<pad>": PAD, "<eos>": EOS, **{f"w{index}": index for index in range(2, words)}}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="w2")
+    """One token per letter of a text; the other tokens occur in no text. Of the kind that Qwen 2's tokenizer is, as
+    which transformers loads it."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: 2 + index for index, letter in enumerate(LETTERS)}}
+    vocabulary |= {f"<{index}>": index for index in range(len(vocabulary), words)}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<eos>")
 
 
 def main(

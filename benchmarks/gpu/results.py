@@ -1,10 +1,14 @@
 """Figures that are kept as they come."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,6 +28,8 @@ class Results:
         self._name, self._path = name, folder / f"{name}.jsonl"
         self._rows: list[dict[str, Cell]] = []
         self._began = time.time()
+        self.last_worked = True
+        """False if the last attempt raised."""
         self._path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **machine()}) + "\n")
 
     def add(self, what: str, **figures: Cell) -> None:
@@ -39,7 +45,9 @@ class Results:
         """Keeps what `measure` gives, or why it could not: the other figures are worth having all the same."""
         try:
             self.add(what, **measure())
+            self.last_worked = True
         except Exception as error:
+            self.last_worked = False
             self.add(what, error=f"{type(error).__name__}: {str(error)[:200]}")
 
     def show(self) -> None:
@@ -60,6 +68,19 @@ def machine() -> dict[str, Cell]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
     }
+
+
+def alone(module: str, arguments: list[str], **variables: str) -> Any:
+    """The last line that a module prints, as JSON, in a process of its own, which gives a GPU's memory back.
+
+    Raises:
+        RuntimeError: it failed; the last line of its errors.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def seconds(action: Callable[[], object], device: torch.device, rounds: int = 5, warm_up: int = 2) -> float:

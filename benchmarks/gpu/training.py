@@ -10,8 +10,6 @@ agree.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import torch
 import typer
 
 from benchmarks.gpu.models import make, shape
-from benchmarks.gpu.results import Cell, Results, seconds
+from benchmarks.gpu.results import Cell, Results, alone, seconds
 from orchestrator.algorithm.loss import importance_weights, policy_loss
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
@@ -34,6 +32,7 @@ from services.common.models.loading import load_causal, response_logits
 from services.common.models.numerics import entropy_of, logprobs_of, masked_sum
 from services.common.models.sequences import PairTensors, concatenate_pairs
 
+MODULE = "benchmarks.gpu.training"
 OPTIMIZER = OptimizerConfig(learning_rate=1e-6)
 
 
@@ -52,20 +51,11 @@ def main(
             make(Path(folder), size)
             for name in SIDES:
                 side = ["--side", name, folder, size, str(tokens), str(length), device, str(peak)]
-                results.attempt(f"{size} {name}", partial(_alone, side))
+                results.attempt(f"{size} {name}", partial(alone, MODULE, side))
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), sizes.split(",")[0], "float32")
         results.attempt("fp32, 5 steps, here and on a CPU", partial(_agreement, folder))
     results.show()
-
-
-def _alone(arguments: list[str], **variables: str) -> Any:
-    """Output of this module in a separate process, since DeepSpeed keeps a model as long as its process lives."""
-    command = [sys.executable, "-m", "benchmarks.gpu.training", *arguments]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def made(vocabulary: int, count: int, length: int) -> PolicyBatch:
@@ -183,8 +173,8 @@ def operations(size: str, lengths: list[int]) -> float:
 
 def _agreement(folder: str) -> dict[str, Cell]:
     """Largest difference between the losses of five steps."""
-    on_device = _alone(["--losses", folder])
-    on_cpu = _alone(["--losses", folder], CUDA_VISIBLE_DEVICES="")
+    on_device = alone(MODULE, ["--losses", folder])
+    on_cpu = alone(MODULE, ["--losses", folder], CUDA_VISIBLE_DEVICES="")
     return {
         "largest_difference": max(abs(a - b) for a, b in zip(on_device, on_cpu, strict=True)),
         "last_loss": on_device[-1],

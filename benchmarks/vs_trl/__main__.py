@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.vs_trl.cases import CASES, Case
 from benchmarks.vs_trl.floor import operations, rate
-from benchmarks.vs_trl.sides import STAGES, Quartet, Trl, make_environment
+from benchmarks.vs_trl.sides import STAGES, Quartet, Trl, configured, make_environment
 
 console = Console()
 
@@ -80,7 +80,7 @@ def race(name: str, rounds: int, updates: int, python: Path) -> Result:
         folder = Path(temporary)
         CASES[name].make(folder)
         trl = Trl(python, folder, CASES[name], threads=len(os.sched_getaffinity(0)))
-        quartet = Quartet(folder, CASES[name])
+        quartet = Quartet(folder, configured(folder, CASES[name]))
         quartet.up()
         try:
             for round_ in range(rounds):

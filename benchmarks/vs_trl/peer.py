@@ -2,7 +2,8 @@
 
     python peer.py SETTINGS
 
-SETTINGS is JSON. Prints a line of JSON for each PPO update: its seconds, and the tokens of its responses.
+SETTINGS is JSON: a case, and on a GPU also `device`, the dtype of the `weights`, and how many responses go `forward`
+at a time. Prints a line of JSON for each PPO update: its seconds, and the tokens of its responses.
 """
 
 import json
@@ -39,12 +40,16 @@ class Stopwatch(TrainerCallback):
 
 def main(settings: dict[str, Any]) -> None:
     """Trains for `updates` updates."""
-    torch.set_num_threads(settings["threads"])
+    cpu = settings.get("device", "cpu") == "cpu"
+    if cpu:
+        torch.set_num_threads(settings["threads"])
     folder, batch = settings["folder"], settings["batch"]
+    dtype = {"dtype": getattr(torch, settings.get("weights", "float32"))}
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(f"{folder}/policy") for _ in range(2))
+    policy, reference = (AutoModelForCausalLM.from_pretrained(f"{folder}/policy", **dtype) for _ in range(2))
     reward, value = (
-        AutoModelForSequenceClassification.from_pretrained(f"{folder}/reward", num_labels=1) for _ in range(2)
+        AutoModelForSequenceClassification.from_pretrained(f"{folder}/reward", num_labels=1, **dtype)
+        for _ in range(2)
     )
     with open(f"{folder}/prompts.jsonl", encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
@@ -55,14 +60,14 @@ def main(settings: dict[str, Any]) -> None:
         num_mini_batches=settings["minibatches"],
         num_ppo_epochs=settings["epochs"],
         total_episodes=batch * settings["updates"],
-        local_rollout_forward_batch_size=batch,
+        local_rollout_forward_batch_size=settings.get("forward", batch),
         response_length=settings["response"],
         stop_token=None if settings["equal"] else "eos",
         temperature=1.0,
         learning_rate=settings["rate"],
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=True,
+        use_cpu=cpu,
         num_sample_generations=0,
         save_strategy="no",
         report_to="none",

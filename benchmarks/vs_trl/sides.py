@@ -68,12 +68,13 @@ class Trl:
 
 
 class Quartet:
-    """Quartet's services, up between its turns, from the file that `quartet init` writes for these models."""
+    """Quartet's services, up between its turns."""
 
-    def __init__(self, folder: Path, case: Case) -> None:
+    def __init__(self, folder: Path, raw: dict[str, Any]) -> None:
+        """`raw` is the contents of the file, whose run is called `race`."""
         self._config = folder / CONFIG
         self._folder = folder
-        self._raw = configured(folder, case)
+        self._raw = raw
 
     def up(self) -> None:
         """Starts the services."""

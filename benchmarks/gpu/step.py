@@ -1,0 +1,222 @@
+"""A whole PPO step with everything on one GPU, beside TRL 1.12.0's PPOTrainer on the same models. Ten minutes.
+
+    python -m benchmarks.gpu.step [--sizes 0.5B,1.5B] [--batch 256] [--prompt 128] [--new 256] [--updates 4]
+                                  [--colocate] [--peer PYTHON] [--device cuda]
+
+Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of each stage, samples/s, most memory of
+each process (where nvidia-smi shows processes) and of the GPU, and how busy the GPU was. Then TRL trains on the same
+prompts, with the same minibatches: bfloat16 weights and no fp32 masters, the fastest that it does, although Quartet
+keeps masters. TRL keeps the logits of a whole batch, so its batch is halved until it fits. The first update of each
+side is left out. PEER is a Python with TRL in it; by default this one (`pip install --no-deps trl==1.12.0`, and its
+accelerate and datasets). All responses have `--new` tokens.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+import yaml
+
+from benchmarks.gpu.models import LETTERS, make
+from benchmarks.gpu.results import Cell, Results
+from benchmarks.vs_trl.sides import PEER, STAGES, Quartet, run
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
+MINIBATCHES = 4
+RATE = 1e-7
+LEAST = 32
+"""Smallest batch that TRL's whitening takes in four minibatches."""
+
+
+def main(
+    sizes: str = "0.5B,1.5B",
+    batch: int = 256,
+    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
+    new: Annotated[int, typer.Option(help="tokens of a response")] = 256,
+    updates: Annotated[int, typer.Option(min=2)] = 4,
+    colocate: Annotated[bool, typer.Option(help="parts give memory to one another")] = False,
+    peer: str = sys.executable,
+    device: str = "cuda",
+    out: Path = Path("runs/gpu"),
+) -> None:
+    """Runs the benchmark and prints its results."""
+    results = Results("step", out)
+    for size in sizes.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            models(folder, size, batch, prompt, device)
+            raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
+            results.attempt(f"{size} Quartet", partial(ours, folder, raw, batch, updates))
+            for count in halved(batch):
+                settings = peer_settings(folder, count, new, updates, device)
+                results.attempt(f"{size} TRL, batches of {count}", partial(theirs, peer, settings))
+                if results.last_worked:
+                    break
+    results.show()
+
+
+def models(folder: Path, size: str, batch: int, prompt: int, device: str) -> None:
+    """Writes `policy`, `reward` and `prompts.jsonl`, whose prompts have `prompt` tokens each."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    make(folder / "policy", size, dtype)
+    make(folder / "reward", size, dtype, reward=True)
+    letters = np.random.default_rng(0).choice(list(LETTERS), (4 * batch, prompt))
+    lines = [json.dumps({"prompt": "".join(row)}) for row in letters.tolist()]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def configured(
+    folder: Path, *, batch: int, prompt: int, new: int, device: str = "cuda", colocate: bool = False
+) -> dict[str, Any]:
+    """deploy/ppo-1gpu.yaml for these models and lengths; for a CPU without its GPUs, in float32."""
+    raw: dict[str, Any] = yaml.safe_load(DEPLOY.read_text())
+    run_, policy, reward = raw["orchestrator"], str(folder / "policy"), str(folder / "reward")
+    parts = {application["name"]: application["args"] for application in raw["applications"]}
+    parts["rollout"] |= {"model": policy, "max_length": prompt + new, "max_num_seqs": batch}
+    parts["reward"] |= {"tokenizer": policy}
+    parts["reward"]["scorer"] |= {"model": reward}
+    parts["reference"] |= {"model": policy}
+    parts["critic"] |= {"model": reward}
+    run_["policy"] |= {"model": policy}
+    for learner in (parts["critic"], run_["policy"]):
+        learner |= {"optimizer": {"learning_rate": RATE}, "colocate": colocate}
+    parts["rollout"]["colocate"] = run_["loop"]["colocate"] = colocate
+    run_ |= {"name": "race", "batch_size": batch, "gpu_gib": None, "checkpoint": {"every": 0}}
+    run_ |= {"evaluation": {"every": 0}, "log": {"tensorboard": False}}
+    run_["data"] = {"path": str(folder / "prompts.jsonl"), "max_prompt_length": prompt}
+    run_["sampling"] = {"max_new_tokens": new, "min_new_tokens": new}
+    run_["ppo"]["minibatch_size"] = batch // MINIBATCHES
+    if device == "cpu":
+        _on_a_cpu(raw, parts)
+    elif torch.cuda.is_available():
+        run_["gpu_gib"] = torch.cuda.mem_get_info()[1] / 2**30
+    return raw
+
+
+def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
+    parts["rollout"] |= {"kv_cache_mib": 64}
+    for part in (parts["rollout"], parts["reward"]["scorer"], parts["reference"], parts["critic"]):
+        part["dtype"] = "float32"
+    for part in (parts["critic"], raw["orchestrator"]["policy"]):
+        part |= {"dtype": "float32", "zero_stage": 0, "colocate": False}
+    raw["orchestrator"]["policy"] |= {"num_gpus": 0, "num_cpus": 0.2}
+    for application in raw["applications"]:
+        application["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.2}
+
+
+def ours(folder: Path, raw: dict[str, Any], batch: int, updates: int) -> dict[str, Cell]:
+    """Median seconds of each stage of Quartet's updates, samples/s, and what the GPU had to hold."""
+    quartet = Quartet(folder, raw)
+    quartet.up()
+    try:
+        with Watch() as watch:
+            done = quartet.updates(updates)[1:]
+    finally:
+        quartet.down()
+    stages: dict[str, Cell] = {f"{stage}_s": median(update[stage] for update in done) for stage in STAGES}
+    step_s = median(update["step"] for update in done)
+    return {"samples_s": batch / step_s, "step_s": step_s} | stages | watch.figures()
+
+
+def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
+    """Samples/s of TRL, and what the GPU had to hold."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with Watch() as watch:
+        printed = run([python, str(PEER), json.dumps(settings)], environment)
+    seconds = [json.loads(line)["seconds"] for line in printed.splitlines() if line.startswith('{"seconds"')]
+    step_s = median(seconds[1:])
+    return {"samples_s": settings["batch"] / step_s, "step_s": step_s} | watch.figures()
+
+
+def peer_settings(folder: Path, batch: int, new: int, updates: int, device: str) -> dict[str, Any]:
+    """TRL's settings for the same step."""
+    return {
+        "folder": str(folder),
+        "batch": batch,
+        "forward": min(batch, LEAST),
+        "minibatches": MINIBATCHES,
+        "epochs": 1,
+        "response": new,
+        "equal": True,
+        "rate": RATE,
+        "updates": updates,
+        "device": device,
+        "weights": "bfloat16" if device == "cuda" else "float32",
+        "threads": len(os.sched_getaffinity(0)),
+    }
+
+
+def halved(batch: int) -> list[int]:
+    """The batch, half of it, and so on."""
+    counts = [batch]
+    while counts[-1] // 2 >= LEAST:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+class Watch:
+    """Looks at the GPU twice a second while it is entered; without nvidia-smi it sees nothing."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._busy: list[float] = []
+        self._used = 0.0
+        self._held: dict[str, float] = {}
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def figures(self) -> dict[str, Cell]:
+        """The GPU's busy time in per cent, its largest memory in GiB, and each process's."""
+        if not self._busy:
+            return {}
+        held = ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in sorted(self._held.items()))
+        return {"busy_percent": round(mean(self._busy)), "peak_gib": self._used / 1024, "processes_gib": held}
+
+    def _look(self) -> None:
+        with suppress(OSError):
+            while not self._over.wait(0.5):
+                for busy, used in _asked("gpu", ["utilization.gpu", "memory.used"]):
+                    self._busy.append(float(busy))
+                    self._used = max(self._used, float(used))
+                for process, used in _asked("compute-apps", ["pid", "used_memory"]):
+                    name = _name(process)
+                    self._held[name] = max(self._held.get(name, 0.0), float(used))
+
+
+def _asked(what: str, fields: Sequence[str]) -> list[list[str]]:
+    """nvidia-smi's answer, a list of fields for each line; without lines that hold no numbers."""
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    rows = [[field.strip() for field in line.split(",")] for line in printed.splitlines()]
+    return [row for row in rows if len(row) == len(fields) and all(field.isdigit() for field in row)]
+
+
+def _name(process: str) -> str:
+    """A process by its title and number, such as `ray::PolicyTrainer 417`."""
+    with suppress(OSError):
+        words = Path("/proc", process, "cmdline").read_text().replace("\0", " ").split()
+        return f"{words[0].rpartition('/')[2]} {process}" if words else process
+    return process
+
+
+if __name__ == "__main__":
+    typer.run(main)
