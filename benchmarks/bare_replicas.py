@@ -120,7 +120,7 @@ class _Engine:
     def shutdown(self) -> None:
         """Nothing runs."""
 
-    async def generate(self, index: int, prompt_ids: Any, sampling: Any, seed: int | None) -> Sample:
+    async def generate(self, index: int, prompt_ids: Any, sampling: Any, seed: int | None, *rest: Any) -> Sample:
         """Token 0."""
         prompt_ids.tolist()
         await asyncio.sleep(0)

@@ -36,20 +36,22 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version", "lease")
+    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version", "lease", "begun")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     prompts: _common_pb2.Sequences
     sampling: SamplingParams
     seeds: bytes
     min_version: int
     max_version: int
     lease: _common_pb2.Lease
-    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    begun: _common_pb2.Sequences
+    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., begun: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("policy_version", "start", "end")
@@ -62,28 +64,44 @@ class VersionSpan(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("index", "response_ids", "logprobs", "finish_reason", "policy_version", "spans")
+    __slots__ = ("index", "response_ids", "logprobs", "finish_reason", "policy_version", "spans", "kept")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     index: int
     response_ids: bytes
     logprobs: bytes
     finish_reason: FinishReason
     policy_version: int
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    def __init__(self, index: _Optional[int] = ..., response_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., policy_version: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+    kept: int
+    def __init__(self, index: _Optional[int] = ..., response_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., policy_version: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., kept: _Optional[int] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("index", "response_ids", "logprobs", "spans")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    response_ids: bytes
+    logprobs: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    def __init__(self, index: _Optional[int] = ..., response_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("samples", "replica")
+    __slots__ = ("samples", "replica", "parts")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     replica: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class RolloutInfo(_message.Message):
     __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums", "timeline")

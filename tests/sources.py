@@ -39,7 +39,7 @@ class LocalSource:
             for i in range(senders)
         ]
         self.midway: Callable[[], object] | None = None
-        """Called once, in the middle of a transfer by one sender, which then goes on."""
+        """Called once, in a thread, in the middle of a transfer by one sender, which then goes on."""
         self.transfer_s = 0.0
         """How long the last transfer took."""
 
@@ -103,7 +103,7 @@ class LocalSource:
                 await asyncio.to_thread(group.broadcast, buckets[number])
         except RuntimeError as error:
             raise Internal(f"policy.send: {error}") from error
-        midway()
+        await asyncio.to_thread(midway)
         buckets.numbers = everything[half:]
         try:
             return await self._on_all("send", push)

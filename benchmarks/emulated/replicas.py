@@ -57,7 +57,9 @@ class Engine:
         self._sleep, self._room = sleep, asyncio.Semaphore(sleep.batch)
         self._running = 0
 
-    async def generate(self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None) -> Sample:
+    async def generate(
+        self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None, *rest: Any
+    ) -> Sample:
         """A response, the halves of which were sampled by the versions at its beginning and at its end."""
         self._running += 1
         try:

@@ -22,12 +22,15 @@ def check_ages(collected: Collected, step: int, version: int, bound: int) -> Non
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
-    """Numbers of samples requested, requested again and used; the policy's version, and the oldest sample's
-    staleness."""
+    """Numbers of samples requested, requested again and used; of used ones that went on after tokens of replicas that
+    did not finish them, and of these tokens; the policy's version, and the oldest sample's staleness."""
+    kept = [experience.sample.kept for experience in collected.experiences]
     oldest = min(experience.sample.oldest_version for experience in collected.experiences)
     return {
         "samples/asked": done.samples_asked - before.samples_asked,
         "samples/repeated": collected.repeated,
+        "samples/resumed": sum(tokens > 0 for tokens in kept),
+        "samples/tokens_kept": sum(kept),
         "samples/used": done.samples_used - before.samples_used,
         "samples/used_total": done.samples_used,
         "policy/version": done.policy_version,

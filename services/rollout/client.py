@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
+import numpy as np
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
@@ -16,7 +17,6 @@ from services.common.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
-    InvalidReply,
     LeaseLost,
     ResourceExhausted,
     ServiceError,
@@ -24,9 +24,8 @@ from services.common.wire.errors import (
     Unavailable,
     from_rpc,
 )
-from services.common.wire.replies import reading
-from services.common.wire.splitting import PAIRS
-from services.rollout.sample import Sample, Sampling
+from services.rollout.remaining import Remaining
+from services.rollout.sample import Part, Sample, Sampling
 
 
 class RolloutClient(ServiceClient[RolloutStub]):
@@ -53,8 +52,8 @@ class RolloutClient(ServiceClient[RolloutStub]):
     ) -> AsyncIterator[list[Sample]]:
         """Samples one response per prompt and yields the samples as they finish, each exactly once.
 
-        If a replica dies, is silent, serves another version or timeline, or drops requests, its unfinished samples
-        are asked for again until the deadline. One call holds at most PAIRS prompts, fewer if refused.
+        If a replica dies, is silent, serves another version or timeline, or drops requests, the rest of its samples
+        is asked for again, after the tokens that have come. One call holds at most PAIRS prompts, fewer if refused.
 
         Args:
             prompts: token ids, each [P].
@@ -72,14 +71,14 @@ class RolloutClient(ServiceClient[RolloutStub]):
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise InvalidArgument(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one each, or None")
-        deadline, remaining = Deadline(timeout_s), _Remaining(len(prompts))
+        deadline, remaining = Deadline(timeout_s), Remaining(len(prompts))
         backoff, call = Backoff(deadline), f"{self.application}.Generate"
         while asked := remaining.next():
-            stream = self._stream(prompts, asked, sampling, seeds, (min_version, max_version), deadline.left_s)
+            begun = remaining.begun(asked, (min_version, max_version), self.lease.number)
+            stream = self._stream(prompts, asked, begun, sampling, seeds, (min_version, max_version), deadline.left_s)
             try:
                 async for response in _heard(stream, stall_s):
-                    if samples := [_renumbered(sample, asked, call) for sample in response.samples]:
-                        remaining.remove(samples)
+                    if samples := remaining.receive(response, asked, begun, call):
                         yield samples
                 failure: ServiceError = Unavailable(f"{call}: ended with {len(remaining)} samples missing")
             except (grpc.RpcError, TimeoutError) as error:
@@ -94,11 +93,13 @@ class RolloutClient(ServiceClient[RolloutStub]):
         self,
         prompts: Sequence[Ints],
         asked: list[int],
+        begun: dict[int, Part],
         sampling: Sampling,
         seeds: Sequence[int] | None,
         versions: tuple[int, int | None],
         timeout_s: float,
     ) -> grpc.aio.UnaryStreamCall:
+        tokens = [begun[index].response_ids if index in begun else np.empty(0, np.int32) for index in asked]
         request = pb.GenerateRequest(
             prompts=pack_sequences([prompts[index] for index in asked]),
             sampling=sampling.to_wire(),
@@ -106,6 +107,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
             min_version=versions[0],
             max_version=versions[1],
             lease=self.lease if versions != (0, None) else None,
+            begun=pack_sequences(tokens) if begun else None,
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 
@@ -171,34 +173,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
         return list(reply.reports)
 
 
-class _Remaining:
-    """The prompts whose samples have not come yet, and the number of them that one call asks for."""
-
-    def __init__(self, prompts: int) -> None:
-        self._missing, self._most = set(range(prompts)), PAIRS
-
-    def __len__(self) -> int:
-        return len(self._missing)
-
-    def next(self) -> list[int]:
-        """Indices of the prompts for the next call; empty when all samples have come."""
-        return sorted(self._missing)[: self._most]
-
-    def remove(self, samples: Sequence[Sample]) -> None:
-        """Records samples that have come."""
-        self._missing.difference_update(sample.index for sample in samples)
-
-    def among(self, asked: Sequence[int]) -> int:
-        """Number of these prompts whose samples have not come."""
-        return sum(index in self._missing for index in asked)
-
-    def halve(self, again: int, failure: ServiceError) -> bool:
-        """Makes later calls half as large if this one was refused for its size; True if it did."""
-        refused = isinstance(failure, ResourceExhausted) and failure.retry_after_s is None and again > 1
-        self._most = again // 2 if refused else self._most
-        return refused
-
-
 def _failure(error: Exception, call: str, stall_s: float) -> ServiceError:
     if isinstance(error, grpc.RpcError):
         return from_rpc(error, call)
@@ -215,12 +189,3 @@ async def _heard(stream: grpc.aio.UnaryStreamCall, stall_s: float) -> AsyncItera
         except StopAsyncIteration:
             return
         yield message
-
-
-def _renumbered(message: pb.Sample, asked: list[int], call: str) -> Sample:
-    """The sample with the index of its prompt among the caller's, instead of among those of this call."""
-    if not 0 <= message.index < len(asked):
-        raise InvalidReply(f"{call}: a sample of prompt {message.index}, but {len(asked)} were sent")
-    message.index = asked[message.index]
-    with reading(call):
-        return Sample.from_wire(message)

@@ -1,11 +1,13 @@
 """The interface of an engine for a replica. Tests inject a fake; the real one is vllm/engine.py."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
 from services.common.wire.codec import Floats, Ints
-from services.rollout.sample import Sample, Sampling
+from services.rollout.sample import Part, Sample, Sampling
 
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
     from services.common.weight_transfer.manifest import Manifest
@@ -36,8 +38,26 @@ class Engine(Protocol):
     """Largest packed manifest, in bytes, that a push may have."""
     tokenizer: Any
 
-    async def generate(self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None) -> Sample:
-        """Samples one response; cancelling aborts it in the engine."""
+    async def generate(
+        self,
+        index: int,
+        prompt_ids: Ints,
+        sampling: Sampling,
+        seed: int | None,
+        begun: Ints | None = None,
+        report: Callable[[Part], None] = lambda part: None,
+    ) -> Sample:
+        """Samples one response; cancelling aborts it in the engine.
+
+        Args:
+            index: index for the sample and its parts.
+            prompt_ids: token ids, [P].
+            sampling: sampling parameters.
+            seed: seed of the response; None for the engine's own.
+            begun: tokens that the response has already; the sample holds those that follow.
+            report: called with parts of the unfinished response now and then; with all that is left of them before
+                Unavailable is raised because the engine ended the response.
+        """
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
@@ -49,7 +69,7 @@ class Engine(Protocol):
         """Raises InvalidArgument, which names differences, unless the manifest holds exactly the model's weights."""
 
     async def join(self, init_info: dict[str, Any]) -> None:
-        """Joins a push group; returns when all its members have joined."""
+        """Joins the push group that joining_info describes; returns when all its members have joined."""
 
     async def rest(self) -> None:
         """Stops generation and releases memory until the next commit or abort."""
@@ -75,3 +95,19 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Ends the engine and its processes."""
+
+
+def joining_info(message: pb.Prepare, replica: str, host: str) -> dict[str, Any]:
+    """A push's group for Engine.join, from the prepare phase: the fields of weight_transfer.receiver.Joining, which
+    is not imported because it needs torch. `host` is the replica's own address."""
+    return {
+        "backend": message.backend,
+        "senders": [[sender.address, sender.port] for sender in message.senders],
+        "rank": message.ranks[replica],
+        "world_size": message.world_size,
+        "membership": message.membership,
+        "host": host,
+        "stall_s": message.stall_s,
+        "until": time.time() + message.stall_s,
+        "streaming": message.streaming,
+    }

@@ -12,8 +12,7 @@ from services.common.serving.runs.timeline import Moment
 from services.common.weight_transfer.manifest import Manifest
 from services.common.wire.codec import pack_floats, unpack_sequences
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
-from services.rollout.interface import Engine
-from services.rollout.joining import joining_info
+from services.rollout.interface import Engine, joining_info
 
 log = logging.getLogger("quartet")
 

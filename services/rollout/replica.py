@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import numpy as np
 from ray import serve
 
 from protos import common_pb2
@@ -18,21 +17,15 @@ from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
 from services.common.serving.servicer import translated, translated_stream
 from services.common.serving.share import Share
-from services.common.serving.slots import Running, Slots
-from services.common.wire.codec import PackedSequences, unpack_longs
+from services.common.serving.slots import Slots
+from services.common.wire.codec import PackedSequences
 from services.common.wire.errors import FailedPrecondition, InvalidArgument
 from services.common.wire.ragged import Ragged
+from services.rollout.call import Call
 from services.rollout.config import RolloutConfig
 from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
-from services.rollout.sample import Sample, Sampling
-
-HEARTBEAT_S = 2.0
-"""Seconds after which a stream without a finished sample sends an empty message, so that callers can tell busy
-replicas from stuck ones."""
-LINGER_S = 0.05
-"""Seconds that a finished sample waits for others to share its message. Each message through Serve costs milliseconds
-whatever its size, and small models finish a sample with every engine step."""
+from services.rollout.sample import Sampling
 
 
 @serve.deployment(
@@ -95,16 +88,17 @@ class Rollout(HealthMixin):
         self._check_version(request)
         sampling = Sampling.from_wire(request.sampling)
         self._check_sampling(sampling)
-        packed = PackedSequences.of(request.prompts)
+        packed, begun = PackedSequences.of(request.prompts), PackedSequences.of(request.begun)
         tokens = packed.tokens + packed.rows * sampling.max_new_tokens
         with self._admission.admitted(share, packed.rows, tokens, "prompts"):
             prompts = packed.unpack("prompts", vocab_size=self._engine.vocab_size)
-            seeds = _seeds(request.seeds, len(prompts))
             self._check_fit(prompts, sampling)
-            running = _enter(self._slots, share, self._engine, prompts, sampling, seeds)
-            async with contextlib.aclosing(_as_finished(running)) as finished:
-                async for samples in finished:
-                    yield pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], replica=self._replica)
+            given = begun.unpack("begun", vocab_size=self._engine.vocab_size, allow_empty=True)
+            call = Call(self._engine, prompts, sampling, request.seeds, given)
+            async with contextlib.aclosing(call.answers(self._slots, share)) as answers:
+                async for answer in answers:
+                    answer.replica = self._replica
+                    yield answer
 
     def _check_lease(self, request: pb.GenerateRequest) -> None:
         """A run that another has taken over from trains on nothing more. Calls that ask for no version need none."""
@@ -181,56 +175,6 @@ class Rollout(HealthMixin):
         """Carries out this replica's part of a phase; called only through the deployment's own handle."""
         report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
         return bytes(report.SerializeToString())
-
-
-def _seeds(data: bytes, prompts: int) -> list[int | None]:
-    if not data:
-        return [None] * prompts
-    seeds = unpack_longs(data, "seeds").tolist()
-    if len(seeds) != prompts:
-        raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; send one each, or none")
-    if negative := [index for index, seed in enumerate(seeds) if seed < 0]:
-        # The engine would treat -1 as "no seed".
-        raise InvalidArgument(f"seeds[{negative[0]}]: {seeds[negative[0]]}; must be 0 or more")
-    return list(seeds)
-
-
-def _enter(
-    slots: Slots,
-    share: Share,
-    engine: Engine,
-    prompts: Ragged,
-    sampling: Sampling,
-    seeds: list[int | None],
-) -> Running[Sample]:
-    """Queues a call's prompts for the engine."""
-    costs = prompts.lengths + np.int32(sampling.max_new_tokens)
-    return slots.enter(share, costs, lambda row: engine.generate(row, prompts[row], sampling, seeds[row]))
-
-
-async def _as_finished(
-    running: Running[Sample], heartbeat_s: float = HEARTBEAT_S
-) -> AsyncGenerator[list[Sample], None]:
-    """Yields every sample once, in lists of those that finished since the last list: at most one list per LINGER_S,
-    and an empty one after `heartbeat_s` without a sample.
-
-    When the generator ends (exhausted, cancelled or failed), none of its requests is left in the engine.
-    """
-    try:
-        while running.left:
-            done = await running.finished(heartbeat_s)
-            if not done:
-                yield []
-                continue
-            if running.left:
-                done += await running.finished(LINGER_S, all_of_them=True)
-            failed = [error for task in done if (error := task.exception())]
-            if samples := [task.result() for task in done if not task.exception()]:
-                yield samples  # even if another row failed: finished samples need not be sampled again
-            if failed:
-                raise failed[0]
-    finally:
-        await running.close()
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -1,15 +1,20 @@
-"""Sampling parameters and samples of the rollout service, without torch, vLLM or Ray."""
+"""Sampling parameters, samples and parts of them of the rollout service, without torch, vLLM or Ray."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protos import rollout_pb2 as pb
-from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
+from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
 from services.common.wire.errors import InvalidArgument
 
+Spans = tuple[tuple[int, int, int], ...]
+"""(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that version 7
+sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
 MOST_STOPS = 256
 """Most stop tokens of one request; the engine keeps them with every prompt."""
 
@@ -101,9 +106,10 @@ class Sample:
     logprobs: Floats
     """log pi(y_t | prefix) of the sampling policy at the sampling temperature, [T]."""
     finish_reason: FinishReason
-    spans: tuple[tuple[int, int, int], ...]
-    """(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that
-    version 7 sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
+    spans: Spans
+    """Versions that sampled it."""
+    kept: int = 0
+    """Number of its first tokens that were kept from replicas that did not finish it."""
 
     @property
     def policy_version(self) -> int:
@@ -131,7 +137,8 @@ class Sample:
             logprobs=pack_floats(self.logprobs),
             finish_reason=_TO_WIRE[self.finish_reason],
             policy_version=self.policy_version,
-            spans=[pb.VersionSpan(policy_version=v, start=s, end=e) for v, s, e in self.spans],
+            spans=_spans_to_wire(self.spans),
+            kept=self.kept,
         )
 
     @classmethod
@@ -142,5 +149,77 @@ class Sample:
             response_ids=unpack_ints(message.response_ids, "sample.response_ids"),
             logprobs=unpack_floats(message.logprobs, "sample.logprobs"),
             finish_reason=_FROM_WIRE[message.finish_reason],
-            spans=tuple((s.policy_version, s.start, s.end) for s in message.spans),
+            spans=_spans_from_wire(message.spans),
+            kept=message.kept,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """T tokens of a response that is not finished, which follow those of its parts before."""
+
+    index: int
+    """Index of its prompt in the request."""
+    response_ids: Ints
+    """Token ids, [T]."""
+    logprobs: Floats
+    """Log-probs of the sampling policy, as of a sample, [T]."""
+    spans: Spans
+    """Versions that sampled it, counted from its own first token."""
+
+    def to_wire(self) -> pb.Part:
+        """Converts to protobuf."""
+        return pb.Part(
+            index=self.index,
+            response_ids=pack_ints(self.response_ids),
+            logprobs=pack_floats(self.logprobs),
+            spans=_spans_to_wire(self.spans),
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.Part) -> "Part":
+        """Reads protobuf. InvalidArgument unless there is a log-prob for each token."""
+        ids = unpack_ints(message.response_ids, "part.response_ids")
+        logprobs = unpack_floats(message.logprobs, "part.logprobs")
+        [logprobs] = split(logprobs, [len(ids)], "part.logprobs")
+        return cls(message.index, ids, logprobs, _spans_from_wire(message.spans))
+
+
+Rest = TypeVar("Rest", Part, Sample)
+
+
+def following(part: Part, rest: Rest) -> Rest:
+    """Puts the tokens of a part before those of the rest of its response.
+
+    Spans (7, 0, 3) and then (7, 0, 2), (8, 2, 4) become (7, 0, 5), (8, 5, 7).
+    """
+    count = len(part.response_ids)
+    shifted: Spans = tuple((version, count + start, count + end) for version, start, end in rest.spans)
+    return replace(
+        rest,
+        response_ids=np.concatenate([part.response_ids, rest.response_ids]),
+        logprobs=np.concatenate([part.logprobs, rest.logprobs]),
+        spans=_merged((*part.spans, *shifted)),
+    )
+
+
+def cut(spans: Spans, start: int) -> Spans:
+    """The spans of the tokens from `start` on, counted from there."""
+    return tuple((version, max(s - start, 0), e - start) for version, s, e in spans if e > start)
+
+
+def _merged(spans: Spans) -> Spans:
+    merged: list[tuple[int, int, int]] = []
+    for version, start, end in spans:
+        if merged and merged[-1][0] == version:
+            start = merged.pop()[1]
+        merged.append((version, start, end))
+    return tuple(merged)
+
+
+def _spans_to_wire(spans: Spans) -> list[pb.VersionSpan]:
+    return [pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in spans]
+
+
+def _spans_from_wire(spans: Iterable[pb.VersionSpan]) -> Spans:
+    return tuple((span.policy_version, span.start, span.end) for span in spans)

@@ -7,6 +7,7 @@ how long the loop was held up, and after what time the service was whole again.
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
+from tests.listening import Listener
 from tests.pushing import ModelSource, hold, make_pusher, perturbed
 
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
@@ -140,10 +142,34 @@ async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quart
 
 
 async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, loop: Loop) -> None:
-    victim = next(iter(rollouts(quartet).values()))
-    loop.source.midway = psutil.Process(engine_of(victim)).kill
-    await loop.further(3)
+    """What it had begun goes on at the other one, from the tokens that came until it was paused for the push."""
+    listeners = [Listener(quartet.channel, PROMPTS * 10, LONG) for _ in range(2)]
+    killed, pids = threading.Event(), rollouts(quartet)
+
+    def kill() -> None:
+        end = time.monotonic() + 10
+        while not (begun := [name for listener in listeners for name in listener.unfinished()]):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        psutil.Process(pids[begun[0]] if begun else next(iter(pids.values()))).kill()
+        killed.set()
+
+    async with asyncio.TaskGroup() as group:
+        for listener in listeners:
+            group.create_task(listener.run(killed))
+        for listener in listeners:
+            await listener.heard.wait()
+        loop.source.midway = kill
+        await loop.further(3)
     assert loop.source.midway is None
+    samples = [sample for listener in listeners for sample in listener.samples]
+    resumed = [sample for sample in samples if sample.kept]
+    print(f"\n{len(resumed)} of {len(samples)} samples went on elsewhere after {sum(s.kept for s in resumed)} tokens")
+    assert resumed
+    for sample in samples:
+        assert len(sample.response_ids) == len(sample.logprobs) == 100
+        assert [0, *(end for _, _, end in sample.spans)] == [*(start for _, start, _ in sample.spans), 100]
 
 
 @pytest.mark.exhaustive  # the engine dies in the test above too

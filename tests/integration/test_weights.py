@@ -129,14 +129,18 @@ async def test_responses_in_the_engine_are_finished_under_the_new_weights(quarte
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
 async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Quartet, in_flight: str) -> None:
-    """wait: they end under the weights they began with. abort: the client asks for them again. None is lost, and
-    none is of two versions."""
+    """wait: they end under the weights they began with. abort: they go on from their tokens, at any replica. None is
+    lost."""
     version = await next_version(quartet)
     source = ModelSource(perturbed(plain.language_model(quartet.policy), seed=3))
     samples, repeated = await sampled_across(quartet, source, version, in_flight=in_flight)
-    assert {len(sample.spans) for sample in samples} == {1}
-    assert {sample.spans[0][0] for sample in samples} == {version - 1, version}
+    assert {v for sample in samples for v, _, _ in sample.spans} == {version - 1, version}
     assert bool(repeated) == (in_flight == "abort")
+    resumed = [sample for sample in samples if sample.kept]
+    assert bool(resumed) == (in_flight == "abort")
+    for sample in resumed:
+        assert sample.spans == ((version - 1, 0, sample.kept), (version, sample.kept, 100))
+    assert {len(sample.spans) for sample in samples if not sample.kept} == {1}
 
 
 @pytest.mark.exhaustive  # killed replicas while samples are made and pushed: test_faults.py

@@ -17,7 +17,7 @@ from services.common.wire.errors import (
     ServiceError,
 )
 from services.rollout.client import RolloutClient
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.sample import FinishReason, Part, Sample, Sampling
 from tests.unit.wire import served
 
 PROMPTS = [np.asarray([10 + index] * (index + 1), np.int32) for index in range(4)]
@@ -31,7 +31,7 @@ HANG = "hang"
 
 @dataclass
 class FakeReplica(RolloutServicer):
-    """Plays one list of acts per call: indices to send in one message, a status or error to end with, or HANG.
+    """Plays one list of acts per call: indices or parts to send in one message, a status or error to end with, HANG.
 
     The response to a prompt is twice its first token and the prompt's length."""
 
@@ -58,7 +58,10 @@ class FakeReplica(RolloutServicer):
                     await asyncio.Event().wait()
                 finally:
                     self.cancelled.set()
-            yield pb.GenerateResponse(samples=[answer(index, prompts[index]).to_wire() for index in act])
+            yield pb.GenerateResponse(
+                samples=[answer(each, prompts[each]).to_wire() for each in act if not isinstance(each, Part)],
+                parts=[each.to_wire() for each in act if isinstance(each, Part)],
+            )
 
     def serve(self) -> AbstractAsyncContextManager[grpc.aio.Channel]:
         return served(add_RolloutServicer_to_server, self)
@@ -67,6 +70,11 @@ class FakeReplica(RolloutServicer):
         """For each call, the first token of each prompt."""
         actual = [unpack_sequences(request.prompts, "x", vocab_size=100) for request in self.requests]
         return [[int(prompt[0]) for prompt in prompts] for prompts in actual]
+
+    def begun(self) -> list[list[list[int]]]:
+        """For each call, the tokens that each response has already."""
+        actual = [unpack_sequences(r.begun, "x", vocab_size=100, allow_empty=True) for r in self.requests]
+        return [[tokens.tolist() for tokens in sequences] for sequences in actual]
 
     def seeds(self) -> list[list[int]]:
         return [unpack_longs(request.seeds, "x").tolist() for request in self.requests]

@@ -43,7 +43,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         worker_extension_cls="services.rollout.vllm.transfer.WorkerExtension",
         scheduler_cls="services.rollout.vllm.scheduler.WholeResponseScheduler",
         disable_log_stats=True,
-        logits_processors=["services.rollout.vllm.vocabulary:TokenizerVocabulary"] if _is_padded(config) else None,
+        logits_processors=["services.rollout.vllm.sampling:TokenizerVocabulary"] if _is_padded(config) else None,
         generation_config="auto",
     )
 

@@ -1,20 +1,16 @@
 """The vLLM engine of a rollout replica: it samples, and takes new weights."""
 
 import asyncio
-import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
-from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.models.loading import shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
@@ -24,14 +20,16 @@ from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import LOST
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.arguments import engine_args
+from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.versions import WeightVersions
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
-PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait", True), "abort": ("abort", True)}
-"""weights.in_flight -> vLLM's mode of a pause, and whether its caches are cleared."""
+PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait", True), "abort": ("keep", True)}
+"""weights.in_flight -> vLLM's mode of a pause, and whether its caches are cleared. Its own mode "abort" would throw
+away the tokens that are sampled."""
 ANSWER_S = 8
 """Seconds within which an engine answers the simplest request; one that takes longer is stuck."""
 
@@ -42,7 +40,6 @@ class VLLMEngine:
     def __init__(self, llm: AsyncLLM, config: RolloutConfig) -> None:
         self._llm = llm
         self._config = config
-        self._names = itertools.count()
         self.version = 0
         self.checksum = ""
         self.checksums: dict[int, str] = {}
@@ -50,9 +47,7 @@ class VLLMEngine:
         self.workers = config.tensor_parallel_size
         self.place = Place()
         self._versions = WeightVersions(llm)
-        self._pauses = 0
-        """Number of pauses for a push: between two of them all requests come under the same weights. A version's
-        number may come again."""
+        self._requests = Requests(llm, self._versions)
         self._resting = False
         """True while generation is paused for the learners."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
@@ -74,50 +69,24 @@ class VLLMEngine:
         llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=UsageContext.LLM_CLASS)
         engine = cls(llm, config)
         await engine._versions.begin()
+        await llm.collective_rpc("continue_seeds")
         engine.place = Place(machine(), tuple(uuid for uuid in await llm.collective_rpc("gpu") if uuid))
         # An engine that cannot run this model fails at the first token; better now than at the first caller.
         warm_up = Sampling(max_new_tokens=2, ignore_eos=True)
         await engine.generate(0, np.asarray([0], np.int32), warm_up, seed=None)
         return engine
 
-    async def generate(self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None) -> Sample:
-        """Samples one response. Cancelling aborts the engine's request.
-
-        Raises:
-            Unavailable: the engine died, or ended the request itself (a push with in_flight: abort); may be repeated.
-        """
-        params = SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            min_tokens=sampling.min_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            seed=seed,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        request_id = f"r{next(self._names)}"
-        begun, final = self._versions.serving, None
-        try:
-            async for output in self._llm.generate(self._prompt(prompt_ids), params, request_id):
-                final = output.outputs[0]
-        except EngineDeadError as error:
-            raise Unavailable(f"the engine of this replica died: {error}") from None
-        if final is None or final.finish_reason not in ("stop", "length"):
-            raise Unavailable("the engine ended the request before it was finished; ask again")
-        ids = list(final.token_ids)
-        return Sample(
-            index=index,
-            response_ids=np.asarray(ids, np.int32),
-            logprobs=np.asarray(
-                [entry[token].logprob for token, entry in zip(ids, final.logprobs, strict=True)], np.float32
-            ),
-            finish_reason=FinishReason(final.finish_reason),
-            spans=self._versions.spans(final, begun),
-        )
+    async def generate(
+        self,
+        index: int,
+        prompt_ids: Ints,
+        sampling: Sampling,
+        seed: int | None,
+        begun: Ints | None = None,
+        report: Callable[[Part], None] = lambda part: None,
+    ) -> Sample:
+        """Samples one response. See Requests.respond."""
+        return await self._requests.respond(index, prompt_ids, sampling, seed, begun, report)
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs of all tokens but the first, over the whole vocabulary; [T - 1] for each sequence.
@@ -125,31 +94,7 @@ class VLLMEngine:
         Raises:
             Unavailable: the engine died, or was paused meanwhile.
         """
-        return list(await asyncio.gather(*(self._score(sequence) for sequence in sequences)))
-
-    async def _score(self, sequence: Ints) -> Floats:
-        # Generates one token, since an engine does not process a request for none.
-        params = SamplingParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        final, ids = None, sequence.tolist()
-        try:
-            async for output in self._llm.generate(self._prompt(sequence), params, f"p{next(self._names)}"):
-                final = output.prompt_logprobs
-        except EngineDeadError as error:
-            raise Unavailable(f"the engine of this replica died: {error}") from None
-        if final is None:
-            raise Unavailable("the engine ended the request before it was finished; ask again")
-        pairs = zip(ids[1:], final[1:], strict=True)
-        return np.asarray([entry[token].logprob for token, entry in pairs], np.float32)
-
-    def _prompt(self, ids: Ints) -> dict[str, Any]:
-        """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""
-        return {"prompt_token_ids": ids.tolist(), "cache_salt": str(self._pauses)}
+        return list(await asyncio.gather(*(self._requests.score(sequence) for sequence in sequences)))
 
     async def stale(self) -> list[str]:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
@@ -183,7 +128,8 @@ class VLLMEngine:
                 await self._versions.release_cache()
 
     async def pause(self, in_flight: str) -> None:
-        """Stops generation between two engine steps and opens a weight update. New requests wait.
+        """Stops generation between two engine steps and opens a weight update. New requests wait; with `abort` all
+        others end, after they have reported what they sampled.
 
         Raises:
             InvalidArgument: `in_flight` is none of PAUSES.
@@ -194,8 +140,10 @@ class VLLMEngine:
         if not self._resting:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
             await self._llm.pause_generation(mode=mode, clear_cache=cleared)
-        self._pauses += 1
+        self._requests.pauses += 1
         await self._llm.start_weight_update()
+        if in_flight == "abort":
+            await self._requests.end()
 
     async def _resume(self) -> None:
         if self._resting and self._releases:

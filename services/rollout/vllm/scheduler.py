@@ -1,14 +1,16 @@
-"""vLLM's scheduler with each response handed over once instead of token by token, and no request preempted.
+"""vLLM's scheduler with responses handed over in few parts instead of token by token, and no request preempted.
 
 The service sends whole samples. vLLM's engine, written for chat, sends every token and its log-prob to the serving
 process in a separate message, which for small models takes a quarter of the engine's time. This scheduler holds the
-messages back until the response is finished.
+messages back until the response is finished. Only every PARTS_S it sends what it holds of all responses, so that long
+ones need not be begun again if this engine is lost.
 
 vLLM starts a request when its tokens so far fit into the KV cache. When the running ones then grow beyond it, one of
 them has to leave, and computes all of its tokens again later. This scheduler starts a request only if all of them fit
 until they end (room.py), so that the number that runs follows the use of the cache. Else scheduling stays as it is.
 """
 
+import time
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -22,9 +24,13 @@ from vllm.v1.request import Request
 
 from services.rollout.vllm.room import Need, startable
 
+PARTS_S = 1.0
+"""Seconds between two times at which parts of unfinished responses are sent."""
+
 
 class WholeResponseScheduler(AsyncScheduler):
-    """Sends a request's outputs together: when it finishes, and when the engine is paused. Preempts none.
+    """Sends a request's outputs together: when it finishes, every PARTS_S, and when the engine is paused. Preempts
+    none.
 
     At a pause too, because the engine labels outputs with the version of the weights at the time of sending, and
     weights change only during a pause: tokens of the old weights have to be sent before.
@@ -33,6 +39,7 @@ class WholeResponseScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
+        self._sent = time.monotonic()
         # vLLM 0.26 has one limit for the requests that run; later ones have another for those that start.
         self._limit = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
         self._most: int = getattr(self, self._limit)
@@ -61,7 +68,9 @@ class WholeResponseScheduler(AsyncScheduler):
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
         for client, message in messages.items():
             message.outputs = [whole for output in message.outputs if (whole := self._hold(client, output))]
-        if self.pause_state == PauseState.PAUSED_ALL:
+        now = time.monotonic()
+        if self.pause_state == PauseState.PAUSED_ALL or now - self._sent >= PARTS_S:
+            self._sent = now
             for held in self._held.values():
                 messages.setdefault(held.client, EngineCoreOutputs(outputs=[])).outputs.append(held.joined())
             self._held.clear()

@@ -21,6 +21,7 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import checksum, digest
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
 from services.rollout.vllm.loading import Loading
+from services.rollout.vllm.sampling import continue_seeds
 from services.rollout.vllm.versions import ReceivingOnly
 
 NAME = "quartet"
@@ -137,8 +138,13 @@ class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInf
 class WorkerExtension:
     """Methods that vLLM adds to its workers, in addition to its own calls for weight transfer."""
 
+    model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
+
+    def continue_seeds(self) -> None:
+        """Makes this worker continue the seeds of responses that it did not begin."""
+        continue_seeds(self.model_runner)
 
     def gpu(self) -> str:
         """UUID of this worker's GPU; empty on a CPU."""

@@ -49,7 +49,7 @@ class Engine(FakeEngine):
     def shutdown(self) -> None:
         pass
 
-    async def generate(self, index: int, prompt_ids: Any, sampling: Any, seed: int | None) -> Sample:
+    async def generate(self, index: int, prompt_ids: Any, sampling: Any, seed: int | None, *rest: Any) -> Sample:
         self.asked += 1
         async with self.turn:
             await asyncio.sleep(STEP_S)

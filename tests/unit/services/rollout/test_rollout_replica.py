@@ -1,7 +1,8 @@
-"""How a replica hands out what its engine finishes, and reads the seeds of a request."""
+"""How a replica hands out what its engine finishes and has begun, and reads the seeds and tokens of a request."""
 
 import asyncio
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from services.common.serving.slots import Slots
 from services.common.wire.codec import pack_longs
 from services.common.wire.errors import InvalidArgument, Unavailable
 from services.common.wire.ragged import Ragged
-from services.rollout.replica import _as_finished, _enter, _seeds
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.call import Call
+from services.rollout.sample import FinishReason, Part, Sample, Sampling
 from tests.unit.batches import share
 
 SAMPLING = Sampling(max_new_tokens=4)
@@ -25,9 +26,14 @@ class FakeEngine:
     def __init__(self) -> None:
         self.asked: dict[int, tuple[list[int], Sampling, int | None]] = {}
         self.ends: dict[int, asyncio.Future[None]] = {}
+        self.begun_with: dict[int, list[int]] = {}
+        self.report: Callable[[Part], None]
         self.cancelled: list[int] = []
 
-    async def generate(self, index: int, prompt_ids: Any, sampling: Sampling, seed: int | None) -> Sample:
+    async def generate(
+        self, index: int, prompt_ids: Any, sampling: Sampling, seed: int | None, begun: Any, report: Any
+    ) -> Sample:
+        self.begun_with[index], self.report = begun.tolist(), report
         self.asked[index] = (prompt_ids.tolist(), sampling, seed)
         self.ends[index] = asyncio.get_running_loop().create_future()
         try:
@@ -51,14 +57,26 @@ class FakeEngine:
         self.ends[index].set_exception(error)
 
 
-def start(engine: Any, count: int = 4, **options: float) -> Any:
+def call(engine: Any, count: int = 4, seeds: bytes | None = None, begun: Sequence[Sequence[int]] = ()) -> Call:
     prompts = Ragged(np.arange(10, 10 + count, dtype=np.int32), np.ones(count, np.int32))
-    slots = Slots(8, LimitsConfig(), quantum=64)
-    return _as_finished(_enter(slots, share(), engine, prompts, SAMPLING, list(range(count))), **options)
+    tokens = Ragged.of([np.asarray(sequence, np.int32) for sequence in begun])
+    return Call(engine, prompts, SAMPLING, pack_longs(range(count)) if seeds is None else seeds, tokens)
 
 
-async def indices(finished: Any) -> list[int]:
-    return sorted(sample.index for sample in await anext(finished))
+def start(engine: Any, count: int = 4, begun: Sequence[Sequence[int]] = (), **options: float) -> Any:
+    return call(engine, count, begun=begun).answers(Slots(8, LimitsConfig(), quantum=64), share(), **options)
+
+
+async def indices(answers: Any) -> list[int]:
+    return sorted(sample.index for sample in (await anext(answers)).samples)
+
+
+def part(index: int, *tokens: int) -> Part:
+    return Part(index, np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), ((1, 0, len(tokens)),))
+
+
+def tokens(answer: Any) -> list[tuple[int, list[int]]]:
+    return [(each.index, Part.from_wire(each).response_ids.tolist()) for each in answer.parts]
 
 
 async def test_samples_are_handed_out_as_they_finish() -> None:
@@ -81,9 +99,55 @@ async def test_samples_are_handed_out_as_they_finish() -> None:
 async def test_while_nothing_finishes_a_heartbeat_is_heard() -> None:
     engine = FakeEngine()
     finished = start(engine, 1, heartbeat_s=0.05)
-    assert [await anext(finished), await anext(finished)] == [[], []]
+    assert [await indices(finished), await indices(finished)] == [[], []]
     engine.finish(0)
     assert await indices(finished) == [0]
+
+
+async def test_parts_come_with_the_next_message_but_not_beside_their_own_sample() -> None:
+    engine = FakeEngine()
+    answers = start(engine, 3, heartbeat_s=0.05)
+    first = asyncio.create_task(anext(answers))
+    await engine.begun(3)
+    engine.report(part(0, 5, 6))
+    engine.report(part(1, 7))
+    assert tokens(await first) == [(0, [5, 6]), (1, [7])]
+    engine.report(part(0, 8))
+    engine.report(part(2, 9))
+    engine.finish(0)
+    answer = await anext(answers)
+    assert ([sample.index for sample in answer.samples], tokens(answer)) == ([0], [(2, [9])])
+    await answers.aclose()
+
+
+async def test_what_the_engine_has_of_a_response_that_it_ends_is_sent_before_the_failure() -> None:
+    engine = FakeEngine()
+    answers = start(engine, 2)
+    first = asyncio.create_task(anext(answers))
+    await engine.begun(2)
+    for index in (0, 1):
+        engine.report(part(index, 5 + index))
+        engine.fail(index, Unavailable("ended"))
+    assert tokens(await first) == [(0, [5]), (1, [6])]
+    with pytest.raises(Unavailable, match="ended"):
+        await anext(answers)
+
+
+async def test_the_engine_is_told_which_tokens_a_response_has() -> None:
+    engine = FakeEngine()
+    first = asyncio.create_task(anext(start(engine, 3, begun=[[], [7, 8, 9], [5]])))
+    await engine.begun(3)
+    assert engine.begun_with == {0: [], 1: [7, 8, 9], 2: [5]}
+    first.cancel()
+
+
+def test_tokens_of_a_request() -> None:
+    for begun, message in (
+        ([[5]], "begun: 1 sequences for 2 prompts; send one each, or none"),
+        ([[], [5, 6, 7, 8]], "begun[1]: 4 tokens; must be fewer than sampling.max_new_tokens, 4"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(message)):
+            call(FakeEngine(), 2, begun=begun)
 
 
 async def test_a_failure_loses_nothing_that_is_finished_and_leaves_nothing_behind() -> None:
@@ -121,13 +185,18 @@ async def test_cancelling_reaches_the_engine() -> None:
     assert sorted(engine.cancelled) == [0, 1, 2, 3]
 
 
-def test_seeds_of_a_request() -> None:
-    assert _seeds(b"", 2) == [None, None]
-    assert _seeds(pack_longs([0, 2**63 - 1]), 2) == [0, 2**63 - 1]
+async def test_seeds_of_a_request() -> None:
+    for data, seeds in ((b"", [None, None]), (pack_longs([0, 2**63 - 1]), [0, 2**63 - 1])):
+        engine = FakeEngine()
+        answers = call(engine, 2, data).answers(Slots(8, LimitsConfig(), quantum=64), share())
+        first = asyncio.create_task(anext(answers))
+        await engine.begun(2)
+        assert [engine.asked[row][2] for row in (0, 1)] == seeds
+        first.cancel()
     for data, message in (
         (pack_longs([1]), "seeds: 1 for 2 prompts; send one each, or none"),
         (bytes(9), "seeds: 9 bytes are not a whole number of 8-byte int64 values"),
         (pack_longs([1, -1]), "seeds[1]: -1; must be 0 or more"),
     ):
         with pytest.raises(InvalidArgument, match=re.escape(message)):
-            _seeds(data, 2)
+            call(FakeEngine(), 2, data)

@@ -60,13 +60,14 @@ def test_samples_round_trip_and_know_their_weights() -> None:
         logprobs=np.asarray([-0.5, -1.5], np.float32),
         finish_reason=FinishReason.STOP,
         spans=((5, 0, 1), (4, 1, 1), (6, 1, 2)),
+        kept=1,
     )
     message = sample.to_wire()
     assert message.policy_version == sample.policy_version == 6
     assert sample.oldest_version == 4
     assert message.finish_reason == pb.FINISH_REASON_STOP
     back = Sample.from_wire(message)
-    assert (back.index, back.finish_reason, back.spans) == (3, FinishReason.STOP, sample.spans)
+    assert (back.index, back.finish_reason, back.spans, back.kept) == (3, FinishReason.STOP, sample.spans, 1)
     assert (back.response_ids.tolist(), back.logprobs.tolist()) == ([7, 2], [-0.5, -1.5])
 
 

@@ -10,7 +10,7 @@ import pytest
 import vllm
 
 from services.common.wire.errors import Unavailable
-from services.rollout.vllm import engine, loading, plugin, versions
+from services.rollout.vllm import engine, loading, plugin, requests, versions
 from services.rollout.vllm.transfer import QuartetWeightTransferEngine
 from services.rollout.vllm.versions import WeightVersions
 from tests.unit.vllm_signatures import Version, read, recorded, signature
@@ -25,7 +25,7 @@ class RecordedEngine:
     def __init__(self, version: Version) -> None:
         self._methods = version["AsyncLLM"]
         self.calls: list[Any] = []
-        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 2)
+        self.output_processor: Any = SimpleNamespace(get_num_unfinished_requests=lambda: 2)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._methods:
@@ -74,6 +74,10 @@ async def test_the_engine_that_counts_is_told_and_asked() -> None:
     # Its own note, whatever served when the request came.
     assert counted.spans(SimpleNamespace(weight_versions=spans), begun=3) == ((3, 0, 2), (4, 2, 5))
     assert counted.spans(SimpleNamespace(weight_versions=None), begun=3) == ()
+    # While a response goes on, from its state.
+    state = SimpleNamespace(_weight_version_spans=lambda: spans[:1])
+    llm.output_processor = SimpleNamespace(external_req_ids={"r5": ["r5-a"]}, request_states={"r5-a": state})
+    assert counted.spans_so_far("r5", SimpleNamespace(), begun=3) == ((3, 0, 2),)
 
 
 async def test_for_the_engine_that_does_not_count_we_do() -> None:
@@ -85,7 +89,7 @@ async def test_for_the_engine_that_does_not_count_we_do() -> None:
     assert counted.spans(output, begun=0) == ((0, 0, 3),)
     await counted.finish(4)
     assert llm.calls == ["is_sleeping", "finish_weight_update"]
-    assert counted.spans(output, begun=4) == ((4, 0, 3),)
+    assert counted.spans(output, begun=4) == counted.spans_so_far("r5", output, begun=4) == ((4, 0, 3),)
     with pytest.raises(Unavailable, match="the weights changed while this was sampled"):
         counted.spans(output, begun=0)
 
@@ -110,7 +114,8 @@ def test_unfinished_requests_are_counted(version: Version) -> None:
 @both
 def test_the_engine_calls_nothing_that_a_version_lacks(version: Version) -> None:
     """Calls whose versions differ are in versions.py alone."""
-    calls = [call for call in ast.walk(ast.parse(inspect.getsource(engine))) if isinstance(call, ast.Call)]
+    source = inspect.getsource(engine) + inspect.getsource(requests)
+    calls = [call for call in ast.walk(ast.parse(source)) if isinstance(call, ast.Call)]
     asked = {name: call for call in calls if (name := ast.unparse(call.func)).startswith(("self._llm.", "llm."))}
     assert len(asked) > 8
     for name, call in asked.items():

@@ -1,0 +1,135 @@
+"""Requests to vLLM's engine: for responses, begun here or elsewhere, and for scores."""
+
+import itertools
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.wire.codec import Floats, Ints
+from services.common.wire.errors import Unavailable
+from services.rollout.sample import FinishReason, Part, Sample, Sampling, Spans, cut
+from services.rollout.vllm.sampling import BEGUN
+from services.rollout.vllm.versions import WeightVersions
+
+FINISHED = frozenset(FinishReason)
+"""Reasons of vLLM for which a response is finished; it ends requests for others too."""
+
+
+class Requests:
+    """The requests of one engine."""
+
+    def __init__(self, llm: AsyncLLM, versions: WeightVersions) -> None:
+        self._llm = llm
+        self._versions = versions
+        self._numbers = itertools.count()
+        self._responding: set[str] = set()
+        self.pauses = 0
+        """Number of pauses for a push: between two of them all requests come under the same weights. A version's
+        number may come again."""
+
+    async def respond(
+        self,
+        index: int,
+        prompt_ids: Ints,
+        sampling: Sampling,
+        seed: int | None,
+        begun: Ints | None,
+        report: Callable[[Part], None],
+    ) -> Sample:
+        """Samples one response, or the rest of it. Arguments as of Engine.generate. Cancelling aborts the engine's
+        request.
+
+        Raises:
+            Unavailable: the engine died, or ended the request itself (a push with in_flight: abort); may be repeated.
+        """
+        given = begun if begun is not None else np.empty(0, np.int32)
+        name, version = f"r{next(self._numbers)}", self._versions.serving
+        prompt = self._prompt(np.concatenate([prompt_ids, given]))
+        response, reported = None, 0
+        self._responding.add(name)
+        try:
+            async with aclosing(self._llm.generate(prompt, _params(sampling, len(given), seed), name)) as outputs:
+                async for output in outputs:
+                    response = output.outputs[0]
+                    if response.finish_reason not in FINISHED and len(response.token_ids) > reported:
+                        spans = cut(self._spans(name, response, version), reported)
+                        report(Part(index, *_tokens(response, reported), spans))
+                        reported = len(response.token_ids)
+        except EngineDeadError as error:
+            raise Unavailable(f"the engine of this replica died: {error}") from None
+        finally:
+            self._responding.discard(name)
+        if response is None or response.finish_reason not in FINISHED:
+            raise Unavailable("the engine ended the request before it was finished; ask again")
+        spans = self._versions.spans(response, version)
+        return Sample(index, *_tokens(response, 0), FinishReason(response.finish_reason), spans)
+
+    def _spans(self, name: str, response: Any, version: int) -> Spans:
+        """The spans of a response that is not finished."""
+        if response.finish_reason is None:
+            return self._versions.spans_so_far(name, response, version)
+        return self._versions.spans(response, version)
+
+    async def end(self) -> None:
+        """Ends all requests for responses, which report what they have. The engine is paused."""
+        await self._llm.abort(list(self._responding))
+
+    async def score(self, sequence: Ints) -> Floats:
+        """Log-probs of all tokens but the first, over the whole vocabulary, [T - 1].
+
+        Raises:
+            Unavailable: the engine died, or ended the request.
+        """
+        # Generates one token, since an engine does not process a request for none.
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final, ids = None, sequence.tolist()
+        try:
+            async for output in self._llm.generate(self._prompt(sequence), params, f"p{next(self._numbers)}"):
+                final = output.prompt_logprobs
+        except EngineDeadError as error:
+            raise Unavailable(f"the engine of this replica died: {error}") from None
+        if final is None:
+            raise Unavailable("the engine ended the request before it was finished; ask again")
+        pairs = zip(ids[1:], final[1:], strict=True)
+        return np.asarray([entry[token].logprob for token, entry in pairs], np.float32)
+
+    def _prompt(self, ids: Ints) -> dict[str, Any]:
+        """A prompt for the engine. It shares the KV cache only of prompts that came under the same weights."""
+        return {"prompt_token_ids": ids.tolist(), "cache_salt": str(self.pauses)}
+
+
+def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:
+    """Parameters of a response that has `begun` tokens already, all limits being those of the whole."""
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens - begun,
+        min_tokens=max(sampling.min_new_tokens - begun, 0),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=seed,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        extra_args={BEGUN: begun} if begun else None,
+    )
+
+
+def _tokens(response: Any, start: int) -> tuple[Ints, Floats]:
+    """Ids and log-probs of the response's tokens from `start` on."""
+    ids, entries = list(response.token_ids[start:]), response.logprobs[start:]
+    logprobs = [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
+    return np.asarray(ids, np.int32), np.asarray(logprobs, np.float32)

@@ -1,0 +1,148 @@
+"""Requests to an engine, which here answers by a script: parts that are reported, limits of responses that go on, and
+seeds."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.wire.errors import Unavailable
+from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.vllm.requests import Requests
+from services.rollout.vllm.sampling import BEGUN, RunnerRequests, continue_seeds, continued
+from services.rollout.vllm.versions import WeightVersions
+
+PROMPT = np.asarray([10, 11], np.int32)
+SAMPLING = Sampling(max_new_tokens=9, min_new_tokens=4, stop_token_ids=(3,))
+LOGPROB = -0.25
+
+
+class Script:
+    """An engine without a record of versions, whose response has so many tokens at each output: 20, 21 and so on."""
+
+    def __init__(self, lengths: list[int], end: str) -> None:
+        self._lengths, self._end = lengths, end
+        self.asked: list[Any] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.ended: list[str] = []
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, name))
+        for place, length in enumerate(self._lengths, 1):
+            if place > 1:
+                await self.gate.wait()
+            ids = list(range(20, 20 + length))
+            logprobs = [{token: SimpleNamespace(logprob=LOGPROB)} for token in ids]
+            reason = self._end if place == len(self._lengths) else None
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)])
+
+    async def abort(self, names: list[str]) -> None:
+        self.ended += names
+
+
+async def answered(script: Script, begun: Any = None) -> tuple[Sample, list[list[int]]]:
+    parts: list[Part] = []
+    requests = Requests(script, WeightVersions(script))
+    try:
+        return await requests.respond(5, PROMPT, SAMPLING, 77, begun, parts.append), [_ids(part) for part in parts]
+    finally:
+        assert all(part.index == 5 for part in parts)
+        assert all(part.spans == ((0, 0, len(part.response_ids)),) for part in parts)
+        assert all(part.logprobs.tolist() == [LOGPROB] * len(part.response_ids) for part in parts)
+        script.reported = [_ids(part) for part in parts]  # type: ignore[attr-defined]
+
+
+def _ids(part: Part | Sample) -> list[int]:
+    ids: list[int] = part.response_ids.tolist()
+    return ids
+
+
+async def test_each_token_is_reported_once_and_the_sample_has_all() -> None:
+    sample, parts = await answered(Script([2, 2, 3, 5], "stop"))
+    assert parts == [[20, 21], [22]]
+    assert (_ids(sample), sample.finish_reason, sample.spans) == ([20, 21, 22, 23, 24], "stop", ((0, 0, 5),))
+
+
+async def test_a_response_that_the_engine_ends_is_reported_to_its_last_token() -> None:
+    for lengths, parts in (([2, 3], [[20, 21], [22]]), ([3], [[20, 21, 22]]), ([0], []), ([2, 2], [[20, 21]])):
+        script = Script(lengths, "abort")
+        with pytest.raises(Unavailable, match="ended the request before it was finished; ask again"):
+            await answered(script)
+        assert script.reported == parts  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("begun", "most", "least"), [(0, 9, 4), (3, 6, 1), (4, 5, 0), (8, 1, 0)])
+async def test_limits_count_from_the_true_beginning(begun: int, most: int, least: int) -> None:
+    script = Script([1], "length")
+    await answered(script, np.arange(30, 30 + begun, dtype=np.int32))
+    [(prompt, params, _)] = script.asked
+    assert prompt["prompt_token_ids"] == [10, 11, *range(30, 30 + begun)]
+    assert (params.max_tokens, params.min_tokens, params.seed) == (most, least, 77)
+    assert (params.extra_args or {}).get(BEGUN, 0) == begun
+
+
+async def test_only_responses_under_way_are_ended() -> None:
+    script = Script([2, 3], "stop")
+    requests = Requests(script, WeightVersions(script))
+    script.gate.clear()
+    reported = asyncio.Event()
+    responding = asyncio.create_task(requests.respond(0, PROMPT, SAMPLING, None, None, lambda part: reported.set()))
+    await reported.wait()
+    await requests.end()
+    [(_, _, name)] = script.asked
+    assert script.ended == [name]
+    script.gate.set()
+    await responding
+    await requests.end()
+    assert script.ended == [name]
+
+
+def state(seed: int | None, begun: int | None, tokens: int = 0) -> Any:
+    """A request of vLLM's model runner."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    params = SimpleNamespace(seed=seed, extra_args=None if begun is None else {BEGUN: begun})
+    return SimpleNamespace(sampling_params=params, generator=generator, output_token_ids=[1] * tokens)
+
+
+def drawn(generator: torch.Generator, count: int) -> list[int]:
+    """Draws of vLLM's sampler on a CPU."""
+    return [int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)) for _ in range(count)]
+
+
+WHOLE = drawn(torch.Generator().manual_seed(7), 1200)
+
+
+def test_a_generator_goes_on_as_if_the_response_had_not_moved() -> None:
+    runner = SimpleNamespace(requests={})
+    continue_seeds(runner)
+    for begun in (None, 1, 2, 17, 1100):
+        runner.requests["r"] = state(7, begun)
+        assert drawn(runner.requests["r"].generator, 100) == WHOLE[begun or 0 :][:100]
+    runner.requests["unseeded"] = state(None, 5)
+    runner.requests["pooling"] = SimpleNamespace(sampling_params=None, generator=None)
+    assert isinstance(runner.requests, RunnerRequests)
+    assert set(runner.requests) == {"r", "unseeded", "pooling"}
+
+
+@pytest.mark.parametrize(("begun", "tokens"), [(0, 0), (5, 0), (0, 3), (5, 3)])
+def test_a_draw_for_a_piece_of_a_prompt_is_taken_back(begun: int, tokens: int) -> None:
+    """Of a prompt that is read for the first time, and of one that is read again after a pause, with its tokens."""
+    request = state(7, begun)
+    generator = continued(request, begun)
+    assert drawn(generator, tokens) == WHOLE[begun:][:tokens]
+    request.output_token_ids += [1] * tokens
+    for _ in range(2):
+        drawn(generator, 1)
+        generator.set_offset(generator.get_offset() - 4)
+    assert drawn(generator, 9) == WHOLE[begun + tokens :][:9]
+
+
+def test_a_runner_that_draws_by_position_is_left_alone() -> None:
+    runner = SimpleNamespace()
+    continue_seeds(runner)
+    assert not vars(runner)
