@@ -12,6 +12,8 @@ from services.common.config.learner import LearnerConfig
 from services.common.learner.learner import Learner
 from tests.unit.services.common.learner.test_learner import batches, make_learner, parts, squared_error
 
+pytestmark = pytest.mark.processes  # they train for seconds
+
 BOTH = {State.hp_params, State.optim_states}
 LAYOUTS = [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 1, "dtype": "bfloat16"}]
 

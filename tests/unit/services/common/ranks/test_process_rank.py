@@ -18,6 +18,8 @@ from services.common.ranks.process_rank import ProcessRank
 from services.common.ranks.ranks import Ranks
 from services.common.wire.errors import InvalidArgument
 
+pytestmark = pytest.mark.processes
+
 
 class Odd(Exception):
     """It does not survive its own pickle."""
