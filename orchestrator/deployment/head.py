@@ -75,6 +75,8 @@ def _environment() -> dict[str, str]:
         # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",
+        # By default gRPC writes 205 bytes for each broken TLS handshake into a file that is not rotated.
+        "GRPC_VERBOSITY": "ERROR",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Outside of TMPDIR, which changes with each head, so that compiled code can be reused.
         "TORCHINDUCTOR_CACHE_DIR": str(compiled_folder()),

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +40,7 @@ class Directory:
             metadata: from the caller.
 
         Raises:
-            Unauthenticated: the call has neither, or the policy does not know it.
+            Unauthenticated: the call has neither, or the policy does not know it, or the certificate has expired.
         """
         name = self._of_certificate(auth_context) or self._of_token(metadata)
         if name is None:
@@ -56,8 +57,14 @@ class Directory:
     def _of_certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> str | None:
         if self.policy.tls is None or self.policy.tls.client_ca is None:
             return None  # a certificate without a trusted authority proves nothing
-        subjects = (name for certificate in auth_context.get(_CERTIFICATE, ()) for name in _names(certificate))
-        return next((self._by_subject[proof] for proof in subjects if proof in self._by_subject), None)
+        for names, until in map(_read, auth_context.get(_CERTIFICATE, ())):
+            name = next((self._by_subject[proof] for proof in names if proof in self._by_subject), None)
+            # TLS compares the date only when a session begins, and a client may resume one for days.
+            if name is not None and datetime.now(UTC) > until:
+                raise Unauthenticated(f"the certificate of {name} has expired; `quartet keys` makes a new one")
+            if name is not None:
+                return name
+        return None
 
     def _of_token(self, metadata: Iterable[tuple[str, Any]]) -> str | None:
         given = next((value for key, value in metadata if key == AUTHORIZATION), None)
@@ -73,16 +80,18 @@ class Directory:
 
 
 @lru_cache(maxsize=256)
-def _names(certificate: bytes) -> tuple[str, ...]:
-    """The subject alternative names of a certificate, PEM; none if it cannot be read.
+def _read(certificate: bytes) -> tuple[tuple[str, ...], datetime]:
+    """The subject alternative names of a certificate, PEM, and the end of its validity. It has no names if it cannot
+    be read.
 
     gRPC gives these names too, but cut off at a NUL byte: one of `quartet:run-a\\0.example` would be run-a's.
     """
     from cryptography import x509  # only here, because clients import this module and do without
 
     try:
-        extensions = x509.load_pem_x509_certificate(certificate).extensions
-        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        loaded = x509.load_pem_x509_certificate(certificate)
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound):
-        return ()
-    return tuple(str(name.value) for name in names if not isinstance(name, x509.OtherName))
+        return (), datetime.max.replace(tzinfo=UTC)
+    readable = tuple(str(name.value) for name in names if not isinstance(name, x509.OtherName))
+    return readable, loaded.not_valid_after_utc

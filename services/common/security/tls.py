@@ -1,6 +1,7 @@
 """The server's side of TLS, with certificates that can be replaced while it runs."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,24 +14,56 @@ from services.common.security.watched import Watched
 log = logging.getLogger("quartet")
 
 
+SETTLE_S = 0.1
+"""Seconds before a replacement, far longer than a new connection needs to take the previous configuration."""
+
+
+class Replacements:
+    """Tells gRPC at each new connection which certificates have replaced those before, or None if none have.
+
+    gRPC (https://github.com/grpc/grpc/issues/36693) frees the previous configuration although another new connection
+    may be taking it at that moment, which ends the process. So it is replaced only when it has changed, and after a
+    pause: gRPC holds further connections back during this call, and those before it have taken theirs by then.
+    """
+
+    def __init__(
+        self,
+        configuration: Callable[[], grpc.ServerCertificateConfiguration],
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            configuration: returns the current one, the same object until it is replaced.
+            pause: waits as many seconds.
+        """
+        self.first = configuration()
+        """The configuration to begin with."""
+        self._configuration, self._pause = configuration, pause
+        self._last = self.first
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        try:
+            current = self._configuration()
+        except Exception:  # gRPC calls this function and cannot handle errors
+            log.exception("the certificates cannot be read again; the previous ones stay in force")
+            return None
+        if current is self._last:
+            return None
+        self._pause(SETTLE_S)
+        self._last = current
+        return current
+
+
 def server_credentials(policy: Callable[[], AccessPolicy]) -> grpc.ServerCredentials:
-    """Credentials that read the policy's files again for each new connection.
+    """Credentials that look at the policy's files again when a connection is opened.
 
     The requirement of client certificates is fixed at the start: gRPC cannot change it while it listens.
     """
     tls = _tls(policy())
     # Compared by the contents of the files and by their names, since the policy may name other files.
-    configuration = Watched(lambda: _configuration(_tls(policy())), lambda _: _files(_tls(policy())))
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        try:
-            return configuration()
-        except Exception:  # gRPC calls this function and cannot handle errors
-            log.exception("the certificates cannot be read again; the previous ones stay in force")
-            return None
-
+    replacements = Replacements(Watched(lambda: _configuration(_tls(policy())), lambda _: _files(_tls(policy()))))
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), fetch, require_client_authentication=tls.client_ca is not None
+        replacements.first, replacements, require_client_authentication=tls.client_ca is not None
     )
 
 

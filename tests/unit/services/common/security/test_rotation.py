@@ -4,12 +4,18 @@ import asyncio
 import ssl
 from pathlib import Path
 
+import grpc
+import pytest
 from grpc import StatusCode
 
+from services.common.security.authentication import Directory
+from services.common.security.keys.certificates import Authority
 from services.common.security.keys.folder import Keys
-from services.common.security.policy import digest
+from services.common.security.policy import digest, load_policy
 from services.common.security.port import Port
+from services.common.security.tls import SETTLE_S, Replacements
 from services.common.security.watched import LOOK_EVERY_S
+from services.common.wire.errors import Unauthenticated
 from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
 
 
@@ -78,3 +84,31 @@ async def test_another_authority_is_accepted_as_soon_as_the_policy_has_it(tmp_pa
         for made in (keys, other):
             async with channel_of(made, "run-a", target) as channel:
                 assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.OK
+
+
+def test_grpc_is_handed_certificates_only_when_they_were_replaced_and_after_a_pause() -> None:
+    """Each time it is handed some, it frees those before, which new connections may be taking at that moment."""
+    first, second = (grpc.ssl_server_certificate_configuration([(b"key", name)]) for name in (b"a", b"b"))
+    current, pauses = [first], list[float]()
+    replacements = Replacements(lambda: current[-1], pauses.append)
+    assert replacements.first is first
+    assert [replacements() for _ in range(3)] == [None] * 3
+    assert pauses == []
+    current.append(second)
+    assert [replacements() for _ in range(3)] == [second, None, None]
+    assert pauses == [SETTLE_S]
+
+
+def test_a_certificate_that_expires_during_a_session_is_refused(tmp_path: Path) -> None:
+    """A client may resume its TLS session for days, and TLS does not look at the date again."""
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    client, directory = keys.folder / "clients/run-a", Directory(load_policy(keys.policy))
+
+    def shown() -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [(client / "client.pem").read_bytes()]}
+
+    assert directory.caller(shown(), ()).name == "run-a"
+    Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a", 0)
+    with pytest.raises(Unauthenticated, match="the certificate of run-a has expired; `quartet keys` makes a new one"):
+        directory.caller(shown(), ())
