@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, Spans, cut
+from services.rollout.sample import FinishReason, Part, Sample, Sampling, Spans, cut, following
 from services.rollout.vllm.sampling import BEGUN
 from services.rollout.vllm.versions import WeightVersions
 
@@ -51,24 +51,27 @@ class Requests:
         given = begun if begun is not None else np.empty(0, np.int32)
         name, version = f"r{next(self._numbers)}", self._versions.serving
         prompt = self._prompt(np.concatenate([prompt_ids, given]))
-        response, reported = None, 0
+        response, made = None, Part(index, np.empty(0, np.int32), np.empty(0, np.float32), ())
         self._responding.add(name)
         try:
             async with aclosing(self._llm.generate(prompt, _params(sampling, len(given), seed), name)) as outputs:
                 async for output in outputs:
                     response = output.outputs[0]
+                    reported = len(made.response_ids)
                     if response.finish_reason not in FINISHED and len(response.token_ids) > reported:
                         spans = cut(self._spans(name, response, version), reported)
-                        report(Part(index, *_tokens(response, reported), spans))
-                        reported = len(response.token_ids)
+                        part = Part(index, *_tokens(response, reported), spans)
+                        made = following(made, part)
+                        report(part)
         except EngineDeadError as error:
             raise Unavailable(f"the engine of this replica died: {error}") from None
         finally:
             self._responding.discard(name)
         if response is None or response.finish_reason not in FINISHED:
             raise Unavailable("the engine ended the request before it was finished; ask again")
-        spans = self._versions.spans(response, version)
-        return Sample(index, *_tokens(response, 0), FinishReason(response.finish_reason), spans)
+        reported, reason = len(made.response_ids), FinishReason(response.finish_reason)
+        spans = cut(self._versions.spans(response, version), reported)
+        return following(made, Sample(index, *_tokens(response, reported), reason, spans))
 
     def _spans(self, name: str, response: Any, version: int) -> Spans:
         """The spans of a response that is not finished."""
