@@ -35,15 +35,15 @@ class EarlyLogprobs:
         try:
             async with self._turn:
                 if asked.rows is None:
-                    await self._answer(list(self._waiting))
+                    await self._answer([each for each in self._waiting if each.rows is None])
         finally:
-            if asked in self._waiting:
-                self._waiting.remove(asked)
+            self._waiting.remove(asked)
         assert asked.rows is not None
         return asked.rows
 
     async def _answer(self, together: "list[_Asked]") -> None:
-        """Asks the learner for all of these. After an error they still wait, and the next of them tries again."""
+        """Asks the learner for all of these. After an error they still wait, and the next of them tries again; one
+        that was cancelled meanwhile is answered for nothing."""
         rows = await self._policy.logprobs(
             Ragged.of([row for asked in together for row in asked.prompts]),
             Ragged.of([row for asked in together for row in asked.responses]),
@@ -51,7 +51,6 @@ class EarlyLogprobs:
         for asked in together:
             count = len(asked.responses)
             asked.rows, rows = rows[:count], rows[count:]
-            self._waiting.remove(asked)
 
 
 class _Asked:

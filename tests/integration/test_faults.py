@@ -147,13 +147,17 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
     killed, pids = threading.Event(), rollouts(quartet)
 
     def kill() -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 3  # replicas send what they have at least every two seconds
         while not (begun := [name for listener in listeners for name in listener.unfinished()]):
             if time.monotonic() > end:
-                break
+                loop.source.midway = kill  # all responses had just ended, so at another push
+                return
             time.sleep(0.05)
-        psutil.Process(pids[begun[0]] if begun else next(iter(pids.values()))).kill()
+        psutil.Process(pids[begun[0]]).kill()
         killed.set()
+
+    async def is_killed() -> bool:
+        return killed.is_set()
 
     async with asyncio.TaskGroup() as group:
         for listener in listeners:
@@ -161,6 +165,7 @@ async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, lo
         for listener in listeners:
             await listener.heard.wait()
         loop.source.midway = kill
+        await eventually(is_killed, REPLACED_S)
         await loop.further(3)
     assert loop.source.midway is None
     samples = [sample for listener in listeners for sample in listener.samples]

@@ -88,3 +88,20 @@ async def test_a_cancelled_sample_is_not_asked_for_and_holds_up_none() -> None:
     learner.let.release()
     assert await asked[2] == [[-6]]
     assert learner.calls == [[[5]], [[7]]]
+
+
+async def test_a_sample_that_is_cancelled_during_the_call_of_another_does_not_fail_it() -> None:
+    learner = FakeLearner()
+    early = EarlyLogprobs(learner)
+    first = ask(early, ragged([1]), ragged([5]))
+    await until(learner, 1)
+    second, third = (ask(early, ragged([1]), ragged([token])) for token in (6, 7))
+    await asyncio.sleep(0)
+    learner.let.release()
+    await until(learner, 2)
+    assert learner.calls == [[[5]], [[6], [7]]]
+    third.cancel()
+    await asyncio.sleep(0)
+    learner.let.release()
+    assert (await first, await second) == ([[-4]], [[-5]])
+    assert not early._waiting
