@@ -34,14 +34,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.in_flight.replica import Replica
+from benchmarks.in_flight.weights import Distances, Weights
 from orchestrator.push.pusher import WeightPusher
-from protos import rollout_pb2 as pb
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import Unavailable
+from services.common.wire.codec import Ints
 from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.models import MAX_LENGTH, make_policy
-from tests.pushing import EngineHost, ModelSource, Phases, make_pusher
+from tests.pushing import ModelSource, make_pusher
 
 LONGEST_PROMPT = 20
 MODES = ("keep", "keep-cache", "wait", "abort")
@@ -65,56 +65,6 @@ class Turn:
     def speed(self) -> float:
         """Tokens per second."""
         return sum(len(sample.response_ids) for _, sample in self.samples) / self.seconds
-
-
-class Replica(EngineHost, Phases):
-    """An engine in this process that takes pushes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._paused = 0.0
-        self.pauses: list[float] = []
-        """Seconds of each push from its first phase, which pauses, to its commit."""
-
-    async def sample(self, prompt: Ints, sampling: Sampling, seed: int) -> Sample:
-        """A response; asks again if a push has ended it."""
-        while True:
-            try:
-                return await self._engine.generate(0, prompt, sampling, seed)
-            except Unavailable:
-                continue
-
-    async def _carry_out(self, phase: bytes) -> bytes:
-        name = pb.WeightPhase.FromString(phase).WhichOneof("phase")
-        if name == "prepare":
-            self._paused = time.perf_counter()
-        report = await self.carry_out(phase)
-        if name == "commit":
-            self.pauses.append(time.perf_counter() - self._paused)
-        return report
-
-
-class Weights:
-    """A model's weights, version by version: those of its folder, each parameter with noise of its own."""
-
-    def __init__(self, folder: Path, change: float) -> None:
-        self._change = change
-        self._first = plain.language_model(folder)
-        self.model = plain.language_model(folder)
-        """The present version, and the source of pushes."""
-
-    def set(self, version: int) -> None:
-        """Makes this the present version."""
-        generator = torch.Generator().manual_seed(version)
-        with torch.no_grad():
-            for now, first in zip(self.model.parameters(), self._first.parameters(), strict=True):
-                now.copy_(first + self._change * first.std() * torch.randn(first.shape, generator=generator))
-
-    def logprobs(self, version: int, prompt: Ints, response: Ints) -> Floats:
-        """Log-probs of a response under a version, [T]."""
-        self.set(version)
-        rows: list[Floats] = plain.logprobs(self.model, [prompt], [response])
-        return rows[0]
 
 
 def main(
@@ -208,28 +158,6 @@ async def _turn(
             task.cancel()
         await asyncio.wait(asking)
     return turn
-
-
-@dataclass
-class Distances:
-    """|log-ratio| of tokens: of the engine to the weights by which each is stamped."""
-
-    after: list[float] = field(default_factory=list)
-    """Distances of tokens that follow one of other weights."""
-    others: list[float] = field(default_factory=list)
-    versions: list[float] = field(default_factory=list)
-    """The same tokens as in `after`: of the version before to their own."""
-
-    def add(self, weights: Weights, prompt: Ints, sample: Sample) -> None:
-        """Compares a response."""
-        before: Floats | None = None
-        for version, start, end in sample.spans:
-            own = weights.logprobs(version, prompt, sample.response_ids)
-            distance = np.abs(sample.logprobs - own)[start:end].tolist()
-            (self.others if before is None else self.after).extend(distance)
-            if before is not None:
-                self.versions.extend(np.abs(before - own)[start:end].tolist())
-            before = own
 
 
 def _table(turns: Mapping[str, Sequence[Turn]], weights: Weights) -> Table:

@@ -12,132 +12,31 @@ busy machine says the same as a quiet one; requests whose memory is measured wai
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import grpc
 import psutil
 import typer
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray import serve
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cancelled_streams import proxy_of
+from benchmarks.proxy_loop.cases import Case, cases, limit, pairs_of, written
 from benchmarks.rollout import only_rollout, open_head
 from orchestrator.deployment import cluster, serving
-from protos import common_pb2, critic_pb2, reward_pb2, rollout_pb2
+from protos import critic_pb2
 from services.common.config.base import read_yaml
 from services.common.security.credentials import connect
-from services.common.security.policy import Limits
-from services.common.serving.servicer import translated
-from services.common.wire.codec import PackedPairs
 
 MOST_MS, MOST_TIMES = 50, 4
 AT_ONCE = 32
 """Requests whose memory is measured together."""
 SERVICES = ("Rollout", "Reward", "Critic")
-_LONGEST = b"\xf8\x80\x80\x80\x00" + b"\x80" * 9 + b"\x00"
-"""A field whose tag and number have as many bytes as they may."""
 console = Console()
-
-
-@serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0})
-class Idle:
-    """Stands for any service. Answers at once, and Values when Adopt is called."""
-
-    def __init__(self) -> None:
-        self._released = asyncio.Event()
-
-    @translated
-    async def UpdateWeights(self, request: rollout_pb2.WeightPhase) -> rollout_pb2.WeightReports:
-        """Nothing."""
-        return rollout_pb2.WeightReports()
-
-    @translated
-    async def Score(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
-        """Nothing."""
-        return reward_pb2.ScoreResponse()
-
-    @translated
-    async def Stage(self, request: critic_pb2.StageRequest) -> critic_pb2.StageResponse:
-        """Nothing."""
-        return critic_pb2.StageResponse()
-
-    @translated
-    async def Values(self, request: critic_pb2.ValuesRequest) -> critic_pb2.ValuesResponse:
-        """Nothing, after a while, with the request at hand as a service has it that waits for its model."""
-        packed = PackedPairs.of(request.pairs)
-        await self._released.wait()
-        return critic_pb2.ValuesResponse(steps=packed.prompts.token_ids[:8])
-
-    @translated
-    async def Adopt(self, request: critic_pb2.AdoptRequest) -> critic_pb2.AdoptResponse:
-        """Lets Values answer."""
-        self._released.set()
-        return critic_pb2.AdoptResponse()
-
-
-def build(arguments: dict[str, Any]) -> serve.Application:
-    """Called by Serve."""
-    return Idle.options(name=arguments["name"]).bind()  # type: ignore[attr-defined, no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request."""
-
-    method: str
-    content: str
-    request: bytes
-
-
-def cases() -> Iterator[Case]:
-    """The largest request of each kind."""
-    stage, score, weights = "Critic/Stage", "Reward/Score", "Rollout/UpdateWeights"
-    numbers = bytes(_limit(stage) // 4)
-    staged = critic_pb2.StageRequest(pairs=_pairs(_limit(stage) // 2), values=numbers, returns=numbers)
-    yield Case(stage, "numbers", _bytes(staged))
-    yield Case(score, "numbers", _bytes(reward_pb2.ScoreRequest(tokens=_pairs(_limit(score)))))
-    prepare = rollout_pb2.Prepare(manifest=bytes(_limit(weights)))
-    yield Case(weights, "a manifest", _bytes(rollout_pb2.WeightPhase(prepare=prepare)))
-    for case in (
-        Case(stage, "unknown fields", b"\x78\x00"),
-        Case(stage, "unknown fields, longest", _LONGEST),
-        Case(stage, "empty pairs", b"\x1a\x00"),
-        Case(score, "empty labels", _bytes(reward_pb2.ScoreRequest(labels=[""]))),
-        Case(weights, "members", _bytes(rollout_pb2.WeightPhase(members=[""]))),
-    ):
-        yield replace(case, request=case.request * (_limit(case.method) // len(case.request)))
-        yield _let_through(case)
-
-
-def _let_through(case: Case) -> Case:
-    """A request with as many of the case's fields as the port lets through, and numbers for the rest."""
-    fields = case.request * (Limits().elements - 8)
-    rest = _limit(case.method) - len(fields)
-    message: Any = {
-        "Critic/Stage": critic_pb2.StageRequest(values=bytes(rest)),
-        "Reward/Score": reward_pb2.ScoreRequest(tokens=_pairs(rest)),
-        "Rollout/UpdateWeights": rollout_pb2.WeightPhase(prepare=rollout_pb2.Prepare(manifest=bytes(rest))),
-    }[case.method]
-    return Case(case.method, f"{case.content}, fewer", fields + _bytes(message))
-
-
-def _limit(method: str) -> int:
-    return Limits().of(f"/quartet.v1.{method}") - 100
-
-
-def _pairs(size: int) -> common_pb2.Pairs:
-    sequences = common_pb2.Sequences(token_ids=bytes(size // 2))
-    return common_pb2.Pairs(prompts=sequences, responses=sequences)
-
-
-def _bytes(message: Any) -> bytes:
-    return bytes(message.SerializeToString())
 
 
 def main(rounds: Annotated[int, typer.Option(min=1)] = 20) -> None:
@@ -149,7 +48,7 @@ def main(rounds: Annotated[int, typer.Option(min=1)] = 20) -> None:
             {
                 "name": name.lower(),
                 "route_prefix": f"/{name.lower()}",
-                "import_path": "benchmarks.proxy_loop:build",
+                "import_path": "benchmarks.proxy_loop.idle:build",
                 "args": {"name": name},
             }
             for name in SERVICES
@@ -234,7 +133,7 @@ async def _longest_wait(channel: grpc.aio.Channel) -> float:
 
 async def _memory(channel: grpc.aio.Channel, processes: list[psutil.Process]) -> float:
     """Memory that a waiting request takes, as a multiple of its size."""
-    request = _bytes(critic_pb2.ValuesRequest(pairs=_pairs(_limit("Critic/Values"))))
+    request = written(critic_pb2.ValuesRequest(pairs=pairs_of(limit("Critic/Values"))))
     before = sum(process.memory_full_info().pss for process in processes)
     waiting = [asyncio.create_task(_ask(channel, "Critic/Values", request)) for _ in range(AT_ONCE)]
     peak = before
