@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: the tiny models of tests/models.py, each built once."""
+"""Fixtures that all tests share: a quartet, and the tiny models of tests/models.py, each made once."""
 
 import atexit
 import os
@@ -15,6 +15,7 @@ from tests.division import (  # noqa: F401
     pytest_xdist_make_scheduler,
 )
 from tests.models import make_policy, make_reward
+from tests.running import shared_quartet  # noqa: F401
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
     # Before Ray is imported, here and in every process that the tests start: it listens on 127.0.0.1 only, asks for
@@ -23,6 +24,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_TMPDIR": tempfile.mkdtemp(prefix="qt-", dir="/tmp"),
+        # Serve's controller looks at its replicas every 0.1 s, which takes 4 % of a core.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     }
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 

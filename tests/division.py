@@ -1,8 +1,7 @@
 """How the tests are divided among the processes of `pytest -n`; a plugin of pytest.
 
-Most of the time of the larger tests is waiting for services, so several processes share the cores. What takes long to
-start is started once: all tests of a folder that shares it run in one process, in their order. Elsewhere a file's
-tests stay together.
+What takes long to start is started once: all tests that share it run in one process, in their order. Elsewhere a
+file's tests stay together.
 """
 
 import os
@@ -11,8 +10,10 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_SHARING = ("e2e", "integration", "engine")
-"""Folders of tests/ whose tests share what takes long to start: a quartet each, and a process for engines."""
+_SHARING = {"integration": "quartet", "e2e": "quartet", "engine": "engines"}
+"""What the tests of a folder of tests/ share: one quartet, and one process for engines."""
+_ORDER = ("integration", "e2e", "engine", "processes", "unit")
+"""Folders of tests/, those first that take longest. Services are tried as they were deployed, then trained with."""
 _NICENESS = {"unit": 15, "engine": 15}
 """Tests that compute, by folder: they share the cores evenly with services, which Ray runs at 15, and give way to
 tests that wait for deadlines."""
@@ -20,8 +21,7 @@ tests that wait for deadlines."""
 
 def together(test: str) -> str:
     """The name of the group that a test, given by its id, belongs to."""
-    folder = _folder(test)
-    return folder if folder in _SHARING else test.split("::", 1)[0]
+    return _SHARING.get(_folder(test)) or test.split("::", 1)[0]
 
 
 def _folder(test: str) -> str:
@@ -30,7 +30,7 @@ def _folder(test: str) -> str:
 
 
 class Division(LoadScopeScheduling):  # type: ignore[misc]  # xdist's classes come untyped
-    """Hands out groups of tests in the order of their collection: those of services, the longest, first."""
+    """Hands out groups of tests in the order in which they are collected."""
 
     def _split_scope(self, nodeid: str) -> str:
         return together(nodeid)
@@ -44,7 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Division:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of every folder but `unit`: all of them start processes or use a quartet."""
+    """Puts folders into their order, and marks the tests of every folder but `unit`: all of them start processes or
+    use a quartet."""
+    items.sort(key=lambda item: _ORDER.index(_folder(item.nodeid)))
     for item in items:
         if _folder(item.nodeid) != "unit":
             item.add_marker("processes")

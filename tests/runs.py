@@ -1,23 +1,18 @@
 """Runs of `quartet train` on the shared quartet that may be killed and begun again."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file
 
 from orchestrator.monitoring.metrics import read_metrics
-from tests.cluster import Quartet, command
-from tests.configuration import REPO
+from tests.cluster import Quartet
+from tests.commands import PATIENCE_S, Command
 
 STEPS, EVERY = 8, 2
-PATIENCE_S = 300
 
 
 class Run:
@@ -36,21 +31,14 @@ class Run:
         raw["applications"] = [each for each in raw["applications"] if each["name"] not in without]
         self.config.write_text(yaml.safe_dump(raw))
         self.log = quartet.folder / f"{name}.log"
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Command] = []
 
     def finish(self, *options: str) -> None:
-        done = command(self.quartet.folder, "train", str(self.config), *options)
-        assert done.returncode == 0, done.stderr
+        before = self.log.stat().st_size if self.log.exists() else 0
+        assert self.start(*options).wait(PATIENCE_S) == 0, self.log.read_bytes()[before:].decode()
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("quartet")), "train", str(self.config), *options],
-                cwd=self.quartet.folder,
-                env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
+    def start(self, *options: str) -> Command:
+        process = Command(self.quartet.folder, self.log, "train", str(self.config), *options)
         self.processes.append(process)
         return process
 
@@ -67,7 +55,7 @@ class Run:
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    def wait(self, when: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.02) -> None:
+    def wait(self, when: Callable[[], bool], process: Command, pause_s: float = 0.02) -> None:
         end = time.monotonic() + PATIENCE_S
         while not when():
             assert process.poll() is None, self.log.read_text()

@@ -2,10 +2,12 @@
 
 import time
 
+import numpy as np
+
 from protos import rollout_pb2 as pb
 from services.common.wire.codec import Ints
 from services.common.wire.errors import Unavailable
-from services.rollout.sample import Sample, Sampling
+from services.rollout.sample import Part, Sample, Sampling, following
 from tests.pushing import EngineHost, Phases
 
 
@@ -19,12 +21,20 @@ class Replica(EngineHost, Phases):
         """Seconds of each push from its first phase, which pauses, to its commit."""
 
     async def sample(self, prompt: Ints, sampling: Sampling, seed: int) -> Sample:
-        """A response; asks again if a push has ended it."""
+        """A response; goes on after the tokens that have come if a push ends it, as the service's client does."""
+        made = Part(0, np.empty(0, np.int32), np.empty(0, np.float32), ())
+
+        def add(part: Part) -> None:
+            nonlocal made
+            made = following(made, part)
+
         while True:
+            before = made
             try:
-                return await self._engine.generate(0, prompt, sampling, seed)
+                rest = await self._engine.generate(0, prompt, sampling, seed, before.response_ids, add)
             except Unavailable:
                 continue
+            return following(before, rest)
 
     async def _carry_out(self, phase: bytes) -> bytes:
         name = pb.WeightPhase.FromString(phase).WhichOneof("phase")

@@ -23,7 +23,8 @@ import psutil
 import yaml
 
 from benchmarks.staleness.schedule import Outcome
-from orchestrator.deployment import serving
+from orchestrator.deployment.applications import status_of
+from orchestrator.deployment.cluster import applications
 from orchestrator.monitoring.metrics import JOURNAL, TRACE, read_metrics
 from orchestrator.tracing.file import read_tail
 from orchestrator.tracing.spans import STEPS as TRACK
@@ -70,7 +71,7 @@ class RealSchedule:
 
     def finish(self) -> Outcome:
         """Carries it out, and counts its samples."""
-        serving.await_running(self._quartet.cluster, SERVICES, print, REPLACED_S)
+        self._await_services()
         outcome, over = Outcome(self.staleness, self.depth), threading.Event()
         delaying = threading.Thread(target=self._delay, args=(over,))
         delaying.start()
@@ -84,6 +85,17 @@ class RealSchedule:
             delaying.join()
         self._count(outcome)
         return outcome
+
+    def _await_services(self) -> None:
+        """Returns when Serve has replaced all that earlier schedules killed, and found ill meanwhile."""
+        end = time.monotonic() + REPLACED_S
+        while time.monotonic() < end:
+            with suppress(OSError):
+                described = applications(self._quartet.cluster)
+                if all(status_of(described.get(name)) == "RUNNING" for name in SERVICES):
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"Serve has not replaced what was killed within {REPLACED_S} s")
 
     def _configured(self, every: int) -> dict[str, Any]:
         raw: dict[str, Any] = self._quartet.raw

@@ -44,7 +44,9 @@ def main(
         each = ", ".join(f"{ratio:.2f}" for ratio in result.ratios)
         ratios.add_row(name, f"{median(result.ratios):.2f}", each)
         shares.add_row(name, *(f"{result.share(stage):.0%}" for stage in STAGES))
-        floors.add_row(name, *(f"{part:.0%}" for part in result.arithmetic(CASES[name]).values()))
+        # The log-probs of lock-step are taken while others are sampled, and leave next to nothing of their stage.
+        parts = result.arithmetic(CASES[name]).items()
+        floors.add_row(name, *(f"{part:.0%}" if result.share(stage) > 0.01 else "" for stage, part in parts))
     console.print(ratios, shares, floors)
 
 

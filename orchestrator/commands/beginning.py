@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.clients import Infos
 from orchestrator.commands.run_folder import checkpoint_folder, differences
@@ -46,9 +47,22 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
     check_layout(checkpoint.folder / PolicyLearner.name, config.policy)
     note(f"resuming {run_dir} after step {step} of {steps}")
     kept = run_dir / "config.yaml"
-    for line in differences(record(read_yaml(kept)), deployment.record) if kept.exists() else []:
-        note(line)
+    if kept.exists():
+        before = record(read_yaml(kept))
+        check_groups(before, config.ppo.samples_per_prompt)
+        for line in differences(before, deployment.record):
+            note(line)
     return checkpoint
+
+
+def check_groups(before: Mapping[str, Any], wanted: int) -> None:
+    """Raises ConfigError if a prompt had another number of samples, which says whose a sample is by its number."""
+    actual = before["orchestrator"].get("ppo", {}).get("samples_per_prompt", 1)
+    if actual != wanted:
+        raise ConfigError(
+            f"orchestrator.ppo.samples_per_prompt: {wanted}, but the run began with {actual}, and samples of "
+            "different prompts would share a group: resume with the same number, or begin another run"
+        )
 
 
 def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], None]) -> TrainState:

@@ -20,7 +20,8 @@ class TimeoutsConfig(Config):
     """Deadlines of calls, in seconds. A call that exceeds its deadline fails with an error that names it."""
 
     generate_s: Seconds = 300
-    """One Generate call with all its prompts."""
+    """One Generate call with all its prompts, for each batch that may be under way: with `loop.depth` 2 a call may
+    take three times as long, since those of three batches share the engines."""
     stall_s: Annotated[float, Field(ge=5)] = 20
     """Silence after which a rollout replica counts as stuck and its unfinished samples are requested from another.
     A working replica sends a message every 2 s."""
@@ -30,8 +31,9 @@ class TimeoutsConfig(Config):
     """Silence after which a Score, Logprobs or Info call is also sent to another replica; the first answer counts. It
     grows if answers usually take more than a third of it, up to a third of the deadline."""
     take_s: Seconds | None = None
-    """The loop's wait for a batch, whatever causes it. Null: the sum of generate_s, start_s and twice score_s, which
-    is more than sampling, scoring and a push need that keep their own deadlines."""
+    """The loop's wait for a batch, whatever causes it. Null: the sum of start_s, twice score_s, and generate_s for
+    each batch that may be under way, which is more than sampling, scoring and a push need that keep their own
+    deadlines."""
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
@@ -41,11 +43,6 @@ class TimeoutsConfig(Config):
     lease_s: Annotated[float, Field(ge=3, le=600)] = 30
     """Time for which the services count the run as alive after a renewal; the run renews three times within it. After
     that another run may claim the services; before, only by taking over."""
-
-    @property
-    def longest_take_s(self) -> float:
-        """Longest wait of the loop for a batch."""
-        return self.take_s or self.generate_s + self.start_s + 2 * self.score_s
 
     @property
     def longest_update_s(self) -> float:
@@ -115,6 +112,17 @@ class OrchestratorConfig(Config):
     def critic_optimizer_steps(self) -> int:
         """Optimizer steps of the critic in the whole run, if there is one."""
         return self.optimizer_steps // self.ppo.epochs * self.ppo.passes_of_critic
+
+    @property
+    def longest_generate_s(self) -> float:
+        """Deadline of a Generate call, which may have to wait for those of all batches under way."""
+        return self.timeouts.generate_s * (1 + self.loop.ahead)
+
+    @property
+    def longest_take_s(self) -> float:
+        """Longest wait of the loop for a batch."""
+        times = self.timeouts
+        return times.take_s or self.longest_generate_s + times.start_s + 2 * times.score_s
 
     @property
     def early_logprobs(self) -> bool:

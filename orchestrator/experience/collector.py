@@ -137,7 +137,7 @@ class Collector:
             seeds=seeds or None,
             min_version=version,
             max_version=newest,
-            timeout_s=self._config.timeouts.generate_s,
+            timeout_s=self._config.longest_generate_s,
             stall_s=self._config.timeouts.stall_s,
             on_repeat=on_repeat,
         )

@@ -119,7 +119,7 @@ class Stream:
         self._repeated += missing
 
     async def _chosen(self, step: int) -> list[int]:
-        longest_s = self._config.timeouts.longest_take_s
+        longest_s = self._config.longest_take_s
         try:
             async with asyncio.timeout(longest_s):
                 while (groups := self._slots.choose()) is None:

@@ -7,7 +7,8 @@ from typing import Any
 from protos import rollout_pb2 as pb
 
 GRACE_S = 2.0
-"""Seconds that the other replicas get after one is lost, since they fail only when their collectives break."""
+"""Seconds that the other members get once it is certain that one is lost, since they fail only when their collectives
+break."""
 
 
 async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.WeightReport]:
@@ -23,7 +24,7 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
 
 
 async def gathered(
-    answers: Collection[Awaitable[bytes]], members: Collection[str], timeout_s: float
+    answers: Collection[Awaitable[bytes]], members: Collection[str], timeout_s: float, grace_s: float = GRACE_S
 ) -> list[pb.WeightReport]:
     """The reports that have come when all members have answered or no further report can come.
 
@@ -31,25 +32,25 @@ async def gathered(
         answers: one for each replica, members or not.
         members: the replicas to wait for; empty for all.
         timeout_s: the longest wait in seconds.
+        grace_s: the longest wait in seconds once a member is lost.
     """
     clock = asyncio.get_running_loop().time
-    # Serve no longer calls a replica that it is stopping; the others would wait for that one in a collective.
-    end = clock() + (timeout_s if len(answers) >= len(members) else min(timeout_s, GRACE_S))
+    end = clock() + timeout_s
     waiting: set[asyncio.Future[bytes]] = {asyncio.ensure_future(answer) for answer in answers}
     reports: list[pb.WeightReport] = []
     try:
-        while waiting and clock() < end and not _complete(reports, members):
+        while waiting and clock() < end:
+            missing = set(members) - {report.replica for report in reports}
+            if members and not missing:
+                break
+            # An error does not say whose it is. A replica that is dead and no member leaves the members their time;
+            # one that Serve is stopping, which it no longer calls, is missed from the beginning.
+            failed = len(waiting) + len(reports) < len(answers)
+            if len(waiting) < len(missing) or (failed and not members):
+                end = min(end, clock() + grace_s)
             done, waiting = await asyncio.wait(waiting, timeout=end - clock(), return_when=asyncio.FIRST_COMPLETED)
-            for answer in done:
-                if answer.exception() is None:
-                    reports.append(pb.WeightReport.FromString(answer.result()))
-                else:
-                    end = min(end, clock() + GRACE_S)
+            reports += [pb.WeightReport.FromString(answer.result()) for answer in done if not answer.exception()]
     finally:
         for answer in waiting:
             answer.cancel()
     return reports
-
-
-def _complete(reports: Collection[pb.WeightReport], members: Collection[str]) -> bool:
-    return bool(members) and {report.replica for report in reports} >= set(members)

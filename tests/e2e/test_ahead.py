@@ -8,7 +8,8 @@ import yaml
 
 from orchestrator.monitoring.metrics import read_metrics
 from tests import runs
-from tests.cluster import Quartet, command
+from tests.cluster import Quartet
+from tests.commands import PATIENCE_S, Command
 
 STEPS, BOUND = 6, 2
 
@@ -22,8 +23,8 @@ def lines(quartet: Quartet) -> list[dict[str, float]]:
     }
     file = Path(quartet.folder) / "ahead.yaml"
     file.write_text(yaml.safe_dump(raw))
-    done = command(quartet.folder, "train", str(file))
-    assert done.returncode == 0, done.stderr
+    log = Path(quartet.folder) / "ahead.log"
+    assert Command(quartet.folder, log, "train", str(file)).wait(PATIENCE_S) == 0, log.read_text()
     return [line for line in read_metrics(quartet.folder / "runs/ahead/metrics.jsonl") if line["step"] > 0]
 
 

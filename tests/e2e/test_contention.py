@@ -14,7 +14,8 @@ from protos import rollout_pb2 as pb
 from services.common.wire.errors import LeaseLost
 from services.rollout.sample import Sampling
 from tests.cluster import Quartet, command
-from tests.runs import PATIENCE_S, Run
+from tests.commands import PATIENCE_S
+from tests.runs import Run
 
 PROMPTS = [np.asarray([4, 5], np.int32)]
 LONG = 500

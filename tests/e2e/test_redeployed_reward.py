@@ -10,7 +10,8 @@ import yaml
 
 from orchestrator.deployment import serving
 from tests.cluster import START_S, Quartet, command
-from tests.runs import PATIENCE_S, Run
+from tests.commands import PATIENCE_S
+from tests.runs import Run
 
 LONG = 500
 """Steps that no test waits for."""

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from orchestrator.loop.checkpoint_folder import latest
 from protos import rollout_pb2 as pb
 from services.common.folders import MARKER
-from tests.cluster import Quartet, command, engine_of, eventually, named, rollouts
-from tests.runs import PATIENCE_S, STEPS, Run, assert_same
+from tests.cluster import Quartet, engine_of, eventually, named, rollouts
+from tests.commands import PATIENCE_S, finished
+from tests.runs import STEPS, Run, assert_same
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +154,23 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
 
 async def test_what_cannot_be_resumed_is_said(quartet: Quartet, straight: Run, again: Run) -> None:
     """And leaves the critic as it was: it is asked to restore only what the policy can restore too."""
-    done = command(quartet.folder, "train", str(straight.config))
-    assert "already holds checkpoints; choose another name, --resume them, or --overwrite" in done.stderr.replace(
-        "\n", " "
-    )
+    code, told = finished(quartet.folder, "train", str(straight.config))
+    assert code == 1
+    assert "already holds checkpoints; choose another name, --resume them, or --overwrite" in told.replace("\n", " ")
     raw = yaml.safe_load(again.config.read_text())
     raw["orchestrator"]["policy"] |= {"zero_stage": 1}
     again.config.write_text(yaml.safe_dump(raw))
     trained = (await quartet.critic.info(30)).last_step
     assert trained > 0
-    done = command(quartet.folder, "train", str(again.config), "--resume")
-    assert done.returncode == 1
+    code, told = finished(quartet.folder, "train", str(again.config), "--resume")
+    assert code == 1
     message = "orchestrator.policy: a checkpoint of another layout: zero_stage: 0 in the checkpoint, 1 here"
-    assert message in done.stderr.replace("\n", " ")
+    assert message in told.replace("\n", " ")
+    raw["orchestrator"]["policy"] |= {"zero_stage": 0}
+    raw["orchestrator"]["ppo"] |= {"samples_per_prompt": 2}
+    again.config.write_text(yaml.safe_dump(raw))
+    (again.folder / "config.yaml").write_text(straight.config.read_text())
+    code, told = finished(quartet.folder, "train", str(again.config), "--resume")
+    assert code == 1
+    assert "orchestrator.ppo.samples_per_prompt: 2, but the run began with 1" in told.replace("\n", " ")
     assert (await quartet.critic.info(30)).last_step == trained

@@ -18,6 +18,7 @@ from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, command
+from tests.commands import PATIENCE_S, Command
 from tests.configuration import EVALUATED
 
 STEPS = 3
@@ -138,11 +139,10 @@ async def test_the_saved_policy_is_evaluated_as_the_served_one_is(quartet: Quart
     """`quartet evaluate`, by the rollout service and by an engine of its own: equal seeds, equal samples."""
 
     def evaluate(model: str) -> list[dict[str, Any]]:
-        output = run / f"{Path(model).name}.jsonl"
+        output, log = (run / f"{Path(model).name}.{ending}" for ending in ("jsonl", "log"))
         where = ("--config", str(quartet.config), "--model", model, "--split", "train[:6]", "--output", str(output))
-        done = command(quartet.folder, "evaluate", *where)
-        assert done.returncode == 0, done.stderr
-        assert "score" in done.stdout
+        assert Command(quartet.folder, log, "evaluate", *where).wait(PATIENCE_S) == 0, log.read_text()
+        assert "score" in log.read_text()
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     models = ("current", str(run / "policy"))

@@ -10,7 +10,6 @@ import ray
 from tests import plain
 from tests.cluster import Quartet
 from tests.pushing import push_model
-from tests.running import shared_quartet  # noqa: F401
 
 
 @pytest.fixture(scope="package")

@@ -77,6 +77,16 @@ async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
         assert {call["timeout_s"] for call in service.calls} == {12}
 
 
+async def test_calls_for_several_batches_have_the_time_of_all_of_them(fakes: Fakes, policy_folder: Path) -> None:
+    """They wait for each other in the engines: with three batches under way, up to three times as long."""
+    config = make_config(
+        policy_folder, loop={"max_staleness": 4, "depth": 2}, timeouts={"generate_s": 11, "score_s": 12, "start_s": 5}
+    )
+    await Collector(fakes.services, config).collect(make_requests(1), version=3, critic_step=0)
+    assert [call["timeout_s"] for call in fakes.rollout.calls] == [33]
+    assert config.longest_take_s == 33 + 5 + 2 * 12
+
+
 async def test_a_bound_is_asked_for_where_one_is_meant(fakes: Fakes, policy_folder: Path) -> None:
     await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, newest=5, critic_step=0)
     assert [call["versions"] for call in fakes.rollout.calls] == [(3, 5)]

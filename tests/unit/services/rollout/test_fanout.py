@@ -1,0 +1,58 @@
+"""How long a call to every replica waits for answers, when some fail and others are late."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from protos import rollout_pb2 as pb
+from services.rollout.fanout import gathered
+
+GRACE_S = 0.1
+LATE_S = 3 * GRACE_S
+
+
+async def answer(name: str, seconds: float = 0.0) -> bytes:
+    await asyncio.sleep(seconds)
+    return pb.WeightReport(replica=name, ok=True).SerializeToString()
+
+
+async def lost(seconds: float = 0.0) -> bytes:
+    await asyncio.sleep(seconds)
+    raise ConnectionError("the replica died")
+
+
+async def names(answers: Sequence[object], members: Sequence[str], timeout_s: float = 60.0) -> list[str]:
+    reports = await gathered(answers, members, timeout_s, GRACE_S)  # type: ignore[arg-type]
+    return sorted(report.replica for report in reports)
+
+
+async def test_all_members_are_enough_even_if_others_do_not_answer() -> None:
+    begun = time.monotonic()
+    assert await names([answer("a"), answer("b"), answer("new", 60)], ["a", "b"]) == ["a", "b"]
+    assert time.monotonic() - begun < 30
+
+
+async def test_the_error_of_a_replica_that_is_no_member_leaves_the_members_their_time() -> None:
+    assert await names([answer("a"), answer("b", LATE_S), lost()], ["a", "b"]) == ["a", "b"]
+
+
+async def test_when_a_member_is_certainly_lost_the_others_get_the_grace_alone() -> None:
+    assert await names([answer("a"), answer("b", 60), lost()], ["a", "b", "c"]) == ["a"]
+
+
+async def test_a_lost_member_is_certain_once_a_newcomer_has_answered_in_its_place() -> None:
+    answers = [answer("a"), answer("b", 60), lost(), answer("new", GRACE_S / 2)]
+    assert await names(answers, ["a", "b", "c"]) == ["a", "new"]
+
+
+async def test_a_member_that_serve_does_not_call_is_missed_from_the_beginning() -> None:
+    assert await names([answer("a"), answer("b", 60)], ["a", "b", "c"]) == ["a"]
+
+
+async def test_without_members_every_answer_is_waited_for_until_one_fails() -> None:
+    assert await names([answer("a"), answer("b", LATE_S)], []) == ["a", "b"]
+    assert await names([answer("a"), answer("b", 60), lost()], []) == ["a"]
+
+
+async def test_the_deadline_ends_the_wait() -> None:
+    assert await names([answer("a"), answer("b", 60)], ["a", "b"], timeout_s=0.1) == ["a"]
