@@ -12,9 +12,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 _SHARING = {"integration": "quartet", "e2e": "quartet", "engine": "engines"}
 """What the tests of a folder of tests/ share: one quartet, and one process for engines."""
-_ORDER = ("integration", "e2e", "engine", "processes", "unit")
-"""Folders of tests/, those first that take longest. Services are tried as they were deployed, then trained with."""
-_NICENESS = {"unit": 15, "engine": 15}
+_ORDER = ("integration", "e2e", "processes", "engine", "unit")
+"""Folders of tests/, those first that take longest. Services are tried as they were deployed, then trained with.
+Those of `_NICENESS` are last, since a process cannot raise its priority again, and at theirs deadlines pass."""
+_NICENESS = {"engine": 15, "unit": 15}
 """Tests that compute, by folder: they share the cores evenly with services, which Ray runs at 15, and give way to
 tests that wait for deadlines."""
 

@@ -1,10 +1,13 @@
 """The learner's part of a push, and the wait for its end and the replicas' together."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from services.common.weight_transfer.place import Place
+
+log = logging.getLogger("quartet")
 
 Left = TypeVar("Left")
 Right = TypeVar("Right")
@@ -43,7 +46,8 @@ class WeightSource(Protocol):
 
 
 async def both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Left, Right]:
-    """Waits for both sides of a collective. If both fail, the replicas' error is raised, since it tells more."""
+    """Waits for both sides of a collective. If both fail, the replicas' error is raised, since it tells more, and the
+    learner's is logged."""
     left, right = asyncio.ensure_future(replicas), asyncio.ensure_future(learner)
     both: list[asyncio.Future[Any]] = [left, right]
     try:
@@ -55,6 +59,8 @@ async def both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Le
             side.cancel()
         await asyncio.gather(*both, return_exceptions=True)
     if not left.cancelled():
+        if left.exception() and not right.cancelled() and right.exception():
+            log.warning("the learner's side: %s", right.exception())
         left.result()
     right.result()
     return left.result(), right.result()
