@@ -138,6 +138,17 @@ def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
         )
 
 
+def idle_mask(deployment: Deployment) -> Iterator[str]:
+    """A mask of old tokens in a run whose samples never become so old."""
+    config = deployment.orchestrator
+    masked, bound = config.ppo.max_token_staleness, config.loop.max_staleness
+    if masked is not None and masked >= bound:
+        yield (
+            f"orchestrator.ppo.max_token_staleness: {masked} leaves no token out, as orchestrator.loop.max_staleness "
+            f"is {bound}"
+        )
+
+
 def schedules(deployment: Deployment) -> Iterator[str]:
     """Learning-rate schedules that end before or after the run."""
     config = deployment.orchestrator

@@ -41,6 +41,7 @@ from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import admitting_newcomers, registered
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
+from orchestrator.tracing.activity import parts_of
 from orchestrator.tracing.file import TraceFile
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
@@ -194,8 +195,9 @@ class Run:
                 collector = self._collector(services, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)
+                waits = Waits(spans, parts_of([each.name for each in learners]))
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
-                trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, Waits(spans))
+                trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, waits)
                 newcomers = admitting_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
                 async with newcomers, watching_services(services, now), taken:
                     save_to = Path(config.save or run_dir / "policy").resolve()

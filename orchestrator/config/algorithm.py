@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import Config, Count, Fraction
 
+IMPORTANCE_CAP = 2.0
+"""Default of PPOConfig.importance_cap."""
+BANDED = ("icepop", "geometric", "dis")
+"""Corrections by a band of ratios; the others cap their weights."""
+
 
 class KLConfig(Config):
     """The penalty that keeps the policy near the reference."""
@@ -89,9 +94,10 @@ class PPOConfig(Config):
     Sources are in docs/algorithm.md."""
     importance_band: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = None
     """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
-    importance_cap: Annotated[float, Field(ge=1)] | None = 2.0
-    """Cap of the truncated importance weights between the rollout engine's log-probs and the learner's.
-    Null turns the correction off; the mismatch is still measured."""
+    importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
+    """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
+    learner's. Null turns the correction of tis and tis-sequence off, and the filter of decoupled; the mismatch is
+    still measured."""
     max_token_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
@@ -117,6 +123,17 @@ class PPOConfig(Config):
         weights."""
         penalised = self.kl.coef > 0 and self.kl.placement == "reward"
         return penalised or self.epochs > 1 or self.minibatch_size < samples
+
+    @model_validator(mode="after")
+    def _correction_uses_what_is_given(self) -> Self:
+        banded, name = self.correction in BANDED, self.correction
+        if self.importance_band is not None and not banded:
+            raise ValueError(f"importance_band is for {', '.join(BANDED)}, and correction is {name}; leave it out")
+        if self.importance_cap not in (None, IMPORTANCE_CAP) and banded:
+            raise ValueError(f"importance_cap is no part of correction {name}, which has a band; leave it out")
+        if self.dual_clip is not None and name == "dis":
+            raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _advantages_have_what_they_need(self) -> Self:

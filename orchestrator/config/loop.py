@@ -10,24 +10,24 @@ from services.common.config.base import Config, Count
 class LoopConfig(Config):
     """Overlap of sampling and training."""
 
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
     """Most versions between the weights that sampled a token and the policy that trains on it. 0: lock-step, every
     sample comes from the policy that it trains. 1 or more: samples are made without a pause and weights are pushed
     while a batch trains. The bound holds for every token of every sample, because samples are admitted late enough;
     none is discarded."""
     depth: Count | None = None
     """Number of batches that are sampled ahead of the one that trains, at most max_staleness. Null: max_staleness.
-    Fewer batches need less room in the engines; and since their samples may become older, a slow one does not hold
-    up its batch, nor a push the sampling."""
+    Fewer batches need less room in the engines. And a batch is then formed without its slowest samples, each of which
+    joins one of the next max_staleness - depth batches, and sampling does not wait for every push."""
 
     colocate: bool = False
     """While the learners compute, rollout replicas pause and release the memory of their KV cache, for runs whose
     parts share a GPU. The push brings it back. Wants `colocate: true` in the rollout's `args` and max_staleness 0."""
 
     mismatch_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean difference (`mismatch/mean_abs`), in nats per token, between the rollout engine's and the
-    learner's log-probs of samples from the present version. A step beyond it is reported; several in a row end the
-    run. Null: 0.02 in float32, 0.2 in bfloat16."""
+    """Largest mean difference, in nats per token, between the rollout engine's and the
+    learner's log-probs of tokens that the present version sampled (`mismatch/present_mean_abs`). A step beyond it is
+    reported; several in a row end the run. Null: 0.02 in float32, 0.2 in bfloat16."""
     mismatch_steps: Count = 3
     """Steps in a row beyond that limit that end the run."""
 
@@ -35,8 +35,9 @@ class LoopConfig(Config):
     def _depth_is_within_the_bound(self) -> Self:
         if self.depth is not None and self.depth > self.max_staleness:
             raise ValueError(
-                f"depth ({self.depth}) must not exceed max_staleness ({self.max_staleness}): a batch that is sampled "
-                "so far ahead would be too stale to train on"
+                f"depth ({self.depth}) must not exceed max_staleness ({self.max_staleness}), as a batch that is "
+                f"sampled so far ahead would be too old to train on: set max_staleness to {self.depth} or more, or a "
+                "lower depth"
             )
         return self
 

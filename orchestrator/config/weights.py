@@ -20,7 +20,8 @@ class WeightsConfig(Config):
     in_flight: Literal["keep", "keep-cache", "wait", "abort"] = "keep"
     """Treatment of requests in the engine during a push. keep: they pause and resume under the new weights with the
     KV cache recomputed; keep-cache: with the KV cache that they have, which requests that come later do not share;
-    wait: they finish first; abort: they end, and go on from their tokens at any replica."""
+    wait: they finish first, within timeout_s, or the push fails; abort: they end, and go on from their tokens at any
+    replica. docs/weights.md says when to choose which."""
     streaming: bool = False
     """Load each bucket into the model as it arrives, instead of staging all of them beside the serving weights. Saves
     one copy of the weights in each replica's host memory, but after an interrupted push replicas cannot serve until a

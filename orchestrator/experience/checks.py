@@ -1,15 +1,25 @@
 """Checks of every answer of the services, for lengths and finite numbers, before it is trained on or kept."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
 from services.common.config.base import ConfigError
 from services.common.wire.codec import Floats
-from services.common.wire.errors import InvalidReply
+from services.common.wire.errors import DeadlineExceeded, InvalidReply
 from services.reward.client import Scores
 from services.rollout.sample import Sample
+
+
+@contextmanager
+def within(field: str) -> Iterator[None]:
+    """Context of a call whose deadline `field` sets, which is added to the error of one that is exceeded."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{error} (orchestrator.{field})") from error
 
 
 def check_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:

@@ -10,7 +10,14 @@ import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.experience.checks import check_own_logprobs, check_rows, check_samples, check_scorer, check_scores
+from orchestrator.experience.checks import (
+    check_own_logprobs,
+    check_rows,
+    check_samples,
+    check_scorer,
+    check_scores,
+    within,
+)
 from orchestrator.experience.experience import Collected, Experience, Finished
 from orchestrator.experience.pairs import Pairs
 from orchestrator.experience.requests import SampleRequest, calls
@@ -21,6 +28,8 @@ from services.common.wire.codec import Floats
 from services.common.wire.ragged import Ragged
 from services.rollout.sample import Sample, Sampling
 
+GENERATING, SCORING = "timeouts.generate_s, for each batch under way", "timeouts.score_s"
+"""Keys that set the deadlines of calls."""
 OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
 """Log-probs of responses under the weights that will be trained on them, from prompts and responses."""
 
@@ -101,10 +110,10 @@ class Collector:
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
-            with self.stages("generate", [request.number for request in requests]) as finished:
+            with self.stages("generate", [request.number for request in requests]) as finished, within(GENERATING):
                 async for samples in self._samples(requests, version or 0, newest, on_repeat):
                     for sample in samples:
-                        finished(requests[sample.index].number)
+                        finished(requests[sample.index].number, tokens=len(sample.response_ids))
                     group.create_task(complete(samples))
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
@@ -162,7 +171,7 @@ class Collector:
 
     async def _scores(self, pairs: Pairs) -> Floats:
         """Scores, [B]."""
-        with self.stages("score", pairs.numbers):
+        with self.stages("score", pairs.numbers), within(SCORING):
             scores = await self._services.reward.score(
                 pairs.prompt_ids,
                 pairs.responses,
@@ -179,7 +188,7 @@ class Collector:
         if self._services.reference is None:
             return [np.empty(0, np.float32)] * len(pairs.samples)
         sampling = self._config.sampling
-        with self.stages("reference", pairs.numbers):
+        with self.stages("reference", pairs.numbers), within(SCORING):
             rows = await self._services.reference.logprobs(
                 pairs.prompt_ids,
                 pairs.responses,
@@ -195,7 +204,7 @@ class Collector:
         """The critic's values; empty arrays without a step, or if the run has no critic."""
         if critic_step is None or self._services.critic is None:
             return [Valued(np.empty(0, np.float32), 0.0)] * len(pairs.samples)
-        with self.stages("value", pairs.numbers):
+        with self.stages("value", pairs.numbers), within(SCORING):
             return await ask_values(self._services.critic, self._config, pairs, critic_step)
 
     async def _own(self, pairs: Pairs) -> list[Floats]:

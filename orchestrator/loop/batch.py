@@ -51,7 +51,11 @@ class Batch:
         """True on the response tokens that are trained on, [B, T] bool."""
         if self.oldest_trained is None:
             return self.sampled
-        return self.padded([e.sample.versions >= self.oldest_trained for e in self.experiences]).bool()
+        return self.sampled_since(self.oldest_trained)
+
+    def sampled_since(self, version: int) -> Tensor:
+        """True on the response tokens that were sampled by this version or a later one, [B, T] bool."""
+        return self.padded([e.sample.versions >= version for e in self.experiences]).bool()
 
     @property
     def masked(self) -> float:

@@ -12,7 +12,7 @@ from orchestrator.algorithm.off_policy import measures
 from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.loop.batch import Batch
-from services.common.models.numerics import explained_variance
+from services.common.models.numerics import explained_variance, masked_mean
 from services.common.wire.codec import Floats
 
 KLController = FixedKL | AdaptiveKL
@@ -84,20 +84,25 @@ def estimate_advantages(
     return Advantages(batch.rows(whitened), learned, normaliser, metrics | _described(batch))
 
 
-def measure_distance(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> Distance:
+def measure_distance(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig, version: int) -> Distance:
     """Measures `kl/reference`, `mismatch/*` and `off_policy/*` of B responses, by the tokens that are trained on;
-    nothing if there is none.
+    nothing if there is none. `mismatch/present_mean_abs` is that of the tokens which `version` itself sampled, if
+    there are any.
 
     Args:
         batch: the responses.
         old_logprobs: [B, T], the learner's before the update.
         ppo: the algorithm.
+        version: version of the learner's policy.
     """
     if not (trained := int(batch.mask.sum())):
         return Distance(None, {})
     kl = float(_kl(batch, old_logprobs, ppo, batch.mask).sum(1).mean())
     kl *= int(batch.sampled.sum()) / trained  # of whole responses, also where tokens are left out
     metrics = _off_policy(batch, old_logprobs, ppo)
+    if (present := batch.mask & batch.sampled_since(version)).any():
+        difference = (old_logprobs - batch.logprobs).abs()
+        metrics["mismatch/present_mean_abs"] = float(masked_mean(difference, present))
     if batch.ref_logprobs is not None:
         metrics["kl/reference"] = kl
     return Distance(kl, metrics)

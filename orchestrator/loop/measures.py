@@ -50,9 +50,8 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 
 def speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:
-    """Response tokens per second of generation and of training, and the seconds of generation and scoring."""
+    """Response tokens per second of training, and the seconds of generation and scoring."""
     return {
-        "tokens_per_s/generation": collected.tokens / collected.generate_s,
         "tokens_per_s/training": collected.tokens * epochs / train_s,
         "seconds/generate": collected.generate_s,
         "seconds/score": collected.score_s,

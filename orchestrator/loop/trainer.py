@@ -120,7 +120,7 @@ class Trainer:
         update, estimate = self._estimate(state, batch, old_logprobs)
         with watch("train"), self._waits("training"):
             learned = await self._update(update)
-        distance = await self._distance(batch, old_logprobs)
+        distance = await self._distance(batch, old_logprobs, state.policy_version)
         done = self._done(state, collected, estimate, distance, learned)
         with watch("publish"), self._waits("push"):
             await publishing.publish(done.policy_version)
@@ -197,12 +197,12 @@ class Trainer:
         own = self._policy.logprobs(batch.prompts, batch.responses)
         return await self._waits.on("policy").timing("logprobs", own)
 
-    async def _distance(self, batch: Batch, old_logprobs: list[Floats] | None) -> Distance:
+    async def _distance(self, batch: Batch, old_logprobs: list[Floats] | None, version: int) -> Distance:
         """Measures the batch by the log-probs from before the update, which computed them where they are None."""
         if old_logprobs is None:
             old_logprobs = await self._policy.trained_logprobs()
             check_own_logprobs(old_logprobs)
-        return measure_distance(batch, batch.padded(old_logprobs), self._config.ppo)
+        return measure_distance(batch, batch.padded(old_logprobs), self._config.ppo, version)
 
     def _estimate(
         self, state: TrainState, batch: Batch, old_logprobs: list[Floats] | None

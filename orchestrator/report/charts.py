@@ -19,14 +19,26 @@ COLOURS = {
     "loop": "grey",
 }
 """Part of a run, or another thing that is waited for -> its colour in these charts and in the picture."""
-_STAGES = ("generate", "score", "logprobs", "train", "push", "evaluate")
+_STAGES = {
+    "take": "samples and scores",
+    "logprobs": "log-probs",
+    "train": "training",
+    "publish": "push",
+    "evaluate": "evaluation",
+}
+"""Stage of the loop, as in `seconds/<stage>` -> what it is called here."""
 
 
-def sections(judges: Sequence[str]) -> dict[str, list[Chart]]:
-    """The charts by heading, in the page's order; `judges` name the `eval/<judge>` metrics."""
+def sections(judges: Sequence[str], *, stale: bool) -> dict[str, list[Chart]]:
+    """The charts by heading, in the page's order.
+
+    Args:
+        judges: names of the `eval/<judge>` metrics.
+        stale: True if the run trained on samples of older versions.
+    """
     return {
         "Learning": [SCORE, _judges(judges)],
-        "Policy": [KL, CLIPPED, ENTROPY, MISMATCH],
+        "Policy": [KL, CLIPPED, ENTROPY, MISMATCH, CORRECTION, *([AGE] if stale else [])],
         "Value function and responses": [VALUE, RESPONSES],
         "Time": [SECONDS, THROUGHPUT],
         WAITING: [LOOP, _part("rollout", "Rollout"), _part("policy", "Policy")],
@@ -104,7 +116,7 @@ ENTROPY = Chart(
 )
 MISMATCH = Chart(
     "Log-prob mismatch",
-    "Between the rollout engine and the learner: same weights, same tokens.",
+    "Of the same tokens by the rollout engine, as it sampled them, and by the learner before its update.",
     (
         Panel(
             "|Δ log-prob|, nats",
@@ -113,6 +125,28 @@ MISMATCH = Chart(
                 Line("mismatch/max_abs", "largest", "orange", dashed=True),
             ),
             kind="log",
+        ),
+    ),
+)
+CORRECTION = Chart(
+    "Off-policy correction",
+    "Share of tokens whose weight it changed, and the effective sample size that the weights leave.",
+    (
+        Panel("% of tokens", (Line("off_policy/corrected", "corrected", "orange", scale=100),), from_zero=True),
+        Panel("% of the batch", (Line("off_policy/ess", "effective size", "blue", scale=100),), from_zero=True),
+    ),
+)
+AGE = Chart(
+    "Age of samples",
+    "Versions between the one that sampled a token and the policy that trained on it.",
+    (
+        Panel(
+            "versions",
+            (
+                Line("staleness/mean", "mean over tokens", "blue"),
+                Line("policy/staleness", "oldest token", "orange", dashed=True),
+            ),
+            from_zero=True,
         ),
     ),
 )
@@ -141,18 +175,22 @@ RESPONSES = Chart(
 )
 SECONDS = Chart(
     "Time per stage",
-    "Scoring counts only what is left of it once generation has ended.",
+    "How long the loop is in each of its stages, one after the other. With max_staleness above 0 the services work "
+    "and weights are pushed meanwhile.",
     (
         Panel(
             "seconds per step",
-            tuple(Line(f"seconds/{name}", name, colour) for name, colour in zip(_STAGES, PALETTE, strict=False)),
+            tuple(
+                Line(f"seconds/{stage}", label, colour)
+                for (stage, label), colour in zip(_STAGES.items(), PALETTE, strict=False)
+            ),
             kind="stacked",
         ),
     ),
 )
 THROUGHPUT = Chart(
     "Throughput",
-    "Tokens generated, and tokens trained on, per second of their stage.",
+    "Tokens generated per second in which rollout worked, and tokens trained on per second of training.",
     (
         Panel(
             "tokens per second",

@@ -131,7 +131,9 @@ def _result(comparison: Comparison) -> str:
 def _charts(metrics: Metrics, last_steps: str) -> str:
     """The sections of charts; `last_steps` is a figure for that on waiting."""
     parts = []
-    for heading, charts in sections(judge_names(name for line in metrics for name in line)).items():
+    judges = judge_names(name for line in metrics for name in line)
+    stale = any(line.get("policy/staleness", 0) > 0 for line in metrics)
+    for heading, charts in sections(judges, stale=stale).items():
         drawn = [(chart, svg) for chart in charts if (svg := draw(chart, metrics))]
         figures = "\n".join(
             f'<figure class="card"><figcaption><h3>{chart.title}</h3>'

@@ -1,7 +1,7 @@
 """Works and waits of each part of a run, from spans. Pure functions."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.tracing.spans import Span, Window
@@ -36,6 +36,11 @@ _BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
 """A wait for the policy -> the part that works beside it: on the values, or on the critic."""
 _BEFORE = {"rollout": "push", "scoring": "rollout"}
 """Part -> the part that hands it its work without the loop."""
+
+
+def parts_of(learners: Collection[str]) -> list[str]:
+    """The parts of a run that trains these models: all of PARTS, or all but the critic."""
+    return [part for part in PARTS if part != "critic" or part in learners]
 
 
 @dataclass(frozen=True, slots=True)

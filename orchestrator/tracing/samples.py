@@ -1,9 +1,10 @@
 """The stages of samples as spans, each sample by its number."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-from orchestrator.tracing.spans import Spans
+from orchestrator.tracing.spans import Spans, Value
 
 TRACKS = {
     "generate": "rollout",
@@ -13,6 +14,13 @@ TRACKS = {
     "logprobs": "policy",
 }
 """Stage of a sample -> track of the model that carries it out."""
+
+
+class Finish(Protocol):
+    """Ends a stage of one sample."""
+
+    def __call__(self, number: int, **args: Value) -> None:
+        """Ends the span of sample `number`, and adds arguments to it."""
 
 
 class SampleStages:
@@ -27,15 +35,16 @@ class SampleStages:
         """Stage -> number of each sample in it -> when it began."""
 
     @contextmanager
-    def __call__(self, stage: str, numbers: Sequence[int]) -> Iterator[Callable[[int], None]]:
-        """Context of a stage of these samples. Gives a function that ends one sample's span, given its number; those
-        left end with the block."""
+    def __call__(self, stage: str, numbers: Sequence[int]) -> Iterator[Finish]:
+        """Context of a stage of these samples. Gives a function that ends one sample's span; those left end with the
+        block."""
         track = self._tracks[stage]
         spans = {number: track(stage, **{self._key: number}) for number in numbers}
         under_way, error = self._under_way[stage], ""
         under_way.update(dict.fromkeys(numbers, self._clock()))
 
-        def finished(number: int) -> None:
+        def finished(number: int, **args: Value) -> None:
+            spans[number].args.update(args)
             spans[number].end()
             under_way.pop(number, None)
 

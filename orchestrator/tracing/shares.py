@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from orchestrator.tracing.activity import AWAITED, LOOP, OWN, WORKING, Stretch
+from orchestrator.tracing.activity import AWAITED, LOOP, OWN, TRACK_PARTS, WORKING, Stretch
+from orchestrator.tracing.spans import Window
 
 WALL = "seconds/wall"
 """Metric: seconds from the end of the step before to the end of this one."""
@@ -24,3 +25,15 @@ def shares(stretches: Sequence[Stretch]) -> dict[str, float]:
         name = f"work/{stretch.part}" if stretch.doing == WORKING else f"wait/{stretch.part}/{stretch.doing}"
         metrics[name] = metrics.get(name, 0.0) + (stretch.ended - stretch.began) / total
     return metrics
+
+
+def generation_speed(window: Window, share: float) -> dict[str, float]:
+    """`tokens_per_s/generation`: tokens of the responses that were finished in the window, for each second in which
+    rollout worked, `share` of it. Nothing if no response was finished.
+
+    The time of a response alone would count its wait for others, with which it shares the engines.
+    """
+    rollout = (span.args for span in window.spans if TRACK_PARTS.get(span.track) == "rollout")
+    tokens = sum(int(args.get("tokens", 0)) for args in rollout)
+    seconds = share * (window.ended - window.began)
+    return {"tokens_per_s/generation": tokens / seconds} if tokens and seconds else {}

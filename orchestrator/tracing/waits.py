@@ -1,20 +1,21 @@
 """The loop's own track: what it waits for, and at the end of a step the shares of its time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from orchestrator.tracing.activity import PARTS, TRACK_PARTS, stretches
-from orchestrator.tracing.shares import WALL, shares
+from orchestrator.tracing.shares import WALL, generation_speed, shares
 from orchestrator.tracing.spans import OpenSpan, Spans, Track
 
 
 class Waits:
     """Records the loop's waits: `with waits("push"): ...`. Time outside of them is the loop's own work."""
 
-    def __init__(self, spans: Spans) -> None:
+    def __init__(self, spans: Spans, parts: Sequence[str] = PARTS) -> None:
+        """`parts` are those of activity.PARTS that the run has."""
         self._spans = spans
         self._track = spans.on("loop")
-        self._seen: set[str] = set()
+        self._parts = parts
 
     def __call__(self, name: str) -> OpenSpan:
         """Begins a wait; its name is one of activity.AWAITED."""
@@ -60,8 +61,8 @@ class Waits:
         self._spans.cut("start")
 
     def step(self, step: int) -> dict[str, float]:
-        """Ends the time of a step: the metrics of who worked and who waited for whom in it."""
+        """Ends the time of a step: the metrics of who worked and who waited for whom in it, and the speed of
+        generation."""
         window = self._spans.cut(f"step {step}", step=step)
-        self._seen |= {TRACK_PARTS[span.track] for span in window.spans if span.track in TRACK_PARTS}
-        parts = [part for part in PARTS if part in self._seen]
-        return {WALL: window.ended - window.began} | shares(stretches(window, parts))
+        metrics = {WALL: window.ended - window.began} | shares(stretches(window, self._parts))
+        return metrics | generation_speed(window, metrics.get("work/rollout", 0.0))

@@ -7,7 +7,7 @@ from orchestrator.tracing.shares import LOOPS
 STEP_METRICS = {
     *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef", "value/explained_variance"),
     *("response/length_mean", "response/length_max", "response/truncated"),
-    *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
+    *("mismatch/mean_abs", "mismatch/present_mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),
     *(
         "off_policy/ess",
         "off_policy/ratio_p01",
@@ -23,7 +23,7 @@ STEP_METRICS = {
     *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
     "seconds/wall",
     *(f"wait/loop/{what}" for what in LOOPS),
-    *("work/rollout", "work/scoring", "work/policy", "work/critic"),
+    *("work/rollout", "work/scoring", "work/policy", "work/critic", "work/push"),
     *("seconds/take", "seconds/publish"),
 }
 

@@ -40,6 +40,18 @@ def test_without_a_kl_penalty_a_file_needs_no_reference(raw: dict[str, Any], tmp
     assert "reference" in Deployment.load(path).orchestrator.services.used
 
 
+@pytest.mark.parametrize(("bound", "notes"), [(0, 1), (2, 1), (3, 0)])
+def test_a_mask_of_tokens_that_cannot_be_so_old_is_told(
+    raw: dict[str, Any], tmp_path: Path, bound: int, notes: int
+) -> None:
+    raw["orchestrator"]["ppo"]["max_token_staleness"] = 2
+    raw["orchestrator"]["loop"] = {"max_staleness": bound}
+    said = (
+        f"orchestrator.ppo.max_token_staleness: 2 leaves no token out, as orchestrator.loop.max_staleness is {bound}"
+    )
+    assert checked(raw, tmp_path).notes == [said] * notes
+
+
 @pytest.mark.parametrize("ppo", [{"advantages": "rloo", "samples_per_prompt": 4}, {"advantages": "reinforce++"}])
 def test_advantages_without_values_need_no_critic(raw: dict[str, Any], tmp_path: Path, ppo: dict[str, Any]) -> None:
     every = raw["applications"]

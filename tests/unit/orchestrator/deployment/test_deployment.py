@@ -113,6 +113,24 @@ def write(path: Path, content: dict[str, Any]) -> Path:
         ),
         ({"seed": -1}, "orchestrator.seed: should be 0 or more, got -1"),
         ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: should be 0.01 or more, got 0"),
+        (
+            {"ppo": {"importance_band": [0.5, 2]}},
+            "orchestrator.ppo: importance_band is for icepop, geometric, dis, and correction is tis; leave it out",
+        ),
+        (
+            {"ppo": {"importance_cap": 3, "correction": "icepop"}},
+            "orchestrator.ppo: importance_cap is no part of correction icepop, which has a band; leave it out",
+        ),
+        (
+            {"ppo": {"dual_clip": 3, "correction": "dis"}},
+            "orchestrator.ppo: dual_clip bounds a loss that correction dis does not use; leave it out",
+        ),
+        ({"loop": {"max_staleness": 1_000}}, "orchestrator.loop.max_staleness: should be 100 or less, got 1000"),
+        (
+            {"loop": {"depth": 2, "max_staleness": 1}},
+            "orchestrator.loop: depth (2) must not exceed max_staleness (1), as a batch that is sampled so far ahead "
+            "would be too old to train on: set max_staleness to 2 or more, or a lower depth",
+        ),
         ({"ppo": {"dual_clip": 1}}, "orchestrator.ppo.dual_clip: should be more than 1, got 1"),
         ({"ppo": {"importance_cap": 0.5}}, "orchestrator.ppo.importance_cap: should be 1 or more, got 0.5"),
         (

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.experience.collector import Collector
 from services.common.config.base import ConfigError
-from services.common.wire.errors import ServiceError, Unavailable
+from services.common.wire.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.rollout.sample import Sampling
 from tests.unit.fakes import Fakes, make_config, make_requests
 
@@ -131,6 +131,32 @@ async def test_a_failure_cancels_everything_else(failing: str, fakes: Fakes, pol
     assert fakes.rollout.cancelled == 2
     for name, service in judges.items():
         assert service.cancelled == (0 if name == failing else len(service.calls))
+
+
+@pytest.mark.parametrize(
+    ("late", "field"),
+    [
+        ("rollout", "timeouts.generate_s, for each batch under way"),
+        ("reward", "timeouts.score_s"),
+        ("reference", "timeouts.score_s"),
+        ("critic", "timeouts.score_s"),
+    ],
+)
+async def test_an_exceeded_deadline_names_what_sets_it(
+    late: str, field: str, fakes: Fakes, policy_folder: Path
+) -> None:
+    error = DeadlineExceeded("no answer within 1 s")
+
+    async def fail(sent: int) -> None:
+        raise error
+
+    if late == "rollout":
+        fakes.rollout.gate = fail
+    else:
+        getattr(fakes, late).failure = error
+    with pytest.raises(ExceptionGroup) as caught:
+        await make_collector(fakes, policy_folder).collect(make_requests(1), version=1, critic_step=0)
+    assert [str(leaf) for leaf in leaves(caught.value)] == [f"no answer within 1 s (orchestrator.{field})"]
 
 
 async def test_a_failed_generation_cancels_the_judging(fakes: Fakes, policy_folder: Path) -> None:

@@ -57,7 +57,7 @@ def estimated(
     batch = Batch.of(experiences)
     old = batch.padded(OLD)
     made = estimate_advantages(batch, old, settings, kl_coef, normaliser or RunningNormaliser())
-    distance = measure_distance(batch, old, settings)
+    distance = measure_distance(batch, old, settings, 0)
     assert distance.kl is not None
     metrics = made.metrics | distance.metrics
     return Estimated(made.advantages, made.returns, made.normaliser, distance.kl, metrics)
@@ -202,6 +202,7 @@ def test_metrics_by_hand() -> None:
         "response/length_max": 2,
         "response/truncated": 0.5,
         "mismatch/mean_abs": 0.1 / 3,
+        "mismatch/present_mean_abs": 0.1 / 3,
         "mismatch/max_abs": 0.1,
         # k3 of the one token that differs: log r = old - sampled = 0.1.
         "mismatch/kl": (np.exp(0.1) - 1 - 0.1) / 3,

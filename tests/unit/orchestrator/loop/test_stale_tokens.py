@@ -34,7 +34,7 @@ def made(
     batch = Batch.of(experiences, oldest)
     padded = batch.padded([np.asarray(row, np.float32) for row in old])
     estimate = estimate_advantages(batch, padded, settings, 0.1, RunningNormaliser())
-    return batch, estimate, measure_distance(batch, padded, settings)
+    return batch, estimate, measure_distance(batch, padded, settings, 8)
 
 
 OLD = [[-1.0, -1.0, -1.0, -1.0], [-1.0, -1.0], [-1.0]]
@@ -79,6 +79,18 @@ def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
     assert distance.metrics["off_policy/ess"] == pytest.approx(k.sum() ** 2 / (3 * (k**2).sum()))
     returns, advantages = np.asarray([1.145, 1.99, -1.06]), np.asarray([0.145, 1.59, -1.31])
     assert estimate.metrics["value/explained_variance"] == pytest.approx(1 - advantages.var() / returns.var())
+
+
+@pytest.mark.parametrize(("version", "expected"), [(7, 0.1 / 3), (8, 0.0), (9, None)])
+def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: int, expected: float | None) -> None:
+    """At version 7 all three tokens that are trained on are its own or later, at version 8 only the last of the first
+    response."""
+    batch, _, _ = made(BATCH, OLD)
+    distance = measure_distance(
+        batch, batch.padded([np.asarray(row, np.float32) for row in OLD]), PPOConfig(), version
+    )
+    actual = distance.metrics.get("mismatch/present_mean_abs")
+    assert actual == (expected if expected is None else pytest.approx(expected, abs=1e-6))
 
 
 def test_whitening_is_over_the_tokens_that_are_trained_on() -> None:

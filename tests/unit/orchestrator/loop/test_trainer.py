@@ -186,7 +186,7 @@ async def test_what_is_measured(policy_folder: Path) -> None:
     assert (first["score/mean"], first["response/length_mean"], lines[2]["eval/score"]) == (10.5, 1.5, 2.0)
     assert [first[f"samples/{part}"] for part in ("asked", "repeated", "used")] == [2, 0, 2]
     # Three tokens and two epochs.
-    assert first["tokens_per_s/generation"] == pytest.approx(3 / first["seconds/generate"])
+    assert first["tokens_per_s/generation"] == pytest.approx(3 / (first["work/rollout"] * first["seconds/wall"]))
     assert first["tokens_per_s/training"] == pytest.approx(3 * 2 / first["seconds/train"])
     parts = sum(first[f"seconds/{part}"] for part in ("generate", "score", "logprobs", "train"))
     assert first["seconds/step"] >= parts

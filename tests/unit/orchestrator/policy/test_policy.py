@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import KLConfig
+from orchestrator.config.algorithm import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions, language_model
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
@@ -109,7 +109,10 @@ def test_every_correction_trains_alike_however_a_batch_is_cut(
             objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
             expected -= float((weight[correction] * objective).sum())
     trainer = make_trainer(
-        policy_folder, micro_batch_tokens=micro_batch_tokens, correction=correction, importance_band=band
+        policy_folder,
+        micro_batch_tokens=micro_batch_tokens,
+        correction=correction,
+        importance_band=band if correction in BANDED else None,
     )
     assert trainer.train(batch, seed=0)["loss"] == pytest.approx(expected / TOKENS, abs=1e-5)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from orchestrator.tracing.activity import LOOP, WORKING, stretches
+from orchestrator.tracing.activity import LOOP, PARTS, WORKING, parts_of, stretches
+from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.shares import LOOPS, shares
 from orchestrator.tracing.spans import Span, Spans, Window
 from orchestrator.tracing.waits import Waits
@@ -151,7 +152,7 @@ def test_an_empty_window_has_shares_of_zero() -> None:
 def test_the_wait_for_a_batch_is_for_its_own_samples_then_for_their_scores_then_the_loops_own() -> None:
     clock, written = Clock(), list[Span]()
     spans = Spans(written.extend, clock)
-    waits = Waits(spans)
+    waits = Waits(spans, parts_of(["policy"]))
     waits.begin()
     ahead = spans.on("rollout")("generate", sample=9)  # of a later batch, and longer
     one, two = (spans.on("rollout")("generate", sample=number) for number in (1, 2))
@@ -181,7 +182,30 @@ def test_a_batch_from_the_journal_is_waited_for_by_nobody() -> None:
     with waits.for_batch() as numbers:
         numbers |= {1}
         clock.now = 2.0
-    assert waits.step(1)["wait/loop/own"] == 1.0
+    metrics = waits.step(1)
+    assert metrics["wait/loop/own"] == 1.0
+    # The shares of every part add up to 1, also of those that had nothing to do.
+    assert {part: metrics[f"work/{part}"] + metrics[f"wait/{part}/loop"] for part in PARTS} == dict.fromkeys(PARTS, 1)
+
+
+def test_the_speed_of_generation_is_per_second_in_which_rollout_works() -> None:
+    """Two samples wait for a third and share its seconds; a fourth, of an evaluation, comes later."""
+    clock = Clock()
+    spans = Spans(clock=clock)
+    waits, stages, held_out = Waits(spans), SampleStages(spans), SampleStages(spans, key="held_out")
+    waits.begin()
+    with stages("generate", [1, 2, 3]) as finished:
+        clock.now = 4.0
+        finished(1, tokens=10)
+        finished(2, tokens=20)
+        clock.now = 5.0
+    clock.now = 8.0
+    with held_out("generate", [1]) as finished:
+        clock.now = 10.0
+        finished(1, tokens=5)
+    clock.now = 20.0
+    assert waits.step(1)["tokens_per_s/generation"] == pytest.approx(35 / (5 + 2))
+    assert "tokens_per_s/generation" not in waits.step(2)
 
 
 def test_a_wait_that_fails_is_recorded() -> None:
