@@ -25,7 +25,7 @@ from tests.unit.fake_cuda import FOLDER, FakeGpu
 
 MIB = 64
 STALL_S = 2.0
-CONTROL_S = 1.0
+CONTROL_S = 2.0
 TIMEOUT_S = 8.0
 COMMIT_S = 3.0
 
