@@ -12,7 +12,7 @@ _FOR = {
     "push": "the push",
     "evaluation": "the evaluation",
     "checkpoint": "the checkpoint",
-    "loop": "the loop",
+    "loop": "the orchestrator",
 }
 _LEAST = 0.01
 """Smallest share that is worth a word."""
