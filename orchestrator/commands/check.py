@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from orchestrator.commands.fitting import (
     ends_without_token,
     idle_critics,
-    idle_mask,
     misfits_of_rollout,
+    old_tokens,
     other_root,
     schedules,
     wrong_backend,
@@ -96,7 +96,7 @@ def preflight(deployment: Deployment) -> Inputs:
         problems.lines += ends_without_token(sampled_from(config, tokenizer), config.policy.model)
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
-    remarks = (*idle_critics(deployment), *schedules(deployment), *idle_mask(deployment), *untested(deployment))
+    remarks = (*idle_critics(deployment), *schedules(deployment), *old_tokens(deployment), *untested(deployment))
     return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
 
 

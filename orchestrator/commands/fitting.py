@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestrator.config.algorithm import BANDED
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.applications import env_vars
@@ -138,14 +139,21 @@ def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
         )
 
 
-def idle_mask(deployment: Deployment) -> Iterator[str]:
-    """A mask of old tokens in a run whose samples never become so old."""
+def old_tokens(deployment: Deployment) -> Iterator[str]:
+    """Settings for tokens of older versions that do nothing, or more than is wanted."""
     config = deployment.orchestrator
-    masked, bound = config.ppo.max_token_staleness, config.loop.max_staleness
-    if masked is not None and masked >= bound:
+    masked, loop, mask = config.ppo.max_token_staleness, config.loop, "orchestrator.ppo.max_token_staleness"
+    if masked is not None and masked >= loop.max_staleness:
+        yield f"{mask}: {masked} leaves no token out, as orchestrator.loop.max_staleness is {loop.max_staleness}"
+    elif masked is not None and masked < loop.ahead:
         yield (
-            f"orchestrator.ppo.max_token_staleness: {masked} leaves no token out, as orchestrator.loop.max_staleness "
-            f"is {bound}"
+            f"{mask}: {masked} leaves most tokens out, as batches are sampled {loop.ahead} ahead; give a larger one"
+            + (f", or orchestrator.loop.depth {masked}" if masked else "")
+        )
+    if config.weights.in_flight == "keep-cache" and loop.max_staleness and config.ppo.correction not in BANDED:
+        yield (
+            "orchestrator.weights.in_flight: keep-cache samples tokens that are of no policy, of which "
+            f"ppo.correction {config.ppo.correction} leaves none out; choose one of {', '.join(BANDED)}, or keep"
         )
 
 

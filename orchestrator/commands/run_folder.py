@@ -65,5 +65,5 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changes += differences(old, new, f"{path}.")
         elif old != new:
-            changes.append(f"{path}: {shown(old)} when the run began, {shown(new)} now")
+            changes.append(f"{path}: {shown(old)} before, {shown(new)} now")
     return changes

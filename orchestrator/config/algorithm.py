@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import Config, Count, Fraction
 
-IMPORTANCE_CAP = 2.0
-"""Default of PPOConfig.importance_cap."""
+CLIP_EPS, IMPORTANCE_CAP = 0.2, 2.0
+"""Defaults of PPOConfig.clip_eps_low and clip_eps_high, and of importance_cap."""
 BANDED = ("icepop", "geometric", "dis")
 """Corrections by a band of ratios; the others cap their weights."""
 
@@ -70,9 +70,9 @@ class PPOConfig(Config):
     """Subtract the running mean of the scores and divide by their running standard deviation."""
     whiten_advantages: bool = True
     """Zero mean and unit variance over all response tokens of the batch."""
-    clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = CLIP_EPS
     """Distance below 1 beyond which a ratio gets no gradient."""
-    clip_eps_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_eps_high: Annotated[float, Field(gt=0)] = CLIP_EPS
     """Distance above 1 beyond which a ratio gets no gradient."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
@@ -96,8 +96,8 @@ class PPOConfig(Config):
     """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
     importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
     """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
-    learner's. Null turns the correction of tis and tis-sequence off, and the filter of decoupled; the mismatch is
-    still measured."""
+    learner's. Null turns the correction of tis and tis-sequence off, which loop.max_staleness above 0 does not allow,
+    and the filter of decoupled; the mismatch is still measured."""
     max_token_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
@@ -133,6 +133,8 @@ class PPOConfig(Config):
             raise ValueError(f"importance_cap is no part of correction {name}, which has a band; leave it out")
         if self.dual_clip is not None and name == "dis":
             raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
+        if name == "dis" and (self.clip_eps_low, self.clip_eps_high) != (CLIP_EPS, CLIP_EPS):
+            raise ValueError("clip_eps_low and clip_eps_high are no part of correction dis; leave them out")
         return self
 
     @model_validator(mode="after")

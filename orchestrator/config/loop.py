@@ -45,7 +45,8 @@ class LoopConfig(Config):
     def _replicas_pause_in_lock_step_only(self) -> Self:
         if self.colocate and self.max_staleness:
             raise ValueError(
-                f"colocate: replicas would pause as they sample ahead; max_staleness is {self.max_staleness}, not 0"
+                "colocate: replicas would pause as they sample ahead: set max_staleness, which is "
+                f"{self.max_staleness}, to 0, or leave colocate out"
             )
         return self
 

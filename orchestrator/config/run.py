@@ -20,8 +20,8 @@ class TimeoutsConfig(Config):
     """Deadlines of calls, in seconds. A call that exceeds its deadline fails with an error that names it."""
 
     generate_s: Seconds = 300
-    """One Generate call with all its prompts, for each batch that may be under way: with `loop.depth` 2 a call may
-    take three times as long, since those of three batches share the engines."""
+    """One Generate call with all its prompts, an evaluation's too, for each batch that may be under way: with
+    `loop.depth` 2 a call may take three times as long, since those of three batches share the engines."""
     stall_s: Annotated[float, Field(ge=5)] = 20
     """Silence after which a rollout replica counts as stuck and its unfinished samples are requested from another.
     A working replica sends a message every 2 s."""
@@ -32,8 +32,7 @@ class TimeoutsConfig(Config):
     grows if answers usually take more than a third of it, up to a third of the deadline."""
     take_s: Seconds | None = None
     """The loop's wait for a batch, whatever causes it. Null: the sum of start_s, twice score_s, and generate_s for
-    each batch that may be under way, which is more than sampling, scoring and a push need that keep their own
-    deadlines."""
+    each batch that may be under way. Sampling, scoring and a push that keep their own deadlines need less."""
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30

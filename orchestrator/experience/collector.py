@@ -28,8 +28,7 @@ from services.common.wire.codec import Floats
 from services.common.wire.ragged import Ragged
 from services.rollout.sample import Sample, Sampling
 
-GENERATING, SCORING = "timeouts.generate_s, for each batch under way", "timeouts.score_s"
-"""Keys that set the deadlines of calls."""
+SCORING = "timeouts.score_s"
 OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
 """Log-probs of responses under the weights that will be trained on them, from prompts and responses."""
 
@@ -110,7 +109,10 @@ class Collector:
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
-            with self.stages("generate", [request.number for request in requests]) as finished, within(GENERATING):
+            with (
+                self.stages("generate", [request.number for request in requests]) as finished,
+                within(self._deadline),
+            ):
                 async for samples in self._samples(requests, version or 0, newest, on_repeat):
                     for sample in samples:
                         finished(requests[sample.index].number, tokens=len(sample.response_ids))
@@ -125,6 +127,12 @@ class Collector:
         values = await self._values(pairs, critic_step)
         valued = zip(experiences, values, strict=True)
         return replace(collected, experiences=[replace(e, values=v.values, after=v.after) for e, v in valued])
+
+    @property
+    def _deadline(self) -> str:
+        """The key that sets the deadline of a Generate call, and what it is multiplied with."""
+        ahead = self._config.loop.ahead
+        return "timeouts.generate_s" + (f" times {1 + ahead} batches under way" if ahead else "")
 
     def _samples(
         self,

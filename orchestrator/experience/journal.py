@@ -25,8 +25,11 @@ from services.rollout.sample import Sample
 
 FORMAT = 3
 """Version of a step's file; raised when the format changes."""
-_SAMPLING_SECTIONS = {"seed", "batch_size", "data", "sampling", "ppo", "policy", "loop"}
-"""Sections of the configuration on which a step's samples depend."""
+_SAMPLING_SECTIONS: dict[str, Any] = {
+    **dict.fromkeys(("seed", "batch_size", "data", "sampling", "ppo", "policy"), True),
+    "loop": {"max_staleness", "depth"},
+}
+"""Sections of the configuration on which a step's samples depend, and of `loop` its keys."""
 
 
 class ExperienceJournal:
@@ -68,6 +71,7 @@ class ExperienceJournal:
                 raise ValueError("an earlier version wrote it, which gave samples no numbers")
             asked = [(int(row["number"]), prompt(row["number"])) for row in raw["rows"]]
             if raw["digest"] != self._digest(asked):
+                self._note(f"journal: step {step} is of another configuration, data or models, and is sampled again")
                 return None
             experiences = [
                 _experience(row, number, its) for row, (number, its) in zip(raw["rows"], asked, strict=True)

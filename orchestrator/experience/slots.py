@@ -15,9 +15,9 @@ class Slots:
     way, sorted by deadline, always fill the coming batches in that order, each in time (earliest deadline first): for
     every version t, at most size * (t - next_take + 1) have a deadline of t or before.
 
-    - Admission: the new deadline is the latest so far, so the count changes for t >= served + staleness only, where
-      the rule is the bound.
-    - A commit only makes later deadlines possible.
+    - Admission: no deadline is later than the new one, which is served + staleness. So only the numbers of groups for
+      that version and later ones grow, and the rule above limits these.
+    - A commit changes no deadline of a group that is under way; those admitted later get later ones.
     - A batch is taken only if what it leaves satisfies the bound for next_take + 1. The groups of the earliest
       deadlines do (each count falls by `size`, or to 0), so waiting for those always ends with a batch.
 
@@ -75,7 +75,7 @@ class Slots:
         self.served = version
 
     def wait(self) -> None:
-        """Records that the loop waits for a batch: the one before is trained on."""
+        """Records that the loop waits for a batch, as it has trained on the one before."""
         self._waiting = True
 
     def choose(self) -> list[int] | None:

@@ -90,7 +90,10 @@ class Trainer:
         await self._pusher.push(state.policy_version)
         with self._record.running(state.step):
             if self._evaluator and not resumed:
-                self._record.before_training(await self._evaluate(state))
+                watch = Stopwatch()
+                with watch("evaluate"):
+                    metrics = await self._evaluate(state)
+                self._record.before_training(metrics | {"seconds/evaluate": watch["evaluate"]})
             self._waits.begin()
             if not resumed:
                 with self._waits("checkpoint"):
@@ -127,14 +130,15 @@ class Trainer:
         metrics = estimate.metrics | distance.metrics | learned | ledger(state, done, collected)
         metrics |= staleness(state.policy_version, collected)
         metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
+        if self._evaluator and self._is_evaluated(done.step):
+            with watch("publish"), self._waits("push"):
+                await publishing.settled()
+            with watch("evaluate"):
+                metrics |= await self._evaluate(done)
         metrics |= {
             "seconds/push": publishing.seconds,
             "seconds/checkpoint": self._checkpoints.waited_s(),
         } | watch.seconds()
-        if self._evaluator and self._is_evaluated(done.step):
-            with self._waits("push"):
-                await publishing.settled()
-            metrics |= await self._evaluate(done)
         self._record.step(done.step, metrics | self._waits.step(done.step))
         self._watch.check(done.step, metrics)
         self._end_if_stuck(done)
@@ -240,7 +244,5 @@ class Trainer:
 
     async def _evaluate(self, state: TrainState) -> dict[str, float]:
         assert self._evaluator is not None
-        watch = Stopwatch()
-        with watch("evaluate"), self._waits("evaluation"):
-            metrics = await self._evaluator.evaluate(state.step, state.policy_version)
-        return metrics | {"seconds/evaluate": watch["evaluate"]}
+        with self._waits("evaluation"):
+            return await self._evaluator.evaluate(state.step, state.policy_version)

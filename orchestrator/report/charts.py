@@ -116,13 +116,15 @@ ENTROPY = Chart(
 )
 MISMATCH = Chart(
     "Log-prob mismatch",
-    "Of the same tokens by the rollout engine, as it sampled them, and by the learner before its update.",
+    "Of the same tokens by the rollout engine, as it sampled them, and by the learner before its update. Samples of "
+    "older versions differ rightly; those of the present version only by rounding.",
     (
         Panel(
             "|Δ log-prob|, nats",
             (
                 Line("mismatch/mean_abs", "mean", "blue"),
                 Line("mismatch/max_abs", "largest", "orange", dashed=True),
+                Line("mismatch/present_mean_abs", "mean of the present version", "green", dashed=True),
             ),
             kind="log",
         ),
@@ -130,10 +132,10 @@ MISMATCH = Chart(
 )
 CORRECTION = Chart(
     "Off-policy correction",
-    "Share of tokens whose weight it changed, and the effective sample size that the weights leave.",
+    "Share of tokens that it truncates or leaves out, and the effective sample size of the ratios without it.",
     (
         Panel("% of tokens", (Line("off_policy/corrected", "corrected", "orange", scale=100),), from_zero=True),
-        Panel("% of the batch", (Line("off_policy/ess", "effective size", "blue", scale=100),), from_zero=True),
+        Panel("% of tokens", (Line("off_policy/ess", "effective size", "blue", scale=100),), from_zero=True),
     ),
 )
 AGE = Chart(

@@ -19,6 +19,7 @@ from orchestrator.report.charts import WAITING, sections
 from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, read_comparison
 from orchestrator.report.last_steps import draw_last_steps
 from orchestrator.report.svg import Metrics, draw
+from orchestrator.tracing.shares import WALL
 
 _ABOUT_RESULT = (
     "Responses to held-out prompts, sampled at the training temperature, with 95 % intervals over prompts. "
@@ -109,7 +110,7 @@ def _header(name: str, metrics: Metrics) -> str:
     facts = []
     if metrics:
         facts.append(f"{int(metrics[-1]['step']):,} PPO steps")
-        facts.append(duration(sum(line.get("seconds/step", 0.0) for line in metrics)))
+        facts.append(duration(sum(line.get(WALL, line.get("seconds/step", 0.0)) for line in metrics)))
         facts.append(f"{datetime.fromtimestamp(metrics[-1]['time'], UTC):%d %B %Y, %H:%M} UTC")
     about = " · ".join(facts) or "Nothing was recorded."
     return f'<header><h1>{escape(name)}</h1><p class="note">{about}</p></header>'

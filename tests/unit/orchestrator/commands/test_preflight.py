@@ -40,16 +40,40 @@ def test_without_a_kl_penalty_a_file_needs_no_reference(raw: dict[str, Any], tmp
     assert "reference" in Deployment.load(path).orchestrator.services.used
 
 
-@pytest.mark.parametrize(("bound", "notes"), [(0, 1), (2, 1), (3, 0)])
-def test_a_mask_of_tokens_that_cannot_be_so_old_is_told(
-    raw: dict[str, Any], tmp_path: Path, bound: int, notes: int
+MASK = "orchestrator.ppo.max_token_staleness: 2 leaves"
+
+
+@pytest.mark.parametrize(
+    ("loop", "notes"),
+    [
+        ({"max_staleness": 0}, [f"{MASK} no token out, as orchestrator.loop.max_staleness is 0"]),
+        ({"max_staleness": 2}, [f"{MASK} no token out, as orchestrator.loop.max_staleness is 2"]),
+        ({"max_staleness": 3, "depth": 2}, []),
+        (
+            {"max_staleness": 3},
+            [
+                f"{MASK} most tokens out, as batches are sampled 3 ahead; give a larger one, or "
+                "orchestrator.loop.depth 2"
+            ],
+        ),
+    ],
+)
+def test_a_mask_of_no_tokens_or_of_most_is_told(
+    raw: dict[str, Any], tmp_path: Path, loop: dict[str, Any], notes: list[str]
 ) -> None:
     raw["orchestrator"]["ppo"]["max_token_staleness"] = 2
-    raw["orchestrator"]["loop"] = {"max_staleness": bound}
-    said = (
-        f"orchestrator.ppo.max_token_staleness: 2 leaves no token out, as orchestrator.loop.max_staleness is {bound}"
-    )
-    assert checked(raw, tmp_path).notes == [said] * notes
+    raw["orchestrator"]["loop"] = loop
+    assert checked(raw, tmp_path).notes == notes
+
+
+def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"] |= {"loop": {"max_staleness": 1}, "weights": {"in_flight": "keep-cache"}}
+    assert checked(raw, tmp_path).notes == [
+        "orchestrator.weights.in_flight: keep-cache samples tokens that are of no policy, of which ppo.correction "
+        "tis leaves none out; choose one of icepop, geometric, dis, or keep"
+    ]
+    raw["orchestrator"]["ppo"]["correction"] = "icepop"
+    assert checked(raw, tmp_path).notes == []
 
 
 @pytest.mark.parametrize("ppo", [{"advantages": "rloo", "samples_per_prompt": 4}, {"advantages": "reinforce++"}])

@@ -40,10 +40,10 @@ def test_what_a_configuration_says_now_is_told_key_by_key() -> None:
     before = {"steps": 10, "ppo": {"gamma": 1.0, "kl": {"coef": 0.1}}, "gone": True}
     now = {"steps": 20, "ppo": {"gamma": 1.0, "kl": {"coef": 0.2}}, "new": [1]}
     assert differences(before, now) == [
-        "gone: true when the run began, null now",
-        "new: null when the run began, [1] now",
-        "ppo.kl.coef: 0.1 when the run began, 0.2 now",
-        "steps: 10 when the run began, 20 now",
+        "gone: true before, null now",
+        "new: null before, [1] now",
+        "ppo.kl.coef: 0.1 before, 0.2 now",
+        "steps: 10 before, 20 now",
     ]
     assert differences(now, now) == []
 

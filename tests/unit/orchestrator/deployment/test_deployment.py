@@ -125,6 +125,10 @@ def write(path: Path, content: dict[str, Any]) -> Path:
             {"ppo": {"dual_clip": 3, "correction": "dis"}},
             "orchestrator.ppo: dual_clip bounds a loss that correction dis does not use; leave it out",
         ),
+        (
+            {"ppo": {"clip_eps_high": 0.3, "correction": "dis"}},
+            "orchestrator.ppo: clip_eps_low and clip_eps_high are no part of correction dis; leave them out",
+        ),
         ({"loop": {"max_staleness": 1_000}}, "orchestrator.loop.max_staleness: should be 100 or less, got 1000"),
         (
             {"loop": {"depth": 2, "max_staleness": 1}},

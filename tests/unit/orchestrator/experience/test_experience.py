@@ -136,7 +136,7 @@ async def test_a_failure_cancels_everything_else(failing: str, fakes: Fakes, pol
 @pytest.mark.parametrize(
     ("late", "field"),
     [
-        ("rollout", "timeouts.generate_s, for each batch under way"),
+        ("rollout", "timeouts.generate_s times 3 batches under way"),
         ("reward", "timeouts.score_s"),
         ("reference", "timeouts.score_s"),
         ("critic", "timeouts.score_s"),
@@ -154,8 +154,9 @@ async def test_an_exceeded_deadline_names_what_sets_it(
         fakes.rollout.gate = fail
     else:
         getattr(fakes, late).failure = error
+    collector = make_collector(fakes, policy_folder, loop={"max_staleness": 2})
     with pytest.raises(ExceptionGroup) as caught:
-        await make_collector(fakes, policy_folder).collect(make_requests(1), version=1, critic_step=0)
+        await collector.collect(make_requests(1), version=1, critic_step=0)
     assert [str(leaf) for leaf in leaves(caught.value)] == [f"no answer within 1 s (orchestrator.{field})"]
 
 

@@ -83,6 +83,15 @@ def test_another_configurations_samples_are_left_alone(
     assert journal(tmp_path, policy_folder, timeouts={"train_s": 5}).read(1, prompt)
 
 
+def test_a_change_is_told_unless_samples_do_not_depend_on_it(tmp_path: Path, policy_folder: Path) -> None:
+    journal(tmp_path, policy_folder).write(1, collected())
+    notes: list[str] = []
+    for loop, is_kept in (({"mismatch_limit": 1.0}, True), ({"max_staleness": 1}, False)):
+        changed = ExperienceJournal(tmp_path / "journal", make_config(policy_folder, loop=loop), notes.append)
+        assert (changed.read(1, prompt) is not None) == is_kept
+    assert notes == ["journal: step 1 is of another configuration, data or models, and is sampled again"]
+
+
 def test_other_prompts_samples_are_left_alone(tmp_path: Path, policy_folder: Path) -> None:
     kept = journal(tmp_path, policy_folder)
     kept.write(1, collected())

@@ -190,6 +190,7 @@ async def test_what_is_measured(policy_folder: Path) -> None:
     assert first["tokens_per_s/training"] == pytest.approx(3 * 2 / first["seconds/train"])
     parts = sum(first[f"seconds/{part}"] for part in ("generate", "score", "logprobs", "train"))
     assert first["seconds/step"] >= parts
+    assert lines[2]["seconds/step"] >= lines[2]["seconds/evaluate"] + lines[2]["seconds/publish"]
 
 
 async def test_the_ledger_counts_what_was_asked_for_again(policy_folder: Path) -> None:
