@@ -27,15 +27,18 @@ def test_a_process_is_known_by_its_title(title: str, expected: str) -> None:
 
 
 def test_a_process_that_has_ended_keeps_its_last_reading() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass", "quartet train"])
+    program = "print(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", program, "quartet train"], stdout=subprocess.PIPE)
     try:
+        assert busy.stdout is not None
+        busy.stdout.readline()  # before it runs, a process has no command line yet
         meter = Meter()
         meter.watch([psutil.Process(busy.pid)])
         while meter.read()["quartet train"] < 0.05:
             pass
     finally:
         busy.kill()
-        busy.wait()
+        busy.communicate()
     ended = meter.read()
     assert ended["quartet train"] >= 0.05
     assert ended == dict.fromkeys(KINDS, 0.0) | {"quartet train": ended["quartet train"]}
