@@ -73,11 +73,13 @@ class RolloutClient(ServiceClient[RolloutStub]):
             raise InvalidArgument(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one each, or None")
         deadline, remaining = Deadline(timeout_s), Remaining(len(prompts))
         backoff, call = Backoff(deadline), f"{self.application}.Generate"
+        refusal: ServiceError | None = None
         while asked := remaining.next():
             begun = remaining.begun(asked, (min_version, max_version), self.lease.number)
             stream = self._stream(prompts, asked, begun, sampling, seeds, (min_version, max_version), deadline.left_s)
             try:
                 async for response in _heard(stream, stall_s):
+                    refusal = None
                     if samples := remaining.receive(response, asked, begun, call):
                         yield samples
                 failure: ServiceError = Unavailable(f"{call}: ended with {len(remaining)} samples missing")
@@ -86,7 +88,11 @@ class RolloutClient(ServiceClient[RolloutStub]):
             finally:
                 stream.cancel()  # a caller that leaves early must not leave the replica sampling
             if (again := remaining.among(asked)) and not remaining.halve(again, failure):
-                await self._retry(failure, backoff, deadline, len(remaining))
+                if isinstance(failure, DeadlineExceeded):
+                    missing = f"{call}: {len(remaining)} samples missing after {timeout_s:g} s"
+                    # The reason why the last try had so little time left.
+                    raise refusal or DeadlineExceeded(missing)
+                refusal = await _pause(failure, backoff, deadline)
                 on_repeat(0 if isinstance(failure, ResourceExhausted) else again)
 
     def _stream(
@@ -110,18 +116,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
             begun=pack_sequences(tokens) if begun else None,
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
-
-    async def _retry(self, failure: ServiceError, backoff: Backoff, deadline: Deadline, missing: int) -> None:
-        if isinstance(failure, DeadlineExceeded):
-            name = f"{self.application}.Generate"
-            raise DeadlineExceeded(f"{name}: {missing} samples missing after {deadline.timeout_s:g} s")
-        waits = isinstance(failure, Unavailable | FailedPrecondition | ResourceExhausted)
-        if not waits or isinstance(failure, TooLarge | LeaseLost):
-            raise failure
-        if isinstance(failure, ResourceExhausted):
-            await backoff.wait(too_busy(failure, deadline), failure.retry_after_s)
-        else:
-            await backoff.wait(failure)
 
     async def info(self, timeout_s: float) -> pb.RolloutInfo:
         """Model, version and load of one replica."""
@@ -171,6 +165,20 @@ class RolloutClient(ServiceClient[RolloutStub]):
         if fenced := [report for report in reply.reports if report.fenced]:
             raise LeaseLost(f"{self.application}.UpdateWeights: {fenced[0].replica}: {fenced[0].error}")
         return list(reply.reports)
+
+
+async def _pause(failure: ServiceError, backoff: Backoff, deadline: Deadline) -> ServiceError:
+    """Waits before the next try; returns what to raise if that meets the deadline. Raises it when no time is left,
+    and at once if it is a failure that waiting does not mend."""
+    waits = isinstance(failure, Unavailable | FailedPrecondition | ResourceExhausted)
+    if not waits or isinstance(failure, TooLarge | LeaseLost):
+        raise failure
+    if not isinstance(failure, ResourceExhausted):
+        await backoff.wait(failure)
+        return failure
+    refusal = too_busy(failure, deadline)
+    await backoff.wait(refusal, failure.retry_after_s)
+    return refusal
 
 
 def _failure(error: Exception, call: str, stall_s: float) -> ServiceError:

@@ -131,14 +131,27 @@ async def test_replicas_with_old_weights_are_waited_for() -> None:
     [(grpc.StatusCode.FAILED_PRECONDITION, FailedPrecondition), (grpc.StatusCode.UNAVAILABLE, Unavailable)],
 )
 async def test_waiting_ends_at_the_deadline(code: grpc.StatusCode, kind: type[Exception]) -> None:
-    # Tries at 0, 0.05 to 0.1 and 0.15 to 0.3 s, and one more at 0.35 s or later: so near the deadline, perhaps, that
-    # it is the deadline that ends it.
+    # Tries at 0, 0.05 to 0.1 and 0.15 to 0.3 s, and perhaps one more at 0.35 s or later.
     replica = FakeReplica([[code]] * 9)
     async with replica.serve() as channel:
-        said = r"^rollout.Generate: (said the script|4 samples missing after 0.6 s)$"
-        with pytest.raises((kind, DeadlineExceeded), match=said):
+        with pytest.raises(kind, match=r"^rollout.Generate: said the script$"):
             await collect(channel, timeout_s=0.6)
     assert 3 <= len(replica.requests) <= 4
+
+
+async def test_a_refusal_is_told_at_the_deadline_also_where_that_passes_during_the_next_try() -> None:
+    replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [HANG]])
+    async with replica.serve() as channel:
+        with pytest.raises(FailedPrecondition, match=r"^rollout.Generate: said the script$"):
+            await collect(channel, timeout_s=0.5)
+    assert len(replica.requests) == 2
+
+
+async def test_a_refusal_is_no_reason_any_more_once_samples_have_come() -> None:
+    replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [[1], HANG]])
+    async with replica.serve() as channel:
+        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 0.5 s$"):
+            await collect(channel, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
