@@ -1,77 +1,171 @@
-"""Seconds per step of the demo in this checkout of the project and in another one, taking turns.
+"""Seconds per step of the demo in this checkout of the project and in another one, taking turns step by step.
 
     python -m recipes.reviews                          # once: the demo's models
     git worktree add ../before COMMIT && make -C ../before install
-    python -m benchmarks.checkouts ../before [--rounds 2] [--steps 10]
+    python -m benchmarks.checkouts ../before [--rounds 20] [--steps 1]
 
-Each side runs the deploy/ppo.yaml of its own checkout, without evaluations, with its own environment, since vLLM
-finds the project by what is installed there. Both use this checkout's models. Services are started for each turn and
-ended after it, so that the sides do not share the cores. The first two steps of a turn, which warm up, are left out.
-Prints the median seconds per step of each side, and the ratio of each round.
+Each side runs the deploy/ppo.yaml of its own checkout, without evaluations and checkpoints, with its own environment,
+since vLLM finds the project by what is installed there. Both use this checkout's models. Both run at the same time,
+but all processes of one are stopped while the other takes its turn, of `--steps` steps: a machine's speed changes
+within minutes, and by more than the sides differ. Prints the ratio of the turns of each round, their median, and
+between which ratios the middle half lies. The first steps, which warm up, are left out.
 """
 
 import os
+import signal
+import socket
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import median
-from typing import Annotated
+from statistics import median, quantiles
+from typing import Annotated, Any
 
+import psutil
 import typer
 import yaml
 from rich.console import Console
 
-from orchestrator.monitoring.metrics import read_metrics
-
 HERE = Path(__file__).parents[1]
-WARM_UP = 2
+MARK = "QUARTET_BENCHMARK_SIDE"
+WARM_UP = 3
+LONGEST_S = 300
+"""Seconds that a turn may take."""
 console = Console()
 
 
 def main(
     other: Annotated[Path, typer.Argument(help="The other checkout, with an environment in .venv.")],
-    rounds: Annotated[int, typer.Option(min=1)] = 2,
-    steps: Annotated[int, typer.Option(min=WARM_UP + 1)] = 10,
+    rounds: Annotated[int, typer.Option(min=2)] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 1,
 ) -> None:
     """Runs the benchmark and prints its results."""
-    sides: dict[str, list[float]] = {"other": [], "this": []}
-    ratios = []
+    last = WARM_UP + rounds * steps + 1
+    turns: dict[str, list[float]] = {"other": [], "this": []}
     with tempfile.TemporaryDirectory() as temporary:
-        for round_ in range(rounds):
-            for name, checkout in (("other", other.absolute()), ("this", HERE)):
-                folder = Path(temporary) / f"{name}-{round_}"
-                sides[name].append(_turn(checkout, folder, steps))
-            ratios.append(sides["this"][-1] / sides["other"][-1])
-            console.print(f"round {round_ + 1}: this / other = {ratios[-1]:.2f}")
-    for name, seconds in sides.items():
+        folder = Path(temporary)
+        with _running(other.absolute(), folder / "other", last) as a, _running(HERE, folder / "this", last) as b:
+            sides = {"other": a, "this": b}
+            for number in range(rounds):
+                for name in sorted(sides, reverse=bool(number % 2)):
+                    turns[name].append(sides[name].turn(steps) / steps)
+                console.print(f"round {number + 1}: this / other = {turns['this'][-1] / turns['other'][-1]:.2f}")
+    for name, seconds in turns.items():
         console.print(f"{name}: {median(seconds):.2f} s per step")
-    console.print(f"this / other: {median(ratios):.2f} in the median of {rounds} rounds")
+    ratios = [this / before for this, before in zip(turns["this"], turns["other"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    console.print(
+        f"this / other: {middle:.2f} in the median of {rounds} rounds, half of them {low:.2f} to {high:.2f}"
+    )
 
 
-def _turn(checkout: Path, folder: Path, steps: int) -> float:
-    """Seconds of a step, in the median of one run."""
-    folder.mkdir()
-    (folder / "models").symlink_to(HERE / "models")
-    raw = yaml.safe_load((checkout / "deploy/ppo.yaml").read_text())
-    raw["orchestrator"] |= {"steps": steps, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
-    raw["orchestrator"]["evaluation"] |= {"every": 0}
-    file = folder / "demo.yaml"
-    file.write_text(yaml.safe_dump(raw))
+class Side:
+    """A run of one checkout, which goes on only during its turns."""
+
+    def __init__(self, checkout: Path, folder: Path) -> None:
+        self._checkout = checkout
+        self._folder = folder
+        self._log = folder / "log"
+        self._metrics = folder / "runs/demo/metrics.jsonl"
+        self._run: subprocess.Popen[bytes] | None = None
+        self._stopped: list[psutil.Process] = []
+
+    def start(self, steps: int) -> None:
+        """Starts the services and a run of so many steps; returns when it has warmed up, and is stopped.
+
+        Raises:
+            SystemExit: the services or the run did not start; the message holds what they printed last.
+        """
+        self._folder.mkdir()
+        (self._folder / "models").symlink_to(HERE / "models")
+        (self._folder / "demo.yaml").write_text(yaml.safe_dump(_configured(self._checkout, steps)))
+        if self._quartet("up", "demo.yaml").wait():
+            raise SystemExit(self._last_words("`quartet up` failed"))
+        self._run = self._quartet("train", "demo.yaml")
+        self.turn(WARM_UP)
+
+    def turn(self, steps: int) -> float:
+        """Goes on for so many steps; the seconds that they took.
+
+        Raises:
+            SystemExit: the run ended, or took more than LONGEST_S seconds.
+        """
+        start, target = time.perf_counter(), self._steps() + steps
+        self._signal(signal.SIGCONT)
+        while self._steps() < target:
+            if not self._run or self._run.poll() is not None or time.perf_counter() - start > LONGEST_S:
+                raise SystemExit(self._last_words(f"the run ended, or took more than {LONGEST_S} s for a turn"))
+            time.sleep(0.005)
+        seconds = time.perf_counter() - start
+        self._stopped = self._family()
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def end(self) -> None:
+        """Ends the run and the services."""
+        self._signal(signal.SIGCONT)
+        if self._run:
+            self._run.kill()
+        self._quartet("down").wait()
+
+    def _quartet(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        command = [str(self._checkout / ".venv/bin/quartet"), *arguments]
+        environment = os.environ | {"PYTHONPATH": str(self._checkout), MARK: str(self._folder)}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, cwd=self._folder, env=environment, stdout=log, stderr=log)
+
+    def _steps(self) -> int:
+        return self._metrics.read_bytes().count(b"\n") if self._metrics.exists() else 0
+
+    def _family(self) -> list[psutil.Process]:
+        """All processes of this side: those with its mark, and their descendants, whose titles replace the mark."""
+        members: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid not in members and process.environ().get(MARK) == str(self._folder):
+                    members |= {member.pid: member for member in (process, *process.children(recursive=True))}
+        return list(members.values())
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _last_words(self, what: str) -> str:
+        return f"{self._checkout}: {what}:\n{self._log.read_text(errors='replace')[-4000:]}"
+
+
+@contextmanager
+def _running(checkout: Path, folder: Path, steps: int) -> Iterator[Side]:
+    """A side that has warmed up and waits for its turn."""
+    side = Side(checkout, folder)
     try:
-        _quartet(checkout, folder, "up", str(file))
-        _quartet(checkout, folder, "train", str(file))
+        side.start(steps)
+        yield side
     finally:
-        _quartet(checkout, folder, "down")
-    lines = [line for line in read_metrics(folder / "runs/demo/metrics.jsonl") if line["step"] > WARM_UP]
-    return median(line["seconds/step"] for line in lines)
+        side.end()
 
 
-def _quartet(checkout: Path, folder: Path, *arguments: str) -> None:
-    command = [str(checkout / ".venv/bin/quartet"), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+def _configured(checkout: Path, steps: int) -> dict[str, Any]:
+    """The checkout's demo, on free ports."""
+    raw: dict[str, Any] = yaml.safe_load((checkout / "deploy/ppo.yaml").read_text())
+    http, grpc = _free_ports()
+    raw["http_options"] = raw.get("http_options", {}) | {"port": http}
+    raw["grpc_options"] |= {"port": grpc}
+    run = raw["orchestrator"]
+    run |= {"target": f"127.0.0.1:{grpc}", "steps": steps, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
+    run["evaluation"] |= {"every": 0}
+    return raw
+
+
+def _free_ports() -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
+from tests import preloaded
 from tests.configuration import REPO, configuration, write_prompts
 from tests.crashes import crashes
 
@@ -51,6 +52,8 @@ class Quartet:
     """The same as plain values."""
     cluster: ray_cluster.Cluster
     target: str
+    imported: Path
+    """Folder of the processes that replicas are forks of."""
     policy: Path
     reward: Path
     channel: grpc.aio.Channel
@@ -103,6 +106,8 @@ class Quartet:
 
     def deploy(self, applications: list[dict[str, Any]], name: str) -> None:
         """Deploys `applications` beside the four services; an empty list takes them away again."""
+        for application in applications:
+            preloaded.preload(application, self.imported)
         path = self.folder / f"{name}.yaml"
         raw = self.raw | {"applications": self.raw["applications"] + applications}
         path.write_text(yaml.safe_dump(raw))
@@ -149,6 +154,9 @@ async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIter
     """`quartet up`, and at the end `quartet down`, which must leave no process behind."""
     http, grpc_port = free_ports(2)
     raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
+    imported = preloaded.make_folder()
+    for application in raw["applications"]:
+        preloaded.preload(application, imported)
     if os.environ.get(SECURED):
         raw["security"] = {"policy": str(_secure(folder / "keys"))}
     config = folder / "ppo.yaml"
@@ -162,7 +170,7 @@ async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIter
         assert cluster
         os.environ.setdefault(VARIABLE, str(folder / ".quartet/access"))  # this process is in another folder
         channel, services = connect(target), Services.connect(Deployment.load(config).orchestrator)
-        yield Quartet(folder, config, raw, cluster, target, policy, reward, channel, services)
+        yield Quartet(folder, config, raw, cluster, target, imported, policy, reward, channel, services)
         await channel.close()
     finally:
         command(folder, "down")
@@ -180,8 +188,7 @@ def _secure(folder: Path) -> Path:
 
 def named(quartet: Quartet, name: str) -> psutil.Process:
     """The Ray worker of the cluster whose title begins so."""
-    family = psutil.Process(quartet.cluster.pid).children(recursive=True)
-    alive = [process for process in family if process.status() != psutil.STATUS_ZOMBIE]
+    alive = [process for process in quartet.cluster.processes() if process.status() != psutil.STATUS_ZOMBIE]
     [only] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
     return only
 
@@ -194,8 +201,8 @@ def rollouts(quartet: Quartet) -> dict[str, int]:
 
 def engine_of(pid: int) -> int:
     """The process of a replica's vLLM engine."""
-    [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    return engine.pid
+    [engine] = [p for p in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    return preloaded.fork_of(engine).pid
 
 
 def left_behind(mark: str) -> list[str]:

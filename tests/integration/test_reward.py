@@ -120,6 +120,9 @@ def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
         "scorers",
     )
     serving.await_running(quartet.cluster, ("words", "blend"), print, 120)
+    for broken in ("typo", "nowhere"):
+        with pytest.raises(ray_cluster.ClusterError, match=f"^{broken}: "):
+            serving.await_running(quartet.cluster, (broken,), print, 120)
     after = ray_cluster.applications(quartet.cluster)
     for name in SERVICES:  # what was there has not even been restarted
         assert _processes(after[name]) == _processes(before[name])

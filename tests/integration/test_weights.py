@@ -94,12 +94,12 @@ async def sampled_across(
     repeated: list[int] = []
 
     async def call() -> None:
-        stream = quartet.services.rollout.generate(PROMPTS * 10, LONG, timeout_s=60, on_repeat=repeated.append)
+        stream = quartet.services.rollout.generate(PROMPTS * 4, LONG, timeout_s=60, on_repeat=repeated.append)
         came = []
         async for some in stream:
             came += some
             begun.set()
-        assert sorted(sample.index for sample in came) == list(range(len(PROMPTS) * 10))
+        assert sorted(sample.index for sample in came) == list(range(len(PROMPTS) * 4))
         samples.extend(came)
 
     async def listen() -> None:
