@@ -69,11 +69,9 @@ class RolloutClient(ServiceClient[RolloutStub]):
             InvalidArgument: the request can never succeed, or the number of seeds is wrong.
             DeadlineExceeded, Unavailable, FailedPrecondition: some samples did not come in time, or LeaseLost.
         """
-        if seeds is not None and len(seeds) != len(prompts):
-            raise InvalidArgument(f"seeds: {len(seeds)} for {len(prompts)} prompts; give one each, or None")
+        _check_seeds(seeds, len(prompts))
         deadline, remaining = Deadline(timeout_s), Remaining(len(prompts))
-        backoff, call = Backoff(deadline), f"{self.application}.Generate"
-        refusal: ServiceError | None = None
+        backoff, call, refusal = Backoff(deadline), f"{self.application}.Generate", None
         while asked := remaining.next():
             begun = remaining.begun(asked, (min_version, max_version), self.lease.number)
             stream = self._stream(prompts, asked, begun, sampling, seeds, (min_version, max_version), deadline.left_s)
@@ -88,11 +86,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
             finally:
                 stream.cancel()  # a caller that leaves early must not leave the replica sampling
             if (again := remaining.among(asked)) and not remaining.halve(again, failure):
-                if isinstance(failure, DeadlineExceeded):
-                    missing = f"{call}: {len(remaining)} samples missing after {timeout_s:g} s"
-                    # The reason why the last try had so little time left.
-                    raise refusal or DeadlineExceeded(missing)
-                refusal = await _pause(failure, backoff, deadline)
+                refusal = await _pause(failure, refusal, backoff, f"{call}: {len(remaining)} samples missing")
                 on_repeat(0 if isinstance(failure, ResourceExhausted) else again)
 
     def _stream(
@@ -167,18 +161,31 @@ class RolloutClient(ServiceClient[RolloutStub]):
         return list(reply.reports)
 
 
-async def _pause(failure: ServiceError, backoff: Backoff, deadline: Deadline) -> ServiceError:
-    """Waits before the next try; returns what to raise if that meets the deadline. Raises it when no time is left,
-    and at once if it is a failure that waiting does not mend."""
-    waits = isinstance(failure, Unavailable | FailedPrecondition | ResourceExhausted)
-    if not waits or isinstance(failure, TooLarge | LeaseLost):
+def _check_seeds(seeds: Sequence[int] | None, prompts: int) -> None:
+    if seeds is not None and len(seeds) != prompts:
+        raise InvalidArgument(f"seeds: {len(seeds)} for {prompts} prompts; give one each, or None")
+
+
+async def _pause(failure: ServiceError, refusal: ServiceError | None, backoff: Backoff, missing: str) -> ServiceError:
+    """Waits before the next try; returns why the last one was refused.
+
+    Args:
+        failure: the last try's; raised at once if waiting does not mend it, or no time is left.
+        refusal: of the try before; raised if the deadline ended the last one, which had little time because of it.
+        missing: said if the deadline ended the last try and nothing had been refused.
+    """
+    if isinstance(failure, DeadlineExceeded):
+        raise refusal or DeadlineExceeded(f"{missing} after {backoff.deadline.timeout_s:g} s")
+    if isinstance(failure, TooLarge | LeaseLost):
         raise failure
-    if not isinstance(failure, ResourceExhausted):
-        await backoff.wait(failure)
-        return failure
-    refusal = too_busy(failure, deadline)
-    await backoff.wait(refusal, failure.retry_after_s)
-    return refusal
+    if isinstance(failure, ResourceExhausted):
+        busy = too_busy(failure, backoff.deadline)
+        await backoff.wait(busy, failure.retry_after_s)
+        return busy
+    if not isinstance(failure, Unavailable | FailedPrecondition):
+        raise failure
+    await backoff.wait(failure)
+    return failure
 
 
 def _failure(error: Exception, call: str, stall_s: float) -> ServiceError:

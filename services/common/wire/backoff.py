@@ -45,7 +45,8 @@ class Backoff:
     together."""
 
     def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
+        """The moment by which the last try must end."""
         self._pause = FIRST_PAUSE_S
         self._began = deadline.now
         """Beginning of the last try, on the deadline's clock."""
@@ -59,11 +60,11 @@ class Backoff:
             at_least_s: the pause that the service asked for; up to a quarter is added at random.
         """
         pause = max(self._pause * random.uniform(0.5, 1), (at_least_s or 0.0) * random.uniform(1, 1.25))
-        took = min(self._deadline.now - self._began, LAST_TRY_S)
-        if self._deadline.passes_within(pause + took):
+        took = min(self.deadline.now - self._began, LAST_TRY_S)
+        if self.deadline.passes_within(pause + took):
             raise error
         await asyncio.sleep(pause)
-        self._began = self._deadline.now
+        self._began = self.deadline.now
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
 
