@@ -10,6 +10,7 @@ import random
 import secrets
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.config.checkpoint import CheckpointConfig
@@ -144,6 +146,8 @@ class Scene:
         return os.waitpid(child, 0)[1]
 
     def _as_writer(self, folder: Path, fault: Callable[[Path], None]) -> int:
+        # Progress is shown under a lock of all forks, which one that is killed would keep from this process for good.
+        transformers_logging.tqdm_lib.tqdm.set_lock(threading.RLock())
         secrets.token_hex = lambda length: "fork"  # type: ignore[assignment, misc]  # where the snapshots go
         notes: list[str] = []
         checkpoints = self._checkpoints(folder, taken=True, note=notes.append)
