@@ -13,7 +13,6 @@ the middle half lies, and the ratio of the sides' medians. The first steps, whic
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,8 @@ import psutil
 import typer
 import yaml
 from rich.console import Console
+
+from orchestrator.deployment.listeners import free_ports
 
 HERE = Path(__file__).parents[1]
 MARK = "QUARTET_BENCHMARK_SIDE"
@@ -152,21 +153,13 @@ def _running(checkout: Path, folder: Path, steps: int) -> Iterator[Side]:
 def _configured(checkout: Path, steps: int) -> dict[str, Any]:
     """The checkout's demo, on free ports."""
     raw: dict[str, Any] = yaml.safe_load((checkout / "deploy/ppo.yaml").read_text())
-    http, grpc = _free_ports()
+    http, grpc = free_ports(2)
     raw["http_options"] = raw.get("http_options", {}) | {"port": http}
     raw["grpc_options"] |= {"port": grpc}
     run = raw["orchestrator"]
     run |= {"target": f"127.0.0.1:{grpc}", "steps": steps, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["evaluation"] |= {"every": 0}
     return raw
-
-
-def _free_ports() -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ and the ratios of processor time and seconds.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from rich.table import Table
 
 from benchmarks.processor_time import KINDS, Meter
 from orchestrator.deployment import cluster
+from orchestrator.deployment.listeners import free_ports
 from orchestrator.monitoring.metrics import FILE, read_metrics
 from services.common.security.credentials import VARIABLE
 from services.common.security.keys.folder import Keys
@@ -228,7 +228,7 @@ def _make(
     (folder / "models").symlink_to(Path("models").resolve())
     security, credentials = secure(folder)
     side = Side(folder, credentials, steps)
-    http, grpc = _free_ports()
+    http, grpc = free_ports(2)
     orchestrator = raw["orchestrator"] | {"target": f"{HOST}:{grpc}", "evaluation": {"every": 0}}
     # One step more than what is counted, so that the end of the run is not.
     orchestrator |= {"steps": WARM_UP + steps + 1}
@@ -238,16 +238,6 @@ def _make(
     }
     side.config.write_text(yaml.safe_dump(raw | ports | {"security": security, "orchestrator": orchestrator}))
     return side
-
-
-def _free_ports() -> list[int]:
-    probes = [socket.socket() for _ in range(2)]
-    for probe in probes:
-        probe.bind((HOST, 0))
-    numbers = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return numbers
 
 
 if __name__ == "__main__":

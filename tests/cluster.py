@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import uuid
@@ -23,6 +22,7 @@ from orchestrator.clients import Services
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.listeners import free_ports
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
 from services.critic.client import CriticClient
@@ -215,12 +215,3 @@ def left_behind(mark: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return left
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on at the moment."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

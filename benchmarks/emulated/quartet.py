@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from orchestrator.commands.up import up
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.listeners import free_ports
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("rollout", "reward", "reference", "critic")
@@ -56,7 +56,7 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
 def _raw(folder: str, times: Path) -> dict[str, Any]:
     """deploy/ppo.yaml with the emulated applications and ports of its own."""
     raw: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "ppo.yaml").read_text())
-    http, grpc = _free_ports(2)
+    http, grpc = free_ports(2)
     raw["http_options"]["port"], raw["grpc_options"]["port"] = http, grpc
     raw["applications"] = [
         {
@@ -78,11 +78,3 @@ def _raw(folder: str, times: Path) -> dict[str, Any]:
         "ppo": {"minibatch_size": BATCH},
     }
     return raw
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
-from orchestrator.deployment.listeners import listeners, unguarded
+from orchestrator.deployment.listeners import free_ports, listeners, unguarded
 from protos import reward_pb2
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.identity import Role
@@ -22,7 +22,6 @@ from services.common.security.keys.folder import Keys
 from services.common.security.port import SecurityConfig
 from services.common.wire.errors import PermissionDenied, Unauthenticated, Unavailable
 from services.reward.client import RewardClient
-from tests.cluster import free_ports
 from tests.configuration import REPO, model_scorer
 
 CALLERS: dict[str, Role] = {"run-a": "trainer", "evaluator": "judge-client", "pager": "prober"}

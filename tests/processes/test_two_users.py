@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from orchestrator.deployment.cluster import STATE
+from orchestrator.deployment.listeners import free_ports
 from protos import rollout_pb2
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
 from services.common.security.local import FOLDER
-from tests.cluster import free_ports
 from tests.configuration import configuration, write_prompts
 from tests.models import make_policy
 from tests.users import NEEDS, User, possible, readable, users

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from orchestrator.deployment.listeners import free_ports
 from orchestrator.monitoring.metrics import read_metrics
-from tests.cluster import command, free_ports
+from tests.cluster import command
 from tests.configuration import REPO
 from tests.untidy import make_untidy
 
