@@ -146,18 +146,18 @@ class Scene:
         return os.waitpid(child, 0)[1]
 
     def _as_writer(self, folder: Path, fault: Callable[[Path], None]) -> int:
-        # Progress is shown under a lock of all forks, which one that is killed would keep from this process for good.
-        transformers_logging.tqdm_lib.tqdm.set_lock(threading.RLock())
-        secrets.token_hex = lambda length: "fork"  # type: ignore[assignment, misc]  # where the snapshots go
         notes: list[str] = []
-        checkpoints = self._checkpoints(folder, taken=True, note=notes.append)
 
         async def write() -> None:
             async with AsyncExitStack() as stack:
+                checkpoints = self._checkpoints(folder, taken=True, note=notes.append)
                 stack.push_async_exit(checkpoints)
                 await checkpoints.take_if_due(_state(2))
 
         try:
+            # Progress is shown under a lock of all forks, which one that is killed would keep from this process.
+            transformers_logging.tqdm_lib.tqdm.set_lock(threading.RLock())
+            secrets.token_hex = lambda length: "fork"  # type: ignore[assignment, misc]  # where the snapshots go
             fault(folder)
             asyncio.run(write())
             return 1 if notes else 0

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,9 +188,15 @@ def _secure(folder: Path) -> Path:
 
 def named(quartet: Quartet, name: str) -> psutil.Process:
     """The Ray worker of the cluster whose title begins so."""
-    alive = [process for process in quartet.cluster.processes() if process.status() != psutil.STATUS_ZOMBIE]
-    [only] = [process for process in alive if " ".join(process.cmdline()).startswith(name)]
+    [only] = [process for process in quartet.cluster.processes() if _title(process).startswith(name)]
     return only
+
+
+def _title(process: psutil.Process) -> str:
+    """Its command line; empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):  # as a zombie is for psutil, too
+        return " ".join(process.cmdline())
+    return ""
 
 
 def rollouts(quartet: Quartet) -> dict[str, int]:

@@ -24,6 +24,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_TMPDIR": tempfile.mkdtemp(prefix="qt-", dir="/tmp"),
+        # The first worker of a kind waits until what its forks share has been imported (tests/preloaded).
+        "RAY_worker_register_timeout_seconds": "240",
         # Serve's controller looks at its replicas every 0.1 s, which takes 4 % of a core.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     }
