@@ -166,6 +166,7 @@ async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIter
     try:
         up = command(folder, "up", str(config), **{_MARK: mark})
         assert up.returncode == 0, up.stderr
+        preloaded.preload_learners(imported)
         cluster = ray_cluster.running(folder / ray_cluster.STATE)
         assert cluster
         os.environ.setdefault(VARIABLE, str(folder / ".quartet/access"))  # this process is in another folder

@@ -13,8 +13,8 @@ from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.wire.errors import LeaseLost
 from services.rollout.sample import Sampling
-from tests.cluster import Quartet, command
-from tests.commands import PATIENCE_S
+from tests.cluster import Quartet
+from tests.commands import PATIENCE_S, finished
 from tests.runs import Run
 
 PROMPTS = [np.asarray([4, 5], np.int32)]
@@ -46,16 +46,15 @@ async def test_of_two_runs_one_is_told_and_taking_over_ends_the_other(quartet: Q
     first.wait(first.reached(1), process)
     second = lasting(quartet, "second", 2)
 
-    refused = await asyncio.to_thread(command, quartet.folder, "train", str(second.config))
-    assert refused.returncode == 1
-    told = " ".join(refused.stderr.split())
-    assert f"run {run_id(first)} is training with these services: stop it first" in told
+    code, told = await asyncio.to_thread(finished, quartet.folder, "train", str(second.config))
+    assert code == 1
+    assert f"run {run_id(first)} is training with these services: stop it first" in " ".join(told.split())
     assert not (second.folder / RUN_ID).exists()
     # The first has not noticed.
     first.wait(first.reached(len(first.steps()) + 1), process)
 
-    taken = await asyncio.to_thread(command, quartet.folder, "train", str(second.config), "--take-over")
-    assert taken.returncode == 0, taken.stderr
+    code, told = await asyncio.to_thread(finished, quartet.folder, "train", str(second.config), "--take-over")
+    assert code == 0, told
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
     log = " ".join(first.log.read_text().split())
     assert re.search(rf"run {run_id(first)} of \w+ \(lease \d", log)
@@ -81,6 +80,6 @@ async def test_a_crashed_runs_services_are_free_when_its_lease_ends(quartet: Qua
     first = lasting(quartet, "crashing", LONG, lease_s=60)  # longer than it takes to start the next
     first.killed(first.reached(1))
     third = lasting(quartet, "third", 1)
-    done = await asyncio.to_thread(command, quartet.folder, "train", str(third.config))
-    assert done.returncode == 0, done.stderr
-    assert f"run {run_id(first)} was alive a moment ago" in " ".join(done.stderr.split())
+    code, told = await asyncio.to_thread(finished, quartet.folder, "train", str(third.config))
+    assert code == 0, told
+    assert f"run {run_id(first)} was alive a moment ago" in " ".join(told.split())

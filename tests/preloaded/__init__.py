@@ -1,4 +1,4 @@
-"""Replicas of Serve, and their engines, as forks of processes that have imported what takes them long.
+"""Replicas of Serve, their engines, and learners, as forks of processes that have imported what takes them long.
 
 Ray starts `launcher.py` in the place of Python; it asks `server.py` for a fork and hands it all that it was given.
 """
@@ -12,12 +12,27 @@ from typing import Any
 import psutil
 
 _HERE = Path(__file__).parent
+_LEARNERS = "QUARTET_TEST_LEARNERS"
+"""The program that Ray starts for actors of a run, in the place of Python."""
 
 
 def preload(application: dict[str, Any], folder: Path) -> None:
     """Makes what Ray starts for an application forks of one process, whose socket is in this folder."""
     kind = "rollout" if application["import_path"].startswith("services.rollout.") else "models"
     application["runtime_env"] = application.get("runtime_env", {}) | _environment(kind, folder)
+
+
+def preload_learners(folder: Path) -> None:
+    """Makes learners of runs that this process, or one that it starts, begins from now on such forks."""
+    os.environ |= {
+        _LEARNERS: _environment("learners", folder)["py_executable"],
+        "RAY_RUNTIME_ENV_HOOK": f"{__name__}.environment_of_a_run",
+    }
+
+
+def environment_of_a_run(environment: dict[str, Any] | None) -> dict[str, Any]:
+    """What Ray calls in a driver for the runtime environment of all that the driver starts."""
+    return (environment or {}) | {"py_executable": os.environ[_LEARNERS]}
 
 
 def _environment(kind: str, folder: Path) -> dict[str, str]:

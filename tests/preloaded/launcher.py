@@ -4,8 +4,9 @@
     launcher.py SOCKET [options] -c code arguments...
     launcher.py SOCKET [options] -m module arguments...
 
-The arguments, environment, folder and open files of this process go to the server that listens at the socket, and
-that starts with the first call. This process ends as the fork does. A fork is killed when its launcher is.
+The arguments, environment, folder, open files, process group and niceness of this process go to the server that
+listens at the socket, and that starts with the first call. This process ends as the fork does. A fork is killed when
+its launcher is.
 """
 
 import fcntl
@@ -23,13 +24,15 @@ _START_S = 120
 def main(path: str, arguments: "list[str]") -> None:
     """Has the fork made and waits for its end."""
     inherited = _open_files()
-    server = _connected(path)
+    # One server for each session, thus for each Ray head: processes join groups of their own session only.
+    server = _connected(f"{path}.{os.getsid(0)}")
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "files": inherited,
         "group": os.getpgrp(),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
     }
     body = json.dumps(request).encode()
     socket.send_fds(server, [len(body).to_bytes(4, "big")], inherited)

@@ -2,7 +2,7 @@
 
     server.py SOCKET
 
-The name of the socket says what is imported: `rollout`, or `models` for the three other services.
+The name of the socket says what is imported: `rollout`, `models` for the three other services, or `learners`.
 """
 
 import atexit
@@ -43,6 +43,13 @@ IMPORTED = {
         "services.critic.replica",
         "services.critic.learner",
         "services.common.ranks.process_rank",
+        "deepspeed",
+        "transformers.models.llama.modeling_llama",
+    ],
+    # Without Ray, which reads the job's id while it is imported: each run is a job of its own.
+    "learners": [
+        "services.common.ranks.ranks",
+        "orchestrator.policy.trainer",
         "deepspeed",
         "transformers.models.llama.modeling_llama",
     ],
@@ -94,6 +101,7 @@ class Server:
             # Fails, and with it the fork, if the launcher was killed meanwhile.
             request: dict[str, Any] = json.loads(body)
             os.setpgid(0, request["group"])
+            os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
             self._leave(launcher, files, request["files"])
             return request
         for file in files:
@@ -195,9 +203,10 @@ def _import(kind: str) -> None:
 
 def main(path: str) -> None:
     """Serves; in a fork, ends the process as Python would."""
-    _import(os.path.basename(path))
+    program = path.rpartition(".")[0]
+    _import(os.path.basename(program))
     request = Server(path).next()
-    code = carry_out(request, f"{path}-python")
+    code = carry_out(request, f"{program}-python")
     threading._shutdown()  # type: ignore[attr-defined]  # as Python does before it ends
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
