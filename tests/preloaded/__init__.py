@@ -25,7 +25,7 @@ def preload(application: dict[str, Any], folder: Path) -> None:
 def preload_learners(folder: Path) -> None:
     """Makes learners of runs that this process, or one that it starts, begins from now on such forks."""
     os.environ |= {
-        _LEARNERS: _environment("learners", folder)["py_executable"],
+        _LEARNERS: _environment("models", folder)["py_executable"],
         "RAY_RUNTIME_ENV_HOOK": f"{__name__}.environment_of_a_run",
     }
 

@@ -2,7 +2,7 @@
 
     server.py SOCKET
 
-The name of the socket says what is imported: `rollout`, `models` for the three other services, or `learners`.
+The name of the socket says what is imported: `rollout`, or `models` for the other services and for learners.
 """
 
 import atexit
@@ -26,9 +26,7 @@ from typing import Any
 
 IMPORTED = {
     "rollout": [
-        "services.rollout.replica",
         "services.rollout.member",
-        "services.rollout.newcomer",
         "services.rollout.vllm.engine",
         "services.rollout.vllm.transfer",
         "vllm.v1.engine.core",
@@ -36,24 +34,18 @@ IMPORTED = {
         "vllm.model_executor.models.llama",
     ],
     "models": [
-        "services.reward.replica",
         "services.reward.scorers.make",
-        "services.reference.replica",
         "services.reference.model",
-        "services.critic.replica",
         "services.critic.learner",
         "services.common.ranks.process_rank",
-        "deepspeed",
-        "transformers.models.llama.modeling_llama",
-    ],
-    # Without Ray, which reads the job's id while it is imported: each run is a job of its own.
-    "learners": [
         "services.common.ranks.ranks",
         "orchestrator.policy.trainer",
         "deepspeed",
         "transformers.models.llama.modeling_llama",
     ],
 }
+"""Without Ray, which each fork imports for itself. While it is imported it reads the job's id and begins the numbers
+that all its ids are drawn from: forks that shared them gave their tasks the same ids, which ended Serve's proxy."""
 _HIGH = 700
 """The server's own files have numbers from here on, which no file of a launcher has."""
 _FORKED_THREADS = {"jemalloc_bg_thd"}
@@ -193,8 +185,10 @@ def _import(kind: str) -> None:
     """Imports what forks of this kind need, as the replicas do it."""
     if kind == "rollout":
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    sys.modules["ray"] = None  # type: ignore[assignment]  # as if it were not installed; vLLM tries to import it
     for name in IMPORTED[kind]:
         importlib.import_module(name)
+    del sys.modules["ray"]
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if set(names[1:]) - _FORKED_THREADS:
         raise RuntimeError(f"{kind}: an import started threads, which forks would not have: {names}")
