@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 _HERE = Path(__file__).parent
-_LEARNERS = "QUARTET_TEST_LEARNERS"
-"""The program that Ray starts for actors of a run, in the place of Python."""
+_FOLDER = "QUARTET_TEST_PRELOADED"
+"""The folder that holds the sockets for learners."""
 
 
 def preload(application: dict[str, Any], folder: Path) -> None:
@@ -24,15 +24,12 @@ def preload(application: dict[str, Any], folder: Path) -> None:
 
 def preload_learners(folder: Path) -> None:
     """Makes learners of runs that this process, or one that it starts, begins from now on such forks."""
-    os.environ |= {
-        _LEARNERS: _environment("models", folder)["py_executable"],
-        "RAY_RUNTIME_ENV_HOOK": f"{__name__}.environment_of_a_run",
-    }
+    os.environ |= {_FOLDER: str(folder), "RAY_RUNTIME_ENV_HOOK": f"{__name__}.environment_of_a_run"}
 
 
 def environment_of_a_run(environment: dict[str, Any] | None) -> dict[str, Any]:
     """What Ray calls in a driver for the runtime environment of all that the driver starts."""
-    return (environment or {}) | {"py_executable": os.environ[_LEARNERS]}
+    return (environment or {}) | _environment("models", Path(os.environ[_FOLDER]))
 
 
 def _environment(kind: str, folder: Path) -> dict[str, str]:

@@ -48,8 +48,6 @@ IMPORTED = {
 that all its ids are drawn from: forks that shared them gave their tasks the same ids, which ended Serve's proxy."""
 _HIGH = 700
 """The server's own files have numbers from here on, which no file of a launcher has."""
-_FORKED_THREADS = {"jemalloc_bg_thd"}
-"""Threads that libraries start again in a fork."""
 
 
 class Server:
@@ -190,7 +188,7 @@ def _import(kind: str) -> None:
         importlib.import_module(name)
     del sys.modules["ray"]
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    if set(names[1:]) - _FORKED_THREADS:
+    if names[1:]:
         raise RuntimeError(f"{kind}: an import started threads, which forks would not have: {names}")
     gc.freeze()
 
