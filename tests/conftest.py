@@ -11,10 +11,10 @@ import pytest
 from tests.crashes import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from tests.division import (  # noqa: F401
     pytest_collection_modifyitems,
+    pytest_ignore_collect,
     pytest_runtest_setup,
     pytest_xdist_make_scheduler,
 )
-from tests.models import make_policy, make_reward
 from tests.running import shared_quartet  # noqa: F401
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
@@ -35,10 +35,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with untied embeddings."""
+    # Imported here, as the process that divides the tests makes no model and would wait for transformers.
+    from tests.models import make_policy
+
     return make_policy(tmp_path_factory.mktemp("models") / "policy", kind="llama", tied=False)
 
 
 @pytest.fixture(scope="session")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model of one label."""
+    from tests.models import make_reward
+
     return make_reward(tmp_path_factory.mktemp("models") / "reward")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +16,10 @@ from orchestrator.tracing.shares import LOOPS
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, command
+from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 from tests.configuration import EVALUATED
+from tests.runs import Ended
 
 STEPS = 3
 EVERY_STEP = {
@@ -38,17 +38,10 @@ EVERY_STEP = {
 EVALUATION = {"eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eval/words", "seconds/evaluate"}
 
 
-@pytest.fixture(scope="module")
-async def run(quartet: Quartet) -> Path:
-    """The folder of a run that has ended well, started elsewhere than the cluster was."""
-    elsewhere = quartet.folder / "elsewhere"
-    shutil.copytree(quartet.folder / ".quartet", elsewhere / ".quartet")
-    before = (await quartet.services.rollout.info(30)).policy_version
-    done = command(elsewhere, "train", str(quartet.config))
-    assert done.returncode == 0, done.stderr
-    folder = elsewhere / "runs" / "three-steps"
-    (folder / "version-before").write_text(str(before))
-    return folder
+@pytest.fixture
+def run(ended: Ended) -> Path:
+    """The run's folder."""
+    return ended.folder
 
 
 def test_every_step_is_logged_once_with_all_that_is_measured(run: Path) -> None:
@@ -62,9 +55,9 @@ def test_every_step_is_logged_once_with_all_that_is_measured(run: Path) -> None:
     assert np.isfinite([value for line in lines for value in line.values()]).all()
 
 
-def test_the_policy_moves_and_its_version_rises_by_one_each_step(run: Path) -> None:
-    before = int((run / "version-before").read_text())
-    _, *steps = read_metrics(run / "metrics.jsonl")
+def test_the_policy_moves_and_its_version_rises_by_one_each_step(ended: Ended) -> None:
+    before = ended.version_before
+    _, *steps = read_metrics(ended.folder / "metrics.jsonl")
     # The push before the first step makes one version, each step another.
     assert [line["policy/version"] for line in steps] == [before + 2, before + 3, before + 4]
     assert [line["policy/staleness"] for line in steps] == [0, 0, 0]

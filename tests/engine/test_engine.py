@@ -1,6 +1,5 @@
 """The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,21 +42,18 @@ class Loaded:
 
 
 MORE = pytest.mark.exhaustive
-KINDS = {"llama": ("llama", False), "qwen2-tied": ("qwen2", True)}
-# Either differs from the two in one thing that the other has.
-OTHERS = {"llama-tied": ("llama", True), "qwen2": ("qwen2", False)}
-
-
-def engines(always: Collection[str]) -> Any:
-    """With each kind of model; in `make test` with these."""
-    kinds = KINDS | OTHERS
-    params = [pytest.param(kind, id=name, marks=() if name in always else MORE) for name, kind in kinds.items()]
-    return pytest.mark.parametrize("loaded", params, indirect=True)
-
-
-every_kind = engines(KINDS)
-# What depends on the transfer and not on the model.
-one_kind = engines(["llama"])
+KINDS = {
+    "llama": ("llama", False),
+    "llama-tied": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen2-tied": ("qwen2", True),
+}
+# Of tied models and other architectures test_shared_push.py and test_families.py push one each.
+every_kind = pytest.mark.parametrize(
+    "loaded",
+    [pytest.param(kind, id=name, marks=() if name == "llama" else MORE) for name, kind in KINDS.items()],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
         before = after
 
 
-@one_kind
+@every_kind
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
     """In the middle; then the same weights arrive with the next push."""
     [old] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
@@ -107,7 +103,7 @@ async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loade
     await loaded.check(version=51)
 
 
-@one_kind
+@every_kind
 async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=101)
     one = await push(loaded.engine, ModelSource(loaded.model), 70)
@@ -116,7 +112,7 @@ async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None
     await loaded.check(version=71)
 
 
-@one_kind
+@every_kind
 async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeated(loaded: Loaded) -> None:
     """It has no copy to go back to. The repetition mends it."""
     perturbed(loaded.model, seed=102)
@@ -136,7 +132,7 @@ async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeat
     await loaded.check(version=83)
 
 
-@one_kind
+@every_kind
 async def test_a_push_is_repeated_when_an_attempt_fails(loaded: Loaded) -> None:
     perturbed(loaded.model, seed=100)
     source = ModelSource(loaded.model)

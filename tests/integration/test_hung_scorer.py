@@ -47,6 +47,7 @@ async def score(quartet: Quartet, prompt: str) -> list[float]:
     return list(unpack_floats(reply.scores, "scores").tolist())
 
 
+@pytest.mark.exhaustive  # the answer by units; a replica that Serve finds ill and replaces: test_faults.py
 @pytest.mark.timeout(300)
 async def test_a_hung_scorer_answers_its_callers_and_is_replaced(quartet: Quartet) -> None:
     quartet.deploy([application(quartet)], "hangs")

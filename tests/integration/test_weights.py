@@ -127,7 +127,8 @@ async def test_responses_in_the_engine_are_finished_under_the_new_weights(quarte
         assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), 100]
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+# What an engine makes of a push that aborts is in tests/engine/test_resumed.py, what the client does in units.
+@pytest.mark.parametrize("in_flight", ["wait", pytest.param("abort", marks=pytest.mark.exhaustive)])
 async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Quartet, in_flight: str) -> None:
     """wait: they end under the weights they began with. abort: they go on from their tokens, at any replica. None is
     lost."""

@@ -13,7 +13,7 @@ from tests.checkpoint_faults import KINDS, Scene
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("trials", [12, pytest.param(40, marks=pytest.mark.exhaustive)])  # more of the same
+@pytest.mark.parametrize("trials", [8, pytest.param(40, marks=pytest.mark.exhaustive)])  # more of the same
 def test_a_kill_or_a_full_disk_at_any_point_leaves_a_checkpoint_to_restore(
     tmp_path: Path, policy_folder: Path, reward_folder: Path, trials: int
 ) -> None:

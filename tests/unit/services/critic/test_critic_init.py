@@ -11,7 +11,8 @@ from recipes.common.shape import Shape
 from recipes.reviews.make import make
 from recipes.reviews.settings import Settings
 
-pytestmark = pytest.mark.processes
+# A measurement: what it is made of has tests of its own.
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SMALL = Settings(
     shape=Shape(hidden=64, layers=1, heads=2),
