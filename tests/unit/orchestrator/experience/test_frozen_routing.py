@@ -149,7 +149,8 @@ class Judge(RewardServicer, ReferenceServicer):  # type: ignore[misc]
         return reply
 
 
-@pytest.mark.parametrize("service", ["reward", "reference"])
+# One client is as the other.
+@pytest.mark.parametrize("service", ["reward", pytest.param("reference", marks=pytest.mark.exhaustive)])
 async def test_what_a_frozen_replica_costs_a_run(policy_folder: Path, service: str) -> None:
     """Steps of a run's collector, over real gRPC, as the clients are configured by default."""
     fleet, fakes = Fleet(real=True), Fakes()
