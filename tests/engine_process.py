@@ -19,7 +19,12 @@ _hosts: list[EngineHost] = []
 
 
 _FORKED = multiprocessing.get_context("forkserver")
-_IMPORTED = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
+_IMPORTED = [
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "tests.frozen",
+]
 
 
 def _settle() -> None:

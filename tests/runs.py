@@ -3,34 +3,16 @@
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file
 
-from orchestrator.deployment.listeners import Listener
 from orchestrator.monitoring.metrics import read_metrics
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 
 STEPS, EVERY = 8, 2
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run that has ended well."""
-
-    folder: Path
-    version_before: int
-    """Of the policy that the replicas had before it."""
-    seen: set[Listener]
-    """Of all its processes, and those of the head."""
-    opened: list[Listener]
-    """Those of them that would answer strangers."""
-    drivers: set[int]
-    """The processes of `quartet train`."""
 
 
 class Run:

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import shutil
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from orchestrator.deployment.listeners import Listener, listeners, unguarded
 from orchestrator.monitoring.metrics import read_metrics
 from orchestrator.tracing.activity import PARTS
 from orchestrator.tracing.shares import LOOPS
@@ -19,7 +23,6 @@ from tests import plain
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 from tests.configuration import EVALUATED
-from tests.runs import Ended
 
 STEPS = 3
 EVERY_STEP = {
@@ -36,6 +39,45 @@ EVERY_STEP = {
     *(f"work/{part}" for part in PARTS),
 }
 EVALUATION = {"eval/score", "eval/score_low", "eval/score_high", "eval/kl", "eval/words", "seconds/evaluate"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended well."""
+
+    folder: Path
+    version_before: int
+    """Of the policy that the replicas had before it."""
+    seen: set[Listener]
+    """Of all its processes, and those of the head."""
+    opened: list[Listener]
+    """Those of them that would answer strangers."""
+    drivers: set[int]
+    """The processes of `quartet train`."""
+
+
+@pytest.fixture(scope="module")
+async def ended(quartet: Quartet) -> Ended:
+    """Started elsewhere than the cluster was."""
+    elsewhere = quartet.folder / "elsewhere"
+    shutil.copytree(quartet.folder / ".quartet", elsewhere / ".quartet")
+    before = (await quartet.services.rollout.info(30)).policy_version
+    log = elsewhere / "train.log"
+    process = Command(elsewhere, log, "train", str(quartet.config))
+    running = asyncio.create_task(asyncio.to_thread(process.wait, PATIENCE_S))
+    seen: set[Listener] = set()
+    opened: list[Listener] = []
+    drivers: set[int] = set()
+    while not running.done():
+        # This process has joined the head; the run's is below it.
+        own = psutil.Process().children(recursive=True)
+        drivers |= {process.pid for process in own}
+        listening = set(listeners([*quartet.cluster.processes(), *own])) - seen
+        opened += await asyncio.to_thread(unguarded, listening)
+        seen |= listening
+        await asyncio.sleep(0.3)
+    assert await running == 0, log.read_text()
+    return Ended(elsewhere / "runs" / "three-steps", before, seen, opened, drivers)
 
 
 @pytest.fixture
@@ -96,6 +138,14 @@ def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
             waits = [value for name, value in line.items() if name.startswith(f"wait/{part}/")]
             assert line[f"work/{part}"] + sum(waits) == pytest.approx(1)
             assert 0 < line[f"work/{part}"] < 1
+
+
+def test_a_run_opens_nothing_to_other_machines(ended: Ended) -> None:
+    beyond = [listener for listener in ended.seen if not listener.on_loopback]
+    print(f"{len(ended.seen)} listeners, {len(beyond)} off loopback, {len(ended.opened)} unauthenticated")
+    assert any(listener.process.startswith("ray::Rank") for listener in ended.seen)
+    assert ended.drivers & {listener.pid for listener in ended.seen}
+    assert ended.opened == []
 
 
 def test_evaluations_are_written_as_text(run: Path) -> None:

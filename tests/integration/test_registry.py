@@ -1,9 +1,10 @@
 """The registry of a run that has just ended stands in the next one's way for a moment only."""
 
 import asyncio
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import ray
@@ -13,36 +14,38 @@ from orchestrator.push.newcomers import registered
 from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.registry import NAME_ERRORS, NAMESPACE, Answer, Applicant, registry_name
 from tests.cluster import Quartet
+from tests.forked import FORKED
 
 APPLICATION = "rollout of another"
-OPEN = f"""
-import asyncio, ray, sys
-from orchestrator.push.newcomers import registered
 
-async def main():
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-    async with registered({APPLICATION!r}):
-        print(ray.get_runtime_context().get_job_id(), flush=True)
-        await asyncio.sleep(600)
 
-asyncio.run(main())
-"""
+def open_registry(job: Connection, address: str, environment: dict[str, str]) -> None:
+    """Opens one as a run does, and keeps it until this process is killed."""
+    os.environ.update(environment)
+
+    async def keep() -> None:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        async with registered(APPLICATION):
+            job.send(ray.get_runtime_context().get_job_id())
+            await asyncio.sleep(600)
+
+    asyncio.run(keep())
 
 
 @pytest.fixture
-def earlier(quartet: Quartet, on_ray: None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def earlier(quartet: Quartet, on_ray: None) -> Iterator[tuple[Any, str]]:
     """The process of a run whose registry is open, and its job at Ray."""
-    arguments = [sys.executable, "-c", OPEN, quartet.cluster.address]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
+    pipe, end = FORKED.Pipe()
+    arguments = (end, quartet.cluster.address, dict(os.environ))
+    process: Any = FORKED.Process(target=open_registry, args=arguments, daemon=True)
+    process.start()
+    end.close()
+    yield process, pipe.recv()
+    process.kill()
 
 
 async def test_a_run_that_ended_with_its_registry_still_there_is_waited_for(
-    earlier: tuple[subprocess.Popen[str], str],
+    earlier: tuple[Any, str],
 ) -> None:
     process, job = earlier
     # Ray forgets a job's classes before it ends the job's actors; the moment between is made longer here.

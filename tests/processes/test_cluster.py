@@ -1,10 +1,9 @@
-"""A Ray head of a folder: who may talk to it, and what it leaves."""
+"""Ray heads of one folder and of several: which of them are one, and what killed ones leave."""
 
 import os
 import subprocess
 import sys
 import time
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,37 +22,6 @@ def silent(text: str) -> None:
 
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if told(process.status, "zombie") != psutil.STATUS_ZOMBIE]
-
-
-def test_a_head_has_a_secret_of_its_own_and_leaves_the_home_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, state = tmp_path / "home", tmp_path / ".quartet" / "cluster.json"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of something else that this user runs")
-    head = cluster.start(silent, state)
-    token, folder = Path(head.token), Path(head.folder)
-    try:
-        assert cluster.applications(head) == {}
-        assert cluster.start(silent, state) == head
-        assert token.stat().st_mode & 0o777 == 0o600
-        assert {path.stat().st_mode & 0o777 for path in (folder, state.parent)} == {0o700}
-        family = head.processes()
-        assert head.pid in {process.pid for process in family}
-        assert {"raylet", "gcs_server"} <= {process.name() for process in family}
-        secret = token.read_text()
-        token.write_text("another")
-        with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
-            cluster.applications(head)
-        token.write_text(secret)
-    finally:
-        cluster.stop(head, state)
-    assert list(home.iterdir()) == []
-    assert sorted(path.name for path in state.parent.iterdir()) == ["lock", "logs", "ray.log"]
-    assert (state.parent / "logs" / "gcs_server.out").exists()
-    assert not folder.exists()
-    assert living(family) == []
 
 
 UP = "from orchestrator.deployment import cluster; print(cluster.start(lambda text: None).address)"

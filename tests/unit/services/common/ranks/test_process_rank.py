@@ -1,6 +1,7 @@
 """A rank in a process of its own: its calls, its errors and its end."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -45,6 +46,10 @@ class Trainer:
         self.seen.append(number)
         return self.seen
 
+    def searched(self) -> float:
+        """Objects that a search for garbage looks at, for each that it does not."""
+        return len(gc.get_objects()) / gc.get_freeze_count()
+
     def fail(self, how: str) -> Any:
         if how == "odd":
             raise Odd("o", "dd")
@@ -88,6 +93,10 @@ async def test_it_answers_in_turn_from_a_process_that_has_its_environment(rank: 
     assert await rank.call("run", "Trainer.variable", "CUDA_VISIBLE_DEVICES") == ""  # as this process may use none
     calls = [rank.call("run", "Trainer.note", number, seconds=0.1 / number) for number in (1, 2, 3)]
     assert (await asyncio.gather(*calls))[-1] == [0, 1, 2, 3]
+
+
+async def test_what_was_imported_is_not_searched_for_garbage(rank: ProcessRank) -> None:
+    assert await rank.call("run", "Trainer.searched") < 0.05
 
 
 async def test_what_runs_beside_does_not_wait(rank: ProcessRank) -> None:

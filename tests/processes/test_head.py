@@ -1,12 +1,18 @@
-"""deploy/ppo-open.yaml on a Ray head of its own: the reward service behind TLS and a policy."""
+"""A Ray head of a folder, with the open port of deploy/ppo-open.yaml: who may talk to either, and what it leaves.
+
+The port is that of the reward service, behind TLS and a policy.
+"""
 
 import asyncio
+import urllib.error
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import yaml
 from grpc import StatusCode
@@ -14,12 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
+from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.listeners import free_ports, listeners, unguarded
 from protos import reward_pb2
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.identity import Role
 from services.common.security.keys.folder import Keys
-from services.common.security.port import SecurityConfig
+from services.common.security.port import Port, SecurityConfig
 from services.common.wire.errors import PermissionDenied, Unauthenticated, Unavailable
 from services.reward.client import RewardClient
 from tests.configuration import REPO, model_scorer
@@ -36,29 +43,58 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 
 @pytest.fixture(scope="module")
-def target(keys: Keys, policy_folder: Path, reward_folder: Path) -> Iterator[str]:
-    """The reward application of the shipped file, open on every address of this machine."""
-    folder = keys.folder.parent
-    raw = yaml.safe_load((REPO / "deploy/ppo-open.yaml").read_text())
+def port(keys: Keys) -> Port:
+    """Open on every address of this machine to those whom the policy names."""
+    port = SecurityConfig.parse(shipped()["security"] | {"policy": str(keys.policy)}, "security").port
+    assert port.host == "0.0.0.0"
+    return port
+
+
+def shipped() -> dict[str, Any]:
+    """deploy/ppo-open.yaml."""
+    return dict(yaml.safe_load((REPO / "deploy/ppo-open.yaml").read_text()))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head and the folders that it may write to."""
+
+    cluster: Cluster
+    state: Path
+    home: Path
+
+
+@pytest.fixture(scope="module")
+def head(keys: Keys, port: Port) -> Iterator[Head]:
+    """Without a service."""
+    home, state = keys.folder.parent / "home", keys.folder.parent / ".quartet" / "ray.json"
+    home.mkdir()
+    environment = port.environment | {"HOME": str(home), "RAY_AUTH_TOKEN": "of something else that this user runs"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        cluster = ray_cluster.start(print, state)
+        try:
+            yield Head(cluster, state, home)
+        finally:
+            if cluster.alive:
+                ray_cluster.stop(cluster, state)
+
+
+@pytest.fixture(scope="module")
+def target(head: Head, policy_folder: Path, reward_folder: Path) -> str:
+    """The reward application of the shipped file."""
+    raw = shipped()
     http, number = free_ports(2)
     raw["http_options"]["port"], raw["grpc_options"]["port"] = http, number
     [reward] = [entry for entry in raw["applications"] if entry["name"] == "reward"]
     reward["args"] = {"tokenizer": str(policy_folder), "scorer": model_scorer(reward_folder)}
     raw["applications"] = [reward]
-    served, state = folder / "open.yaml", folder / "ray.json"
+    served = head.home.with_name("open.yaml")
     served.write_text(yaml.safe_dump(raw))
-    port = SecurityConfig.parse(raw["security"] | {"policy": str(keys.policy)}, "security").port
-    assert port.host == "0.0.0.0"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in port.environment.items():
-            patch.setenv(name, value)
-        head = ray_cluster.start(print, state)
-        try:
-            serving.deploy(head, served)
-            serving.await_running(head, ("reward",), print, 300)
-            yield f"127.0.0.1:{number}"
-        finally:
-            ray_cluster.stop(head, state)
+    serving.deploy(head.cluster, served)
+    serving.await_running(head.cluster, ("reward",), print, 300)
+    return f"127.0.0.1:{number}"
 
 
 @pytest.fixture
@@ -70,6 +106,22 @@ async def channels(keys: Keys, target: str) -> AsyncIterator[dict[str, grpc.aio.
     yield opened
     for channel in opened.values():
         await channel.close()
+
+
+def test_it_has_a_secret_of_its_own(head: Head) -> None:
+    cluster, token = head.cluster, Path(head.cluster.token)
+    assert ray_cluster.applications(cluster) == {}
+    assert ray_cluster.start(print, head.state) == cluster
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert {path.stat().st_mode & 0o777 for path in (Path(cluster.folder), head.state.parent)} == {0o700}
+    family = cluster.processes()
+    assert cluster.pid in {process.pid for process in family}
+    assert {"raylet", "gcs_server"} <= {process.name() for process in family}
+    secret = token.read_text()
+    token.write_text("another")
+    with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
+        ray_cluster.applications(cluster)
+    token.write_text(secret)
 
 
 @pytest.mark.parametrize("name", ["run-a", "evaluator"])
@@ -92,10 +144,8 @@ async def test_no_call_comes_in_without_a_certificate(channels: dict[str, grpc.a
         await RewardClient(channels[name]).score(**PAIRS, timeout_s=3)
 
 
-async def test_nothing_else_is_open_and_the_port_refuses_those_it_does_not_know(target: str, keys: Keys) -> None:
-    head = ray_cluster.running(keys.folder.parent / "ray.json")
-    assert head
-    listening = listeners(head.processes())
+async def test_nothing_else_is_open_and_the_port_refuses_those_it_does_not_know(head: Head, target: str) -> None:
+    listening = listeners(head.cluster.processes())
     port = int(target.rpartition(":")[2])
     assert any(listener.port == port and not listener.on_loopback for listener in listening)
     assert await asyncio.to_thread(unguarded, listening) == []
@@ -112,3 +162,14 @@ async def test_a_role_is_asked_for_before_an_application(channels: dict[str, grp
         assert caught.value.code() is StatusCode.INVALID_ARGUMENT  # it may, and asks the wrong application
     ask = channels["run-a"].unary_unary("/quartet.v1.Reward/Info", None, reward_pb2.RewardInfo.FromString)
     assert (await ask(b"", **call)).model.vocab_size
+
+
+@pytest.mark.usefixtures("target")
+def test_it_leaves_its_logs_only_and_the_home_folder_alone(head: Head) -> None:
+    family = head.cluster.processes()
+    ray_cluster.stop(head.cluster, head.state)
+    assert list(head.home.iterdir()) == []
+    assert sorted(path.name for path in head.state.parent.iterdir()) == ["lock", "logs", "ray.log"]
+    assert (head.state.parent / "logs" / "gcs_server.out").exists()
+    assert not Path(head.cluster.folder).exists()
+    assert [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
