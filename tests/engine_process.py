@@ -1,8 +1,12 @@
-"""A vLLM engine in a process of its own, without Ray: what tests of many models need, one after the other."""
+"""A vLLM engine in a process of its own, without Ray: what tests of many models need, one after the other.
+
+It is a fork of a process that has imported vLLM (tests/preloaded), as are the engine's own.
+"""
 
 import asyncio
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 from protos import common_pb2
 from services.common.wire.codec import Ints
 from services.rollout.sample import Sample, Sampling
+from tests.preloaded import program
 from tests.pushing import EngineHost, Phases
 
 _SETTINGS = {"dtype": "float32", "max_length": 128, "kv_cache_mib": 64}
@@ -18,22 +23,13 @@ _loop = asyncio.new_event_loop()
 _hosts: list[EngineHost] = []
 
 
-_FORKED = multiprocessing.get_context("forkserver")
-_IMPORTED = [
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "tests.frozen",
-]
-
-
 def _settle() -> None:
-    """Makes engines' own processes forks of one that has imported vLLM, as each would spend 12 s of a core on it."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    from vllm.v1.engine import utils
-
-    _FORKED.set_forkserver_preload(_IMPORTED)
-    utils.get_mp_context = lambda: _FORKED
+    # Engines' own processes are forks as well then.
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
 
 
 def _start(config: dict[str, Any]) -> None:
@@ -54,6 +50,11 @@ class EngineProcess(Phases):
     def __init__(self) -> None:
         super().__init__()
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _settle)
+        multiprocessing.set_executable(str(program("rollout", Path(os.environ["RAY_TMPDIR"]))))
+        try:
+            self._pool.submit(os.getpid)
+        finally:
+            multiprocessing.set_executable(sys.executable)
 
     async def start(self, folder: Path, **config: Any) -> None:
         """Loads the model in `folder`, ending the engine before."""

@@ -6,13 +6,12 @@ from pathlib import Path
 import yaml
 
 from tests.cluster import Quartet, command
+from tests.commands import finished
 from tests.configuration import REPO
 
 
 def test_check_passes_the_file_that_is_deployed(quartet: Quartet, tmp_path: Path) -> None:
-    done = command(tmp_path, "check", str(quartet.config))
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"{quartet.config}: fine\n"
+    assert finished(tmp_path, "check", str(quartet.config)) == (0, f"{quartet.config}: fine\n")
 
 
 def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +25,7 @@ from tests import plain
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
 from tests.configuration import EVALUATED
+from tests.preloaded import program
 
 STEPS = 3
 EVERY_STEP = {
@@ -181,11 +184,19 @@ async def test_the_saved_policy_is_the_one_that_is_served(quartet: Quartet, run:
 async def test_the_saved_policy_is_evaluated_as_the_served_one_is(quartet: Quartet, run: Path) -> None:
     """`quartet evaluate`, by the rollout service and by an engine of its own: equal seeds, equal samples."""
 
+    # With vLLM imported, for the engine.
+    python = program("rollout", Path(os.environ["RAY_TMPDIR"]))
+
     def evaluate(model: str) -> list[dict[str, Any]]:
-        output, log = (run / f"{Path(model).name}.{ending}" for ending in ("jsonl", "log"))
+        output = run / f"{Path(model).name}.jsonl"
         where = ("--config", str(quartet.config), "--model", model, "--split", "train[:6]", "--output", str(output))
-        assert Command(quartet.folder, log, "evaluate", *where).wait(PATIENCE_S) == 0, log.read_text()
-        assert "score" in log.read_text()
+        command = [str(python), "-m", "orchestrator.cli", "evaluate", *where]
+        environment = os.environ | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+        done = subprocess.run(
+            command, cwd=quartet.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stderr
+        assert "score" in done.stdout
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     models = ("current", str(run / "policy"))

@@ -69,6 +69,7 @@ async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     assert plain.furthest(actual, expected * 100) < 1e-4
 
 
+@pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/services/common/serving
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
     """One caller may have 8192 pairs waiting: the third call of 4096 is refused, which is no illness."""
     prompts, responses = plain.random_pairs(16, longest=60)

@@ -33,14 +33,19 @@ def environment_of_a_run(environment: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _environment(kind: str, folder: Path) -> dict[str, str]:
-    """Ray's runtime environment with a program that takes Python's arguments, and is made if it is not there."""
+    """Ray's runtime environment with such a program."""
+    return {"py_executable": str(program(kind, folder))}
+
+
+def program(kind: str, folder: Path) -> Path:
+    """A program that takes Python's arguments, and is made if it is not there."""
     path = folder / f"{kind}-python"
     if not path.exists():
         # Without packages and variables, as it needs none, it starts in a hundredth of a second.
         launcher = f"'{sys.executable}' -SE '{_HERE / 'launcher.py'}' '{folder / kind}'"
         path.write_text(f'#!/bin/sh\nexec {launcher} "$@"\n')
         path.chmod(0o700)
-    return {"py_executable": str(path)}
+    return path
 
 
 def make_folder() -> Path:

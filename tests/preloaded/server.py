@@ -48,12 +48,14 @@ IMPORTED = {
 that all its ids are drawn from: forks that shared them gave their tasks the same ids, which ended Serve's proxy."""
 _HIGH = 700
 """The server's own files have numbers from here on, which no file of a launcher has."""
+_LOOK_EVERY_S = 5
 
 
 class Server:
     """Makes forks until it is killed."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(64)
@@ -69,9 +71,12 @@ class Server:
         self._selector.register(self._ended, selectors.EVENT_READ)
 
     def next(self) -> dict[str, Any]:
-        """Serves until a fork has been made; returns in the fork, with what its launcher asked for."""
-        while True:
-            for key, _ in self._selector.select():
+        """Serves until a fork has been made; returns in the fork, with what its launcher asked for.
+
+        Ends when the folder of its socket is gone, as tests leave it.
+        """
+        while os.path.exists(self._path):
+            for key, _ in self._selector.select(_LOOK_EVERY_S):
                 if key.fileobj is self._listener:
                     request = self._accept()
                     if request:
@@ -81,6 +86,7 @@ class Server:
                 elif key.data in self._launchers:  # its launcher was killed
                     os.kill(key.data, signal.SIGKILL)
                     self._selector.unregister(key.fileobj)
+        raise SystemExit
 
     def _accept(self) -> dict[str, Any] | None:
         launcher = _moved(self._listener.accept()[0])

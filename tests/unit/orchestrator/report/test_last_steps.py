@@ -9,7 +9,7 @@ from orchestrator.report.last_steps import draw_last_steps, last_steps
 from orchestrator.report.page import write_report
 from orchestrator.tracing.file import TraceFile
 from orchestrator.tracing.spans import STEPS, Span
-from tests.unit.runs_on_disk import full_run
+from tests.unit.runs_on_disk import every_metric, measure
 
 
 def a_trace(path: Path, scale: float = 1.0, steps: tuple[int, ...] = (1, 2, 3, 4)) -> Path:
@@ -75,8 +75,10 @@ def test_steps_before_a_return_to_a_checkpoint_are_not_drawn(tmp_path: Path) -> 
 
 
 def test_the_page_shows_it_if_there_is_a_trace(tmp_path: Path) -> None:
-    run = full_run(tmp_path / "demo")
-    assert "The last steps" not in write_report(run).read_text()
+    run = tmp_path / "demo"
+    shares = [name for name in every_metric() if name.startswith(("work/", "wait/"))]
+    measure(run, [{"step": step, "seconds/step": 30.0, **dict.fromkeys(shares, 0.5)} for step in (1, 2)])
+    (run / "config.yaml").write_text("name: demo\n")
     a_trace(run / "trace.json")
     text = write_report(run).read_text()
     assert text.count("The last steps") == 2  # the heading and the picture's own name

@@ -1,4 +1,4 @@
-"""None"""
+"""The page of a report: its parts, what it refers to, and files of a run that are not as they should be."""
 
 import json
 import re
@@ -35,10 +35,17 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_holds_every_part_and_refers_to_nothing_outside(tmp_path: Path) -> None:
-    path = write_report(full_run(tmp_path / "demo"))
-    assert path == tmp_path / "demo" / "report.html"
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of which everything was recorded but a trace."""
+    run = full_run(tmp_path_factory.mktemp("report") / "demo")
+    assert write_report(run) == run / "report.html"
+    return run / "report.html"
+
+
+def test_the_page_holds_every_part_and_refers_to_nothing_outside(path: Path) -> None:
     page = Page(path)
+    assert "The last steps" not in page.text
     for heading in (
         "demo",
         "Result",
@@ -63,17 +70,15 @@ def test_the_page_holds_every_part_and_refers_to_nothing_outside(tmp_path: Path)
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
 
 
-def test_ids_are_unique_and_every_reference_to_one_is_answered(tmp_path: Path) -> None:
-    path = write_report(full_run(tmp_path))
+def test_ids_are_unique_and_every_reference_to_one_is_answered(path: Path) -> None:
     ids = Counter(value for name, value in Page(path).attributes if name == "id")
     assert max(ids.values()) == 1
     used = set(re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', path.read_text()))
     assert {one or other for one, other in used} <= ids.keys()
 
 
-def test_colours_are_variables_that_the_page_defines_for_both_schemes(tmp_path: Path) -> None:
-    text = write_report(full_run(tmp_path)).read_text()
-    style, body = text.split("</style>", 1)
+def test_colours_are_variables_that_the_page_defines_for_both_schemes(path: Path) -> None:
+    style, body = path.read_text().split("</style>", 1)
     assert not re.search(r"#[0-9a-f]{6}\b", re.sub(r'(url\(|href="|id=")#?\w+', "", body))
     light, dark = style.split("prefers-color-scheme: dark")
     used = set(re.findall(r"var\((--\w+)\)", body))
