@@ -61,8 +61,8 @@ test-fast: install
 	$(PYTEST) -n 3 tests/unit -m "not exhaustive and not processes"
 
 # Every layout and every fault.
-test-exhaustive: install
-	$(PYTEST) -n $(WORKERS) -m ""
+test-exhaustive: test
+	$(PYTEST) -n $(WORKERS) -m exhaustive
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,12 +7,14 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
+from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment.listeners import listeners, unguarded
 from services.common.security.credentials import VARIABLE
 from services.common.security.local import FOLDER
@@ -34,6 +36,17 @@ def test_the_http_port_hands_nothing_on(quartet: Quartet) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404") as caught:
         urllib.request.urlopen(url, data=b"{}", timeout=10)
     assert caught.value.read() == b"the services answer over gRPC only\n"
+
+
+def test_the_head_has_a_secret_of_its_own_that_others_cannot_read(quartet: Quartet, tmp_path: Path) -> None:
+    """Of the dashboard and of all processes of Ray; the test of a stranger below asks each of their ports."""
+    cluster, other = quartet.cluster, tmp_path / "token"
+    assert Path(cluster.token).stat().st_mode & 0o777 == 0o600
+    assert Path(cluster.folder).stat().st_mode & 0o777 == 0o700
+    assert ray_cluster.applications(cluster).keys() >= {"reward", "critic"}
+    other.write_text("a" * len(Path(cluster.token).read_text()))
+    with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
+        ray_cluster.applications(replace(cluster, token=str(other)))
 
 
 async def test_another_user_of_this_machine_gets_nothing_and_cannot_read_the_token(quartet: Quartet) -> None:

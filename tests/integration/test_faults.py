@@ -29,8 +29,8 @@ from tests.pushing import ModelSource, hold, make_pusher, perturbed
 PROMPTS, _ = plain.random_pairs(32, seed=31, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
 REPLACED_S = 180
-TRAINING_S = 0.5
-"""Stands for an update of the policy; meanwhile replicas that are started have the cores."""
+TRAINING_S = 1.5
+"""Stands for an update of the policy; meanwhile replicas that are started, and other tests, have the cores."""
 
 
 class Loop:

@@ -31,6 +31,8 @@ from services.common.wire.errors import PermissionDenied, Unauthenticated, Unava
 from services.reward.client import RewardClient
 from tests.configuration import REPO, model_scorer
 
+pytestmark = pytest.mark.exhaustive  # the port by units; the shared head: tests/integration/test_closed.py
+
 CALLERS: dict[str, Role] = {"run-a": "trainer", "evaluator": "judge-client", "pager": "prober"}
 PAIRS: dict[str, Any] = {"prompts": [np.array([5, 6], np.int32)], "responses": [np.array([7, 8], np.int32)]}
 

@@ -1,6 +1,7 @@
 """Fixtures that several unit tests share."""
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,27 @@ import pytest
 
 if TYPE_CHECKING:
     from services.common.ranks.group import RankGroup
+
+
+class Logged(logging.Handler):
+    """What Quartet has logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the record as a log would show it, with its trace."""
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Warnings and errors that Quartet logs from now on."""
+    logger, handler = logging.getLogger("quartet"), Logged()
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

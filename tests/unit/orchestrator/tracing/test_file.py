@@ -82,7 +82,8 @@ def test_the_file_is_whole_after_every_write(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_after_what_a_crash_left(tmp_path: Path) -> None:
-    a_step(straight := tmp_path / "straight.json")
+    with TraceFile(straight := tmp_path / "straight.json", silent, 100.0) as file:
+        file.write([Span("loop", 0, "before", 0, 1, {}), Span("policy", 0, "train", 1, 2, {"step": 1})])
     written = straight.read_bytes()
     for kept in range(len(written)):  # a crash may end a write anywhere
         (path := tmp_path / "trace.json").write_bytes(written[:kept])
