@@ -106,9 +106,9 @@ def test_the_policy_moves_and_its_version_rises_by_one_each_step(ended: Ended) -
     # The push before the first step makes one version, each step another.
     assert [line["policy/version"] for line in steps] == [before + 2, before + 3, before + 4]
     assert [line["policy/staleness"] for line in steps] == [0, 0, 0]
-    # Sampled from the reference's weights at first, and from others after an update.
-    assert abs(steps[0]["kl/reference"]) < 1e-3
-    assert abs(steps[1]["kl/reference"]) > 1e-3
+    # Sampled from the reference's weights at first, and from others after an update. An estimate from few samples may
+    # be small, but not as small as rounding.
+    assert abs(steps[0]["kl/reference"]) < 1e-5 < abs(steps[1]["kl/reference"])
     # vLLM and learner agree on the weights of every step, pushed ones included.
     assert max(line["mismatch/max_abs"] for line in steps) < 1e-4
 

@@ -24,7 +24,7 @@ PROMPTS = [_RNG.integers(4, len(WORDS), 20 + 60 * index).astype(np.int32) for in
 # An end of text counts from the 80th token on, which most of these responses have after the interruption.
 ENDING = Sampling(max_new_tokens=140, min_new_tokens=80, temperature=0.8)
 LONG = Sampling(max_new_tokens=120, ignore_eos=True)
-MANY = 500
+MANY = 900
 """Tokens of responses that take longer than the engine keeps them to itself."""
 SHORT = Sampling(max_new_tokens=40, ignore_eos=True)
 
@@ -79,7 +79,7 @@ async def _made(folder: Path) -> dict[str, Any]:
         made: dict[str, Any] = {"whole": await host.generate(PROMPTS, ENDING)}
         made["begun"] = await host.ended(ENDING, host.dropped)
         made["resumed"] = await host.going_on(ENDING, made["begun"])
-        made["reported"] = await host.reported(32)
+        made["reported"] = await host.reported(64)
         source = ModelSource(perturbed(plain.language_model(folder), seed=1))
         begun = await host.ended(LONG, lambda: push(host, source, 1, in_flight="abort"))
         made["mixed"] = await host.going_on(LONG, begun)
