@@ -33,10 +33,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # else inherited
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
+gc.disable()  # while the tests are imported
+
+
 def pytest_collection_finish() -> None:
     """Keeps what has been imported out of every later search for garbage, of which DeepSpeed begins two with each
     update of a learner whose state goes away between updates: they take 0.3 s each otherwise."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
