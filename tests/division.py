@@ -17,7 +17,7 @@ _ORDER = ("integration", "e2e", "processes", "engine", "unit")
 """Folders of tests/, those first that take longest. Services are tried as they were deployed, then trained with.
 Those of `_NICENESS` are last, since a process cannot raise its priority again, and at theirs deadlines pass."""
 _NICENESS = {"engine": 19, "unit": 19}
-"""Tests that compute, by folder: they give way to services, which Ray runs at 15, as the tests of those take longest
+"""Tests that compute, by folder: they give way to services, which Ray runs at 5, as the tests of those take longest
 together, and to tests that wait for deadlines."""
 
 

@@ -16,6 +16,7 @@ from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.learner.shards import Part
+from services.common.models.background import in_background
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, load_tokenizer, response_logits
 from services.common.models.numerics import masked_sum
@@ -90,6 +91,7 @@ class PolicyTrainer:
         """The objects whose methods a rank runs: this trainer, and others with the same learner."""
         return self, self.sending, self.snapshots
 
+    @in_background
     def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """log pi(y_t | prefix) under the current weights, in the distribution sampled from; [T] for each pair."""
         logprobs: list[Floats] = self._logprobs(prompts, responses, self._distribution)

@@ -12,6 +12,7 @@ from services.common.learner.learner import Learner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from services.common.learner.shards import Part
+from services.common.models.background import in_background
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.numerics import masked_sum, value_loss
 from services.common.models.scalar import VALUE_HEAD, ScalarModel, load_value
@@ -83,6 +84,7 @@ class CriticTrainer:
         body = self._model.body
         return int(body.config.vocab_size), max_length(body)  # type: ignore[union-attr, arg-type]
 
+    @in_background
     @torch.no_grad()
     def values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """The values V(prefix) before each response token, [T] for each pair."""

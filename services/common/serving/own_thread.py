@@ -1,16 +1,13 @@
 """One thread, beside the event loop, for all work with a model."""
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-Answer = TypeVar("Answer")
+from services.common.models.background import step_back
 
-LOWEST = 19
-"""The lowest priority of a thread on the CPU."""
+Answer = TypeVar("Answer")
 
 
 class OwnThread:
@@ -18,15 +15,11 @@ class OwnThread:
 
     def __init__(self, name: str, *, background: bool = False) -> None:
         """With `background` the thread, and those that it starts, get the lowest priority on the CPU."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_step_back if background else None)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=step_back if background else None)
 
     async def call(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Runs the function in the thread; returns or raises as it does."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, _contained, function, arguments)
-
-
-def _step_back() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
 
 
 def _contained(function: Callable[..., Answer], arguments: tuple[Any, ...]) -> Answer:
