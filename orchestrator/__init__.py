@@ -1,4 +1,4 @@
 """The orchestrator of a run: the loop, its packages, and the `quartet` command.
 
-May import the clients and configs of services, and services.common; never a replica or an engine.
+Of services it imports clients and configs, never a replica or an engine. May import services. Nothing imports it.
 """

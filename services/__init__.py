@@ -1,4 +1,4 @@
-"""The four models of PPO as services, and the code they share.
+"""The four models of PPO as services, which do not import each other, and the code that they share.
 
-Services import neither each other nor the orchestrator.
+May import nothing. orchestrator and recipes import it.
 """

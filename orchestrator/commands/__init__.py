@@ -1,4 +1,4 @@
-"""The commands `quartet train`, `check`, `evaluate` and others: each connects the packages and holds no other logic.
+"""The commands `quartet train`, `check`, `evaluate` and others: each connects the packages.
 
-May import every package here but report. cli imports it.
+May import all but cli and report. cli imports it.
 """

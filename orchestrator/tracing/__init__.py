@@ -1,4 +1,4 @@
 """Spans of who worked when, the trace file that Perfetto shows, and the shares of time in which each part waited.
 
-May import config. experience, push, loop, commands and report import it.
+May import nothing. commands, experience, loop, push and report import it.
 """

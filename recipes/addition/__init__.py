@@ -1,1 +1,4 @@
-"""Sums of two-digit numbers: a policy that is often wrong, and a rule that tells when."""
+"""Sums of two-digit numbers: a policy that is often wrong, and a rule that tells when.
+
+May import common and services. Nothing imports it.
+"""

@@ -1,1 +1,4 @@
-"""Code that services, clients and the orchestrator share. Each folder says what it may import."""
+"""Code that the services, their clients and the orchestrator share.
+
+May import nothing. services, orchestrator and recipes import it.
+"""

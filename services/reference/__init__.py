@@ -1,4 +1,4 @@
 """Reference: log-probs of given responses under a frozen model.
 
-Others may import client and config.
+May import common. orchestrator imports it: client and config.
 """

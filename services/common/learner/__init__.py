@@ -1,4 +1,4 @@
 """One trainable model under DeepSpeed: layouts, minibatches, LoRA, running means, snapshots.
 
-May import ranks, models, config, wire and folders. The critic and the policy import it.
+May import config, folders, models, ranks and wire. critic and orchestrator import it.
 """

@@ -1,4 +1,4 @@
-"""Groups of training ranks, in threads or as Ray actors: one call to all, with a deadline.
+"""Groups of training ranks, as a process or as Ray actors: one call to all, with a deadline.
 
-May import models, config and wire. weight_transfer, learner, critic and the policy import it.
+May import config, models and wire. critic, learner, orchestrator and weight_transfer import it.
 """

@@ -1,4 +1,4 @@
 """Identities of callers, the policy that says what each may do, and the keys that prove identities.
 
-May import config and wire; no Ray or torch. serving, clients and the orchestrator import it.
+It needs neither Ray nor torch. May import config and wire. orchestrator and serving import it.
 """

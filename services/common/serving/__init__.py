@@ -1,4 +1,4 @@
 """Code that replicas share: batching, health, statuses for errors, and additions to Serve's proxy.
 
-May import wire, config and security. The services' replicas import it.
+May import config, folders, models, security and wire. services import it.
 """

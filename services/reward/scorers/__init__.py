@@ -1,1 +1,4 @@
-"""Scorers of pairs: a model, a Python function, or a blend. Only the reward service imports it."""
+"""Scorers of pairs: a model, a Python function, or a blend.
+
+May import common and config. encoding and replica import it.
+"""

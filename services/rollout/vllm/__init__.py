@@ -1,1 +1,4 @@
-"""Code that runs inside vLLM or drives it; only the rollout service imports it."""
+"""Code that runs inside vLLM or drives it.
+
+May import common, config, interface and sample. offline and replica import it.
+"""

