@@ -58,9 +58,7 @@ def down() -> None:
 
 @app.command()
 def keys(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder for them; make them again in the same folder to replace them.")
-    ],
+    folder: Annotated[Path, typer.Argument(help="Folder of the keys; making keys in it again replaces them.")],
     client: Annotated[list[str], typer.Option(help="NAME=ROLE: trainer, judge-client or prober.")] = [],  # noqa: B006
     host: Annotated[list[str], typer.Option(help="Name or address under which callers reach the server.")] = [],  # noqa: B006
     tokens: Annotated[bool, typer.Option(help="Bearer tokens instead of client certificates.")] = False,
@@ -112,7 +110,9 @@ def check(config: ConfigFile) -> None:
 def train(
     config: ConfigFile,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
-    resume: Annotated[bool, typer.Option(help="Continue it from its last checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Continue an earlier run of the same name from its last checkpoint.")
+    ] = False,
     accept_changed_services: Annotated[
         bool, typer.Option(help="Resume although services hold other models than at the checkpoint.")
     ] = False,

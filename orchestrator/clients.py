@@ -92,7 +92,7 @@ class Services:
         """Returns when a server accepts connections at every target of the configuration, which is from `file`.
 
         Raises:
-            Unavailable: a target does not within `timeouts.info_s`, at most REACH_S.
+            Unavailable: a target accepts none within `timeouts.info_s` or REACH_S, whichever is less.
         """
         patience_s = min(config.timeouts.info_s, REACH_S)
         for name, client in self._clients.items():
@@ -139,7 +139,7 @@ class Services:
 
     @property
     def _clients(self) -> dict[str, Any]:
-        """By name, those there are."""
+        """Name -> client, of the services that the run uses."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: client for name, client in every.items() if client is not None}
 
@@ -161,7 +161,8 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
     asked, taken = config.weights.backend, infos.rollout.weight_backend
     if taken not in ("auto", agreed_backend(asked, taken)):
         raise ConfigError(
-            f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with {taken}"
+            f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with {taken}; set "
+            "both the same, or one to auto"
         )
 
 
@@ -183,7 +184,7 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
         if model.vocab_size < vocabulary:
             raise ConfigError(
                 f"{name}: {model.path} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
-                f"gives ids up to {vocabulary - 1}"
+                f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
         if model.max_length < longest:
             raise ConfigError(

@@ -2,8 +2,8 @@
 
 Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
 response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
-token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function raises
-ValueError if a mask is not boolean or a shape differs from the mask's.
+token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function but
+`length_lambdas` raises ValueError if a mask is not boolean or a shape differs from the mask's.
 """
 
 import torch
@@ -27,9 +27,9 @@ def gae(
     r_t + gamma V_t+1 - V_t, A_t = delta_t + gamma gae_lambda A_t+1. A gap in a row's mask is stepped over.
     `gae_lambda` may differ from response to response: [B].
 
-    After the last token V is zero, as the episode ends there. For a response cut at the length limit this
-    takes its score for all there was to earn; to add what it would have gone on to earn give `bootstrap` [B],
-    the value after the last token, zero for finished responses. ValueError if a factor is outside 0..1.
+    After the last token V is zero, as the episode ends there. A response cut at the length limit counts
+    its score as its whole return, unless `bootstrap` [B] adds the value after the last token, which is zero for
+    finished responses. ValueError if a factor is outside 0..1.
     """
     check_masked(mask, rewards=rewards, values=values)
     if isinstance(gae_lambda, Tensor):

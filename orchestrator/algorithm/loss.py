@@ -2,8 +2,8 @@
 
 Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
 response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
-token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function raises
-ValueError if a mask is not boolean or a shape differs from the mask's.
+token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(prefix). Every function but
+`ratio` and `surrogate` raises ValueError if a mask is not boolean or a shape differs from the mask's.
 """
 
 import math
@@ -17,7 +17,9 @@ from services.common.models.numerics import check_masked, masked_mean, partial_m
 
 
 def ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """exp(logprobs - base_logprobs), the exponent held within +-20 (no gradient beyond); 1 off the mask."""
+    """exp(logprobs - base_logprobs), the exponent held within +-20 (no gradient beyond); 1 off the mask.
+
+    All [B, T]; shapes are not checked."""
     log_ratio = torch.where(mask, logprobs - base_logprobs, 0.0)
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -62,7 +64,7 @@ def policy_loss(
     weights: Tensor | None,
     denominator: float | Tensor,
 ) -> PolicyLoss:
-    """-sum over the mask of weight * `surrogate`(ratio, A), over `denominator`. All [B, T] -> each [].
+    """-sum over the mask of weight * `surrogate`(ratio, A), divided by `denominator`. All [B, T] -> each [].
 
     ratio = exp(new_logprobs - old_logprobs), the exponent held within +-20: a token gone astray gives a large
     finite loss and no gradient, not inf or NaN. `weights` are `importance_weights`, None means ones;
@@ -91,9 +93,9 @@ def policy_loss(
 def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
     """PPO's clipped objective per token, to be maximised. ratio, advantages [*same] -> [*same].
 
-    min(ratio A, clip(ratio, 1 - low, 1 + high) A): Schulman et al. 2017 (arXiv:1707.06347), eq. 7, the bounds
-    apart as in DAPO (Yu et al. 2025, arXiv:2503.14476). Where A < 0, at least dual * A, if dual is given (Ye
-    et al. 2020, arXiv:1912.09729, eq. 5). ValueError unless 0 < low <= 1, high > 0 and dual > 1.
+    min(ratio A, clip(ratio, 1 - low, 1 + high) A): Schulman et al. 2017 (arXiv:1707.06347), eq. 7, with
+    separate bounds as in DAPO (Yu et al. 2025, arXiv:2503.14476). Where A < 0, at least dual * A, if dual is given
+    (Ye et al. 2020, arXiv:1912.09729, eq. 5). ValueError unless 0 < low <= 1, high > 0 and dual > 1.
     """
     if not (0 < low <= 1 and 0 < high < math.inf):
         raise ValueError(f"clip_eps_low must lie in (0, 1] and clip_eps_high be > 0, got {low} and {high}")
@@ -106,7 +108,7 @@ def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: 
 
 
 def mismatch(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, cap: float | None) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's for the same tokens. All [B, T] -> numbers.
+    """Distance of the sampler's log-probs from the learner's for the same tokens. All [B, T] -> numbers.
 
     `mean_abs` and `max_abs` of the difference and `kl`, the k3 estimate of KL(sampler || learner), in nats;
     `capped`, the share of tokens with pi_old / pi_behaviour > cap. ValueError on an empty mask.

@@ -81,10 +81,12 @@ def dis_loss(
     band: tuple[float, float] | None,
     denominator: float | Tensor,
 ) -> PolicyLoss:
-    """-sum over the mask of r A where r = exp(new_logprobs - logprobs) lies inside the band, over `denominator`.
+    """-sum over the mask of r A where r = exp(new_logprobs - logprobs) lies inside the band, by `denominator`.
 
     Double-sided importance sampling of SAO (arXiv:2607.07508, eq. 3): the behaviour is the only denominator, and
-    tokens outside the band have no gradient, whatever the sign of their advantage. [B, T] -> each [].
+    tokens outside the band have no gradient, whatever the sign of their advantage. The clip
+    fractions are the shares of r below and above the band, and approx_kl is to the behaviour. [B, T] -> each [].
+    ValueError on a band that does not hold 1.
     """
     low, high = _band("dis", band)
     check_masked(mask, new_logprobs=new_logprobs, logprobs=logprobs, advantages=advantages)
@@ -118,7 +120,7 @@ def measures(
     """Measures of a batch's correction. All [B, T] -> numbers.
 
     `ess`, the effective sample size (sum k)^2 / sum k^2 as a share of the tokens (Kish 1965), 1 on-policy; quantiles
-    of k; `corrected`, the share of tokens that count otherwise than by k: truncated or left out.
+    of k; `corrected`, the share of tokens whose weight is truncated or that are left out.
     """
     k = ratio(old_logprobs, logprobs, mask)[mask].double()
     measured = {"ess": float(k.sum().square() / (k.square().sum() * len(k)))}
@@ -144,7 +146,7 @@ def _per_response(values: Tensor, mask: Tensor, segments: Tensor | None) -> tupl
     """At each token the sum of `values` over the tokens of its response, and how many those are. [B, T] each."""
     values = torch.where(mask, values, 0.0).detach()
     index = torch.zeros_like(mask, dtype=torch.long) if segments is None else segments.expand_as(mask)
-    # A row holds no more responses than columns; how many it holds would have to be waited for.
+    # A row holds no more responses than columns; reading how many would wait for the device.
     sums = [torch.zeros_like(x).scatter_add(1, index, x) for x in (values, mask.to(values.dtype))]
     return sums[0].gather(1, index), sums[1].gather(1, index)
 

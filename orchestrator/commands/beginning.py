@@ -43,7 +43,9 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
         return None
     step, steps = checkpoint.state.step, config.steps
     if step > steps:
-        raise ConfigError(f"orchestrator.steps: {steps}, but the last checkpoint is of step {step}")
+        raise ConfigError(
+            f"orchestrator.steps: {steps}, but the last checkpoint is of step {step}; give {step} or more"
+        )
     check_layout(checkpoint.folder / PolicyLearner.name, config.policy)
     note(f"resuming {run_dir} after step {step} of {steps}")
     kept = run_dir / "config.yaml"
@@ -56,7 +58,7 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
 
 
 def check_groups(before: Mapping[str, Any], wanted: int) -> None:
-    """Raises ConfigError if a prompt had another number of samples, which says whose a sample is by its number."""
+    """Raises ConfigError if samples_per_prompt changed: it decides which prompt a sample's number belongs to."""
     actual = before["orchestrator"].get("ppo", {}).get("samples_per_prompt", 1)
     if actual != wanted:
         raise ConfigError(

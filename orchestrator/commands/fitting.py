@@ -59,7 +59,7 @@ def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) 
         if seconds > section.max_phase_s:
             yield (
                 f"orchestrator.weights.{field}: {seconds:g}, but applications.{name}.args.max_phase_s is "
-                f"{section.max_phase_s:g}"
+                f"{section.max_phase_s:g}; lower the first or raise the second"
             )
 
 
@@ -96,10 +96,10 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
         reason = "the replicas' ray_actor_options have no num_gpus, so they are on a CPU"
     elif backend == "nccl" and shared <= 1:
         reason = (
-            f"the policy's num_gpus and a replica's are {shared:g} together, so they may share one, which it refuses"
+            f"the policy's num_gpus and a replica's are {shared:g} together: they may share a GPU, which NCCL refuses"
         )
     elif backend == "cuda-ipc" and shared > 1:
-        reason = f"the policy's num_gpus and a replica's are {shared:g} together, so they never share one"
+        reason = f"the policy's num_gpus and a replica's are {shared:g} together: they never share a GPU"
     if reason:
         yield f"orchestrator.weights.backend: {backend}, but {reason}; set it to auto"
 
@@ -128,7 +128,7 @@ def idle_critics(deployment: Deployment) -> Iterator[str]:
 
 
 def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
-    """Ends of a text that are no tokens: below the least length of a response nothing could mask them."""
+    """End ids outside the tokenizer's vocabulary, which min_new_tokens could not mask."""
     size = distribution.vocabulary
     outside = [token for token in distribution.end_ids if size is not None and token >= size]
     if distribution.min_new_tokens and outside:
@@ -152,8 +152,8 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
         )
     if config.weights.in_flight == "keep-cache" and loop.max_staleness and config.ppo.correction not in BANDED:
         yield (
-            "orchestrator.weights.in_flight: keep-cache samples tokens that are of no policy, of which "
-            f"ppo.correction {config.ppo.correction} leaves none out; choose one of {', '.join(BANDED)}, or keep"
+            "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction "
+            f"{config.ppo.correction} leaves none out; choose one of {', '.join(BANDED)}, or in_flight keep"
         )
 
 

@@ -55,7 +55,7 @@ class Hold:
                 except ServiceError as error:
                     log.warning("lease: not claimed: %s", error)
                     if self._services.rollout.lease.number == self.lease.number:
-                        return  # by all but some replicas
+                        return  # some replicas took it; renewals reach the others
                     await backoff.wait(error)
 
     async def renew(self) -> None:

@@ -44,7 +44,7 @@ class PPOConfig(Config):
     """The algorithm."""
 
     advantages: Literal["gae", "rloo", "reinforce++"] = "gae"
-    """How advantages are estimated. gae: from the critic's values. The others train no critic, and a run with them
+    """The estimate of advantages. gae: from the critic's values. The others train no critic, and a run with them
     needs none in `applications:`. rloo: a response's reward less the mean of the other responses to its prompt;
     reinforce++: the rewards to go, with the batch's mean as the baseline. Sources are in docs/algorithm.md."""
     samples_per_prompt: Count = 1
@@ -86,7 +86,7 @@ class PPOConfig(Config):
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
-    """How samples are corrected for their distance from the learner's policy: the engine's rounding, and the age of
+    """The correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
     weight per response, truncated; icepop: weights per token, 0 outside importance_band; geometric: responses outside
     importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap; dis: the
@@ -96,8 +96,8 @@ class PPOConfig(Config):
     """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
     importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
     """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
-    learner's. Null turns the correction of tis and tis-sequence off, which loop.max_staleness above 0 does not allow,
-    and the filter of decoupled; the mismatch is still measured."""
+    learner's. Null turns off tis and tis-sequence (not allowed with loop.max_staleness above 0) and decoupled's
+    filter; the mismatch is still measured."""
     max_token_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
@@ -130,11 +130,11 @@ class PPOConfig(Config):
         if self.importance_band is not None and not banded:
             raise ValueError(f"importance_band is for {', '.join(BANDED)}, and correction is {name}; leave it out")
         if self.importance_cap not in (None, IMPORTANCE_CAP) and banded:
-            raise ValueError(f"importance_cap is no part of correction {name}, which has a band; leave it out")
+            raise ValueError(f"importance_cap does not belong to correction {name}, which has a band; leave it out")
         if self.dual_clip is not None and name == "dis":
             raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
         if name == "dis" and (self.clip_eps_low, self.clip_eps_high) != (CLIP_EPS, CLIP_EPS):
-            raise ValueError("clip_eps_low and clip_eps_high are no part of correction dis; leave them out")
+            raise ValueError("clip_eps_low and clip_eps_high do not belong to correction dis; leave them out")
         return self
 
     @model_validator(mode="after")

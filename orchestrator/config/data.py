@@ -11,8 +11,8 @@ class DataConfig(Config):
     """Source of the prompts."""
 
     path: str
-    """A .jsonl or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or a
-    Hugging Face data set saved with `save_to_disk`."""
+    """A .jsonl, .json or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or
+    a Hugging Face data set saved with `save_to_disk`."""
     input_key: str = "prompt"
     """Column that holds the prompt: text, or a list of chat messages when `chat_template` is on."""
     label_key: str | None = None
@@ -44,7 +44,7 @@ class SamplingConfig(Config):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a response, in addition to those of the policy's generation configuration and tokenizer."""
     seeded: bool = True
-    """Give each request a seed of its own, derived from `seed`, the step and the row."""
+    """Give each request a seed of its own, derived from the run's `seed` and the sample's number."""
 
     @model_validator(mode="after")
     def _least_fits(self) -> Self:

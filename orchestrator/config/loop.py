@@ -22,7 +22,8 @@ class LoopConfig(Config):
 
     colocate: bool = False
     """While the learners compute, rollout replicas pause and release the memory of their KV cache, for runs whose
-    parts share a GPU. The push brings it back. Wants `colocate: true` in the rollout's `args` and max_staleness 0."""
+    parts share a GPU. The push brings it back. Requires `colocate: true` in the rollout's `args` and
+    max_staleness 0."""
 
     mismatch_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest mean difference, in nats per token, between the rollout engine's and the

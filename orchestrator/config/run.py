@@ -165,7 +165,7 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _coefficient_stays_positive(self) -> Self:
         kl = self.ppo.kl
-        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (ppo.AdaptiveKL).
+        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (algorithm/kl.py).
         if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
             raise ValueError(
                 f"ppo.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"

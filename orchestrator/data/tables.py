@@ -69,7 +69,7 @@ def _files(folder: Path) -> dict[str, Callable[[], Table]]:
 
 
 def _load(path: Path) -> Any:
-    import datasets  # here, because it takes a sixth of what `quartet train` imports, and JSON does without
+    import datasets  # here: it takes a sixth of all imports of `quartet train`, and JSON does not need it
 
     return datasets.load_from_disk(str(path))
 

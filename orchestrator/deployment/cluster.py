@@ -201,7 +201,7 @@ def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:
         ClusterError: the head has ended, but a `quartet up` in this folder does not.
     """
     processes.end(cluster.processes(), patience_s)
-    # Only now, when a `quartet up` that waited for this head has noticed its end.
+    # Taken only now: a `quartet up` that waits for this head holds the lock until it notices the end.
     try:
         with held(state.with_name(LOCK), LOCK_S):
             _end(cluster, state, patience_s)

@@ -40,7 +40,7 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
-        # Nothing of Quartet uses it, but `ray start` refuses 0 and has another default for none.
+        # Quartet does not use this port, but `ray start` refuses 0 and opens a default port without the option.
         *("--ray-client-server-port", str(ports.client)),
         # Ray's default is the same for every head of a machine.
         *("--dashboard-agent-listen-port", str(ports.agent)),

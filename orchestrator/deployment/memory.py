@@ -243,4 +243,7 @@ def shortage(parts: Sequence[Part], gpu: int) -> Iterator[str]:
     if total > gpu:
         names = " + ".join(f"{part.name} {part.during(phase) / GIB:.1f}" for part in worst)
         during = f" during {phase}" if any(part.released for part in shared) else ""
-        yield f"one GPU may have to hold {names} = {total / GIB:.1f} GiB{during}, and has {gpu / GIB:.1f}"
+        yield (
+            f"one GPU may have to hold {names} = {total / GIB:.1f} GiB{during}, but has {gpu / GIB:.1f}; raise their "
+            "num_gpus so that fewer share it, or make them need less"
+        )

@@ -39,7 +39,8 @@ def remove_folder(folder: Path, logs: Path) -> None:
 
 
 def compiled_folder() -> Path:
-    """Folder for compiled code, which later heads use again. By number: in containers a user may have no name.
+    """Folder for compiled code, which later heads use again. It is named by user id, as in containers a user may
+    have no name.
 
     It lies in /tmp, unless another user made it or can write to it, whose code would then be run; else in .quartet.
     """

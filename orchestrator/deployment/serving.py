@@ -50,7 +50,7 @@ def _awaited(cluster: Cluster, names: tuple[str, ...]) -> str:
     try:
         described = applications(cluster)
     except OSError as error:
-        # A busy machine is slow to answer; that of a head that has ended never comes.
+        # A busy machine answers late; a head that has ended never does.
         if not cluster.alive:
             raise ClusterError(f"the Ray head at {cluster.address} has ended") from None
         return f"Ray's dashboard ({error})"

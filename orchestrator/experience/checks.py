@@ -15,7 +15,7 @@ from services.rollout.sample import Sample
 
 @contextmanager
 def within(field: str) -> Iterator[None]:
-    """Context of a call whose deadline `field` sets, which is added to the error of one that is exceeded."""
+    """Context of a call; adds `field`, the key of its deadline, to the error if the deadline is exceeded."""
     try:
         yield
     except DeadlineExceeded as error:

@@ -42,7 +42,7 @@ class Used:
         return number < self.below or number in self.beyond
 
     def plus(self, numbers: Iterable[int]) -> Self:
-        """With these numbers too."""
+        """These numbers, and those before, as used."""
         beyond = self.beyond.union(numbers)
         below = next(number for number in count(self.below) if number not in beyond)
         return type(self)(below, frozenset(number for number in beyond if number >= below))

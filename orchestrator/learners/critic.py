@@ -20,7 +20,7 @@ class CriticLearner:
         self._first_step = first_step
 
     async def train(self, update: Update) -> dict[str, float]:
-        """Trains on the returns, if the step before was the one before this."""
+        """Trains on the returns; CriticReset unless the critic's last step is the one before this."""
         last_step, ppo = self._first_step + update.step - 1, self._config.ppo
         return await self._critic.train(
             last_step + 1,

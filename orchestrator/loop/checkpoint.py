@@ -60,7 +60,7 @@ class Checkpoints:
         """Takes a checkpoint if one is due. Returns when all state is copied; writing continues in the background.
 
         While optimizer steps are skipped because their gradient is not finite, none is taken, so that the last good
-        one is kept; it is taken after the next good step.
+        one is kept; the one that is due is taken after the next good step.
 
         Raises:
             Errors of LOST: a learner is lost.
@@ -83,7 +83,7 @@ class Checkpoints:
             self._waited_s += time.monotonic() - began
 
     def waited_s(self) -> float:
-        """Seconds that training has waited for checkpoints since the last look at this property."""
+        """Seconds that training has waited for checkpoints since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 

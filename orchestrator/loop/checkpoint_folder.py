@@ -34,7 +34,8 @@ def latest(folder: Path) -> Checkpoint | None:
         return Checkpoint(checkpoints[-1], TrainState.model_validate_json(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise ConfigError(
-            f"{path}: not what a checkpoint holds ({error}); remove {checkpoints[-1]} to resume from the one before"
+            f"{path}: cannot be read as a checkpoint's state ({error}); remove {checkpoints[-1]} to resume from "
+            "the one before"
         ) from None
 
 

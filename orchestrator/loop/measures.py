@@ -22,8 +22,8 @@ def check_ages(collected: Collected, step: int, version: int, bound: int) -> Non
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
-    """Numbers of samples requested, requested again and used; of used ones that went on after tokens of replicas that
-    did not finish them, and of these tokens; the policy's version, and the oldest sample's staleness."""
+    """Counts of samples that were requested, requested again, used, and begun by one replica and finished by another,
+    with the tokens kept of the first; the policy's version, and the oldest sample's staleness."""
     kept = [experience.sample.kept for experience in collected.experiences]
     oldest = min(experience.sample.oldest_version for experience in collected.experiences)
     return {

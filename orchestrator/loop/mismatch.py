@@ -49,7 +49,8 @@ class MismatchWatch:
         )
         if self._beyond >= self._steps:
             raise MismatchError(
-                f"{said}: the rollout engine does not sample from the policy that is trained; at most "
-                f"{metrics['mismatch/max_abs']:.3g} nats, KL {metrics['mismatch/kl']:.3g}"
+                f"{said}: the rollout engine does not sample from the policy that is trained (largest "
+                f"difference {metrics['mismatch/max_abs']:.3g} nats, KL {metrics['mismatch/kl']:.3g}); compare the "
+                "dtypes, or raise loop.mismatch_limit"
             )
         self._note(said)

@@ -41,7 +41,8 @@ class TrainState(Config):
     """Samples trained on since the run began, each once."""
     used_beyond: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Numbers of those samples that were trained on before one of a lower number, ascending; at most as many as may
-    be sampled ahead. All samples with lower numbers than `samples_used` less these were used. Empty at lock-step."""
+    be sampled ahead. All samples numbered below `samples_used` minus the count of these were used. Empty at
+    lock-step."""
 
     skipped_in_a_row: int = 0
     """Consecutive optimizer steps up to now whose gradient was not finite, the largest number of all learners. 0 in
@@ -71,7 +72,10 @@ class TrainState(Config):
         old = dict(values)
         step, version, critic_step = old["step"], old.pop("policy_version"), old.pop("critic_step")
         if step and not old.get("samples_used"):
-            raise ValueError("samples_used: missing; the checkpoint is from before samples were counted")
+            raise ValueError(
+                "samples_used: missing; the checkpoint is from before samples were counted; begin again with "
+                "--overwrite"
+            )
         return old | {"format": 2, "first_version": version - step, "first_critic_step": critic_step - step}
 
     def advanced(

@@ -43,7 +43,7 @@ class TrainedPolicy(Protocol):
         """Log-probs under the current weights."""
 
     async def trained_logprobs(self) -> list[Floats]:
-        """Log-probs of the last batch that was trained on without, under the weights before."""
+        """Log-probs of the last batch that came without old ones, under the weights before its update."""
 
     async def save(self, folder: str) -> str:
         """Writes the model in Hugging Face's format."""
@@ -202,7 +202,7 @@ class Trainer:
         return await self._waits.on("policy").timing("logprobs", own)
 
     async def _distance(self, batch: Batch, old_logprobs: list[Floats] | None, version: int) -> Distance:
-        """Measures the batch by the log-probs from before the update, which computed them where they are None."""
+        """Measures the batch by the log-probs from before the update; None: by those that the update computed."""
         if old_logprobs is None:
             old_logprobs = await self._policy.trained_logprobs()
             check_own_logprobs(old_logprobs)

@@ -15,9 +15,9 @@ from services.common.config.base import ConfigError
 from services.common.wire.errors import ServiceError, leaves
 
 PORTS_S = 30.0
-"""Between two checks of the ports."""
+"""Seconds between two checks of the ports."""
 SERVICES_S = 10.0
-"""Between two checks of the services."""
+"""Seconds between two checks of the services."""
 ANSWER_S = 10.0
 """Longest wait for their answers."""
 

@@ -51,6 +51,7 @@ class Policy:
 
         Raises:
             ResourceExhausted: it took longer than timeouts.start_s, usually because the cluster lacks CPUs or GPUs.
+            PolicyError: a rank died while it started.
         """
         ranks = ray_ranks("policy", config.policy)
         policy = cls(ranks, config)
@@ -131,7 +132,7 @@ class Policy:
         await self._told(self._ranks.beside(weights.senders, WeightSending.abandon, weights.control_s, membership))
 
     async def admit(self, membership: int, world_size: int) -> None:
-        """Sends what was sent last to newcomers, see WeightSending.admit."""
+        """Sends the weights of the last push to newcomers, see WeightSending.admit."""
         weights = self._weights
         call = self._ranks.beside(weights.senders, WeightSending.admit, weights.timeout_s, membership, world_size)
         await self._told(call)

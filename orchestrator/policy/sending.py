@@ -64,8 +64,8 @@ class WeightSending:
                 pass
 
     def send(self, push: int) -> dict[int, bytes]:
-        """On the sending ranks: sends what `gather` brings, or brought; the digests of the buckets sent. May overlap
-        it."""
+        """On the sending ranks: sends the weights that `gather` brings; returns bucket -> digest. May run during
+        `gather`."""
         sender, _ = self._ready()
         return sender.send(push)
 
@@ -75,12 +75,13 @@ class WeightSending:
         sender.abandon(membership)
 
     def admit(self, membership: int, world_size: int) -> None:
-        """On the sending ranks: sends what was sent last to a group of newcomers. May overlap any other call."""
+        """On the sending ranks: sends the weights of the last push to a group of newcomers. May overlap any other
+        call."""
         sender, _ = self._ready()
         sender.admit(membership, world_size)
 
     def leave(self) -> None:
-        """On the sending ranks: ends the sending end; memory that it shares is given back."""
+        """On the sending ranks: closes the sender and frees the memory that it shares."""
         if self._sender is not None:
             self._sender.close()
 

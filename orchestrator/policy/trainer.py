@@ -119,7 +119,8 @@ class PolicyTrainer:
 
     def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         """Trains on one batch; returns the mean metrics over its optimizer steps, the number of steps skipped for a
-        gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a weight is not.
+        gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a
+        weight is not finite.
 
         `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect. A minibatch of
         which no token is trained on is left out and counted (`empty_steps`). ValueError if the batch has no old
@@ -144,7 +145,7 @@ class PolicyTrainer:
         return means.result() | first | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 
     def trained_logprobs(self) -> list[Floats]:
-        """The old log-probs of a batch that was trained on without, as its optimizer step computed them before it
+        """The old log-probs of a batch that came without them, as its optimizer step computed them before it
         changed the weights; [T] for each response. Every rank calls it, once."""
         by_row: dict[int, Floats] = {}
         for micro, logprobs in self._computed:

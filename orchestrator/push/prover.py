@@ -21,7 +21,8 @@ PATIENCE = 3
 
 
 class PushDisproved(ServiceError):
-    """A replica that took a push computes with other weights. A repetition would not help."""
+    """A replica that took a push computes with other weights, or gave no proof in PATIENCE pushes. A repetition would
+    not help."""
 
 
 class ProbeLearner(Protocol):
@@ -78,6 +79,7 @@ class Prover:
 
         Raises:
             PushDisproved: a member computes with other weights; the message says by how much its log-probs differ.
+                Or the last PATIENCE pushes had no proof.
         """
         if not self._is_due(members) or self._scoring is None or self._scored != push:
             self._unproved += 1
@@ -113,7 +115,8 @@ class Prover:
             return
         self._owed += 1
         if self._owed >= PATIENCE:
-            raise PushDisproved(f"version {version}: {self._owed} pushes without proof: {missing}")
+            told = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+            raise PushDisproved(f"version {version}: no proof in {self._owed} pushes in a row: {told}")
         log.warning("version %d: no proof yet of %s", version, missing)
 
 

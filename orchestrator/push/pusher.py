@@ -28,7 +28,7 @@ LOOK_S = 0.5
 
 
 class PushFailed(ServiceError):
-    """A push did not reach every replica. All replicas serve their old weights."""
+    """A push did not reach every replica. Replicas serve their old weights, or none if a streaming push broke off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class WeightPusher:
             LeaseLost: another run has taken the replicas over.
             PushFailed: all attempts failed; the message names each replica's reason.
             PushDisproved: a replica took the push but computes with other weights.
+            ValueError: other weights were staged after these.
         """
         async with self._turn:
             if staged.push != self._count:

@@ -23,7 +23,7 @@ from orchestrator.tracing.shares import WALL
 
 _ABOUT_RESULT = (
     "Responses to held-out prompts, sampled at the training temperature, with 95 % intervals over prompts. "
-    "The win rate is the share of prompts whose later response does better; a tie counts one half."
+    "The win rate is the share of pairs of responses in which the later one scores higher; a tie counts one half."
 )
 _ABOUT_SAMPLES = "Taken at even distances from the held-out prompts, not picked."
 

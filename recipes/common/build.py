@@ -40,7 +40,7 @@ def make_once(out: Path, settings: Any, sources: Sequence[Path], build: Build, c
     out = out.resolve()
     digest = fingerprint(settings, sources)
     if _is_made(out, digest):
-        console.print(f"{out.name}: found as made before in {out}")
+        console.print(f"{out.name}: already made in {out}")
         return False
     _refuse_foreign(out)
     with _aside(out) as directory:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A linear rise over `warmup` updates to `peak`, which falls with the updates left to `floor * peak`."""
+    """A linear warm-up over `warmup` updates to `peak`, times a linear decay over `steps` to no less than `floor`."""
 
     steps: int
     peak: float

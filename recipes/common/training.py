@@ -49,7 +49,7 @@ def fit(
 def quiet_and_seeded(seed: int) -> None:
     """Fixes torch's seed and threads, and keeps transformers from drawing bars for files of a megabyte.
 
-    OMP_NUM_THREADS, where it is set, is the caller's word on threads and stays.
+    If OMP_NUM_THREADS is set, torch's threads are left as it says.
     """
     torch.manual_seed(seed)
     if "OMP_NUM_THREADS" not in os.environ:

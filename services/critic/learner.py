@@ -172,7 +172,7 @@ class CriticModel:
         if name and name == self._written:
             return
         if not name or name != self._taken:
-            raise FailedPrecondition("name: nothing was taken for it")
+            raise FailedPrecondition("name: no checkpoint was taken for it; call TakeCheckpoint first")
         await self._answer(
             self._ranks.beside(self._config.ranks, Snapshots.write_snapshot, self._config.rank_timeout_s)
         )

@@ -131,7 +131,7 @@ class Staged:
         for unit in ("rows", "tokens"):
             total, most = sum(getattr(one, unit) for one in kept.values()), getattr(self._limits, f"max_call_{unit}")
             if total > most:
-                raise ResourceExhausted(f"pairs: {total} {unit} in all, but a batch may hold {most}")
+                raise ResourceExhausted(f"pairs: {total} {unit} in all, but a batch may hold {most} (train_limits)")
         self._parts = kept
 
     def whole(self, moment: Moment, rows: int) -> list[BatchPart]:

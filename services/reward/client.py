@@ -1,4 +1,4 @@
-"""Client of the reward service. It needs only grpcio and numpy, and works without a training run."""
+"""Client of the reward service. It needs neither Ray nor torch, and works without a training run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -43,8 +43,8 @@ async def gathered(
             missing = set(members) - {report.replica for report in reports}
             if members and not missing:
                 break
-            # An error does not say whose it is. A replica that is dead and no member leaves the members their time;
-            # one that Serve is stopping, which it no longer calls, is missed from the beginning.
+            # An error does not name its replica. A dead replica that is not a member does not shorten the members'
+            # time; a member that Serve is stopping, and no longer calls, counts as missing from the beginning.
             failed = len(waiting) + len(reports) < len(answers)
             if len(waiting) < len(missing) or (failed and not members):
                 end = min(end, clock() + grace_s)

@@ -205,7 +205,9 @@ class WeightMember:
 
     async def _rest(self, message: pb.Rest) -> str:
         if not 0 < message.at_most_s <= LONGEST_REST_S:
-            raise InvalidArgument(f"rest.at_most_s: {message.at_most_s:g}; must be in 0..{LONGEST_REST_S:g}, not 0")
+            raise InvalidArgument(
+                f"rest.at_most_s: {message.at_most_s:g}; must be more than 0 and at most {LONGEST_REST_S:g}"
+            )
         self._resting_s = message.at_most_s
         await self._engine.rest()
         return ""

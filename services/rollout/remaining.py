@@ -29,8 +29,8 @@ class Remaining:
         return sorted(self._missing)[: self._most]
 
     def begun(self, asked: Sequence[int], versions: tuple[int, int | None], lease: int) -> dict[int, Part]:
-        """Parts that have come of these samples, except where another version than those that may serve them sampled
-        a token. Under another lease, which is another timeline, there are none for calls that name a version."""
+        """Parts that have come of these samples, without those that hold a token of a version outside `versions`.
+        Under another lease, which is another timeline, there are none for calls that name a version."""
         if lease != self._lease and versions != (0, None):
             self._parts = {}
         self._lease = lease

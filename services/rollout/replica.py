@@ -101,7 +101,7 @@ class Rollout(HealthMixin):
                     yield answer
 
     def _check_lease(self, request: pb.GenerateRequest) -> None:
-        """A run that another has taken over from trains on nothing more. Calls that ask for no version need none."""
+        """A run that was taken over gets no more samples. Calls that name no version need no lease."""
         if request.HasField("lease") or request.min_version or request.HasField("max_version"):
             self._member.check(request.lease)
 

@@ -62,7 +62,9 @@ class Choices:
         room = max(self.longest - self._longest_prompt, self.longest // 2)
         wanted = self.max_new_tokens or min(RESPONSE, room)
         if wanted < min(LEAST, self.max_new_tokens or LEAST):
-            raise ConfigError(f"--policy: takes {self.longest} tokens in all, which is too few to train")
+            raise ConfigError(
+                f"--policy: takes {self.longest} tokens in all, which leaves fewer than {LEAST} for a response"
+            )
         return wanted
 
     @property
@@ -211,7 +213,7 @@ def _shares(cpus: float, gpus: float) -> dict[str, float]:
 
 
 def _packing(model: Model) -> str:
-    return "sequences one after another, without padding" if model.packs else "its attention has windows"
+    return "sequences one after another, without padding" if model.packs else "its attention does not allow packing"
 
 
 def _rounded(count: int) -> str:

@@ -70,10 +70,11 @@ class LearnerConfig(Config):
     model: ModelPath
     """Folder of the Hugging Face model to start from."""
     dtype: Dtype = "float32"
-    """Arithmetic of the forward and backward pass. bfloat16 keeps fp32 master weights and wants zero_stage >= 1."""
+    """Arithmetic of the forward and backward pass. bfloat16 keeps fp32 master weights and requires zero_stage 1
+    or higher."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention: torch's fused kernel, transformers' plain one, or FlashAttention 2, which wants a GPU, the package
-    flash-attn and dtype bfloat16."""
+    """Attention: torch's fused kernel, transformers' plain one, or FlashAttention 2, which requires a GPU, the
+    package flash-attn and dtype bfloat16."""
     optimizer: OptimizerConfig
     """AdamW and its schedule."""
     ranks: Count = 1
@@ -86,12 +87,13 @@ class LearnerConfig(Config):
     """ZeRO 3 keeps parameters of fewer elements (norms, biases) whole on every rank: gathering them costs more than
     dividing them saves."""
     adam_offload: bool = False
-    """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Wants zero_stage >= 1."""
+    """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Requires zero_stage 1 or
+    higher."""
     param_offload: bool = False
-    """Keep the parameters themselves in host memory between uses. Wants zero_stage 3."""
+    """Keep the parameters themselves in host memory between uses. Requires zero_stage 3."""
     colocate: bool = False
     """Keep fp32 master weights and Adam's moments in pinned host memory except during an update, so that other
-    processes can use the GPU's memory meanwhile. AdamW still runs on the GPU. Wants zero_stage 1 or 2."""
+    processes can use the GPU's memory meanwhile. AdamW still runs on the GPU. Requires zero_stage 1 or 2."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Division of the layers. `ranks` is a multiple of its size. The quotient is the number of copies of the model;
     they share each minibatch, and ZeRO divides among them."""
@@ -100,7 +102,7 @@ class LearnerConfig(Config):
     accumulated over several passes, sequences of similar length together."""
     packing: bool = False
     """Put the sequences of a micro-batch one after another in a single row, without padding; each attends only to
-    itself. Wants attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
+    itself. Requires attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -134,7 +136,7 @@ class LearnerConfig(Config):
         if self.param_offload and self.zero_stage != 3:
             raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
         if self.colocate and self.zero_stage not in (1, 2):
-            raise ValueError(f"colocate: DeepSpeed does it at zero_stage 1 and 2; it is {self.zero_stage}")
+            raise ValueError(f"colocate needs zero_stage 1 or 2; it is {self.zero_stage}")
         if self.colocate and self.adam_offload:
             raise ValueError(
                 "colocate: adam_offload always keeps the same state in host memory; leave out one of them"

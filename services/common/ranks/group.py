@@ -14,7 +14,7 @@ GRACE_S = 5.0
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Method = Callable[Concatenate[Any, Arguments], Answer]
-"""One of a trainer's, or of a part of it, as written in its class: `PolicyTrainer.train`."""
+"""A method of a trainer, or of one of its parts, as written in its class: `PolicyTrainer.train`."""
 
 
 class RankDied(RuntimeError):

@@ -104,8 +104,8 @@ class Rank:
         trainer = build(*arguments, Ranks(self._rank, self._world_size, store, self._timeout_s))
         parts = getattr(trainer, "parts", (trainer,))
         self._parts = {kind.__qualname__: part for part in parts for kind in type(part).__mro__}
-        # What is there now stays. DeepSpeed searches for garbage twice with each update of a colocated learner, and
-        # looking through libraries and model took it 0.3 s each time.
+        # Libraries and model stay until the end. DeepSpeed searches for garbage twice with each update of a colocated
+        # learner, and looking through them took it 0.3 s each time.
         gc.freeze()
 
     def part(self, kind: type[Part]) -> Part:

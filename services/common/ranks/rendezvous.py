@@ -24,5 +24,5 @@ def serve_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connects a member to the sender's store."""
+    """Connects to a store that `serve_store` opened."""
     return TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

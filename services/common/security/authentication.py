@@ -45,8 +45,9 @@ class Directory:
         name = self._of_certificate(auth_context) or self._of_token(metadata)
         if name is None:
             raise Unauthenticated(
-                "no client certificate or bearer token that the policy names came with the call; QUARTET_CREDENTIALS "
-                "names a caller's, and `quartet up` leaves its owner's in .quartet/access of its folder"
+                "no client certificate or bearer token that the policy names came with the call; set "
+                "QUARTET_CREDENTIALS to the file of a caller's credentials, or call from the folder in "
+                "which `quartet up` ran"
             )
         return Caller(name, self.policy.identities[name].role)
 

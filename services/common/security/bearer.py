@@ -47,7 +47,7 @@ class _Stream(_Bearer, grpc.aio.UnaryStreamClientInterceptor):
 
 
 class _BothWays(_Bearer, grpc.aio.StreamStreamClientInterceptor):
-    """Reflection, say: no service of Quartet's streams requests."""
+    """For calls that stream requests, such as reflection; Quartet's services have none."""
 
     async def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any

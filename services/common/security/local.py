@@ -54,8 +54,8 @@ def shut(folder: Path) -> None:
 
 
 def own_credentials(folder: Path = FOLDER, user: int | None = None) -> Path | None:
-    """The credentials file of this folder, if the user (None: of this process) made it: that of another user could
-    have a file of ours sent."""
+    """The credentials file of this folder, if the user (None: of this process) made it: another user's could make
+    this process send one of its own files."""
     try:
         stat = folder.lstat()
     except OSError:

@@ -78,7 +78,7 @@ class Limits(Config):
     """Most bytes of requests that are received and not answered yet; further calls are refused with
     RESOURCE_EXHAUSTED."""
     request_s: Seconds = 60
-    """Longest time, in seconds, that a caller may take to send its request once it is received."""
+    """Longest time, in seconds, for a request to arrive once its turn to be received has come."""
     handshake_s: Seconds = 30
     """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed; it is then closed."""
     keepalive_s: Seconds = 20

@@ -28,7 +28,7 @@ class SecurityConfig(Config):
     policy: str | None = None
     """Path of the policy file (services/common/security/policy.py). null, on loopback only: as `local` says."""
     local: Local = "token"
-    """Without a policy: token lets only the user in who called `quartet up`, by a token in `.quartet/access`, which
+    """Without a policy: token lets in only the user who called `quartet up`, by a token in `.quartet/access`, which
     callers in the same folder find by themselves; open lets every user of this machine do everything."""
 
     @property
@@ -44,7 +44,7 @@ class Port:
     host: str = "127.0.0.1"
     policy: Path | None = None
     local: Local = "token"
-    """See SecurityConfig; without a meaning where there is a policy."""
+    """As SecurityConfig.local; ignored if there is a policy."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] | None = None) -> "Port":
@@ -65,7 +65,7 @@ class Port:
 
     @property
     def wants_token(self) -> bool:
-        """Only the owner is to be let in, and no policy says how."""
+        """True if only the user who called `quartet up` is to be let in, without a policy that says how."""
         return self.policy is None and self.local == "token" and on_loopback(self.host)
 
     def checked(self) -> AccessPolicy | None:

@@ -77,7 +77,7 @@ def _extra(method: Callable[..., Any]) -> Callable[[Context], tuple[Share, ...]]
 
 
 def _with_identity(request: Any, context: Context) -> Any:
-    """The request, its lease being that of the caller: here, so that no method can forget it."""
+    """The request with the caller's identity in its lease; set here, so that no method can forget it."""
     if isinstance(request, Message) and "lease" in request.DESCRIPTOR.fields_by_name and request.HasField("lease"):
         caller = caller_of(context)
         request.lease.identity = "" if caller == ANONYMOUS else caller.name  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class SharedSender:
     """The learner's end: a Sender that forms no group, since any process of the machine may read."""
 
     def __init__(self, segment: Segment, buckets: Buckets, digest: Digest = digest) -> None:
-        """Use `host` or `gpu`."""
+        """Made by `host` or `gpu`."""
         self._segment, self._buckets, self._digest = segment, buckets, digest
         self._memory: DeviceMemory | None = None
         self._digests: dict[int, bytes] = {}
@@ -86,7 +86,7 @@ class SharedBuckets:
     """A replica's view of all senders' shared memory."""
 
     def __init__(self, segments: list[Segment], parts: list[Buckets], digest: Digest = digest) -> None:
-        """Use `host` or `gpu`."""
+        """Made by `host` or `gpu`."""
         self._segments, self._parts, self._digest = segments, parts, digest
         self._opened: list[DeviceMemory] = []
         self._read: list[int] = []

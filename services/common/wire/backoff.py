@@ -53,7 +53,7 @@ class Backoff:
 
     async def wait(self, error: Exception, at_least_s: float | None = None) -> None:
         """Pauses before the next try; raises `error` when the deadline would pass first, or probably during a try
-        that is as long as the last: what the service said last is worth more than that it had no time to answer.
+        that is as long as the last: that error says more than a timeout would.
 
         Args:
             error: the error of the last try.

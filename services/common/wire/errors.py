@@ -91,7 +91,7 @@ class PermissionDenied(ServiceError):
 
 
 class NotFinite(ServiceError):
-    """Weights hold a number that is not finite: they are not pushed, saved or kept."""
+    """Weights, or the gradients of too many steps in a row, are not finite; such weights are not pushed or saved."""
 
     code = grpc.StatusCode.DATA_LOSS
 

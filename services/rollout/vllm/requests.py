@@ -30,8 +30,8 @@ class Requests:
         self._numbers = itertools.count()
         self._responding: set[str] = set()
         self.pauses = 0
-        """Number of pauses for a push: between two of them all requests come under the same weights. A version's
-        number may come again."""
+        """Number of pauses for a push: between two of them all requests come under the same weights. Versions
+        would not do, since a run that goes back to a checkpoint uses their numbers again."""
 
     async def respond(
         self,

@@ -84,7 +84,7 @@ class CpuGenerator(torch.Generator):
         self.set_offset(0)
 
     def get_offset(self) -> int:
-        """Any number, as vLLM only subtracts from it."""
+        """An arbitrary number, as vLLM only subtracts from it."""
         return 0
 
     def set_offset(self, offset: int) -> None:

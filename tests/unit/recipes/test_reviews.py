@@ -106,7 +106,7 @@ sys.exit(make(pathlib.Path({str(made)!r}), {TINY!r}, Console()) or "torch" in sy
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "found as made before" in ended.stdout
+    assert "already made in" in ended.stdout
 
 
 def test_another_seed_makes_other_prompts_and_models(made: Path, tmp_path: Path) -> None:

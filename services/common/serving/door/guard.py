@@ -159,7 +159,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 raw = await context.read()
         except TimeoutError:
             raise InvalidArgument(
-                f"{method[1:]}: no request within {self._gate.limits.request_s:g} s of the call's beginning"
+                f"{method[1:]}: no request arrived within {self._gate.limits.request_s:g} s; send it at once"
             ) from None
         if raw is grpc.aio.EOF:
             raise InvalidArgument(f"{method[1:]}: no request; send one message")

@@ -34,7 +34,7 @@ class OpenCalls:
         """Counts a call; returns the function to call, with any argument, when the call is over.
 
         Raises:
-            ResourceExhausted: the caller has its share of open calls, or those that are no trainers have theirs.
+            ResourceExhausted: the caller has its share of open calls, or those without the role trainer have theirs.
         """
         limits = self._limits()
         return self._calls.take(caller, 1, limits.concurrent_calls, limits)
@@ -64,7 +64,7 @@ class _Shares:
         beside = int((1 - limits.training_reserve) * most)
         checks = [(self._held[caller.name], own, f"{caller.name} has"), (self._total, most, "all callers have")]
         if not trainer:
-            checks.append((self._beside_training, beside, "callers that are no trainers have"))
+            checks.append((self._beside_training, beside, "callers without the role trainer have"))
         for held, limit, who in checks:
             if held + amount > limit:
                 raise ResourceExhausted(f"{who} {held} {self._what}, and the most is {limit}", PAUSE_S)

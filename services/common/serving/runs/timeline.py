@@ -18,7 +18,7 @@ class Moment:
     """
 
     timeline: int = 0
-    """0: of no timeline, until a run brings or makes one here."""
+    """Number of the timeline; 0 until a run pushes weights or trains a step here."""
     number: int = 0
     """The version or step."""
 

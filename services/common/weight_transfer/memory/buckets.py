@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 
 class Buckets:
-    """One host buffer for each bucket of a manifest. With several senders each holds and fills only its share."""
+    """One buffer for each bucket of a manifest. With several senders each holds and fills only its share."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Segment:
             os.close(file)
             raise RuntimeError(
                 f"{FOLDER} has no room for {size >> 20} MiB of weights ({error.strerror}); enlarge it, "
-                "or set weight_backend to gloo"
+                "or set orchestrator.weights.backend to gloo"
             ) from None
         return cls(number, mmap.mmap(file, _HEADER + size), file)
 
@@ -67,8 +67,8 @@ class Segment:
             file = _open(number)
         except OSError as error:
             raise RuntimeError(
-                f"no shared memory of the learner here ({error.strerror}): weight_backend ipc wants learner and "
-                "replicas on one machine"
+                f"no shared memory of the learner here ({error.strerror}): weights.backend ipc needs the "
+                "learner and the replicas on one machine; set it to auto"
             ) from None
         try:
             shared = os.fstat(file).st_size - _HEADER

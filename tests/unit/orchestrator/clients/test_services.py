@@ -54,7 +54,9 @@ def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_fol
     config = make_config(policy_folder, **LENGTHS)
     with pytest.raises(ConfigError, match=rf"^{name}: the tokenizer of other is not that of .*{policy_folder}"):
         check_compatible(make_infos(**{name: {"tokenizer_hash": "?", "path": "other"}}), make_tokenizer(), config)
-    with pytest.raises(ConfigError, match=rf"^{name}: m has 63 entries in its vocabulary, .* gives ids up to 63$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{name}: m has 63 entries in its vocabulary, .* ids up to 63; resize .*s$"
+    ):
         check_compatible(make_infos(**{name: {"vocab_size": 63}}), make_tokenizer(), config)
     check_compatible(make_infos(**{name: {"vocab_size": 96}}), make_tokenizer(), config)
     expected = (
@@ -70,7 +72,10 @@ def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> 
     with pytest.raises(ConfigError, match=r"policy.dtype: float32, but the rollout service has bfloat16"):
         check_compatible(make_infos(rollout={"dtype": "bfloat16"}), make_tokenizer(), config)
     config = make_config(policy_folder, **LENGTHS, weights={"backend": "nccl"})
-    expected = "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo"
+    expected = (
+        "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo; set both the "
+        "same, or one to auto"
+    )
     with pytest.raises(ConfigError, match=expected):
         check_compatible(make_infos(), make_tokenizer(), config)
 

@@ -38,8 +38,8 @@ def test_a_mask_of_no_tokens_or_of_most_is_told(
 def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["orchestrator"] |= {"loop": {"max_staleness": 1}, "weights": {"in_flight": "keep-cache"}}
     assert checked(raw, tmp_path).notes == [
-        "orchestrator.weights.in_flight: keep-cache samples tokens that are of no policy, of which ppo.correction "
-        "tis leaves none out; choose one of icepop, geometric, dis, or keep"
+        "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction tis "
+        "leaves none out; choose one of icepop, geometric, dis, or in_flight keep"
     ]
     raw["orchestrator"]["ppo"]["correction"] = "icepop"
     assert checked(raw, tmp_path).notes == []

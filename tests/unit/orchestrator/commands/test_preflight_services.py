@@ -127,8 +127,10 @@ def test_deadlines_that_the_replicas_refuse_and_a_root_that_is_not_the_critics(
     args(raw, "rollout")["max_phase_s"] = 20
     args(raw, "critic")["root"] = "/elsewhere"
     assert problems(raw, tmp_path) == [
-        "orchestrator.weights.timeout_s: 30, but applications.rollout.args.max_phase_s is 20",
-        "orchestrator.weights.commit_s: 30, but applications.rollout.args.max_phase_s is 20",
+        "orchestrator.weights.timeout_s: 30, but applications.rollout.args.max_phase_s is 20; "
+        "lower the first or raise the second",
+        "orchestrator.weights.commit_s: 30, but applications.rollout.args.max_phase_s is 20; "
+        "lower the first or raise the second",
         "orchestrator.checkpoint.root: runs, but applications.critic.args.root is /elsewhere; the critic writes its "
         "part of each checkpoint under its root, so both must be the same folder",
     ]
@@ -159,9 +161,9 @@ def test_what_has_to_share_a_gpu_must_fit_on_it(raw: dict[str, Any], tmp_path: P
             "nccl",
             0.5,
             0.5,
-            "the policy's num_gpus and a replica's are 1 together, so they may share one, which it refuses",
+            "the policy's num_gpus and a replica's are 1 together: they may share a GPU, which NCCL refuses",
         ),
-        ("cuda-ipc", 0.6, 0.5, "the policy's num_gpus and a replica's are 1.1 together, so they never share one"),
+        ("cuda-ipc", 0.6, 0.5, "the policy's num_gpus and a replica's are 1.1 together: they never share a GPU"),
         ("nccl", 0.6, 0.5, ""),
         ("cuda-ipc", 0.5, 0.5, ""),
         ("ipc", 0, 0, ""),

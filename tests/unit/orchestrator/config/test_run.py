@@ -94,7 +94,7 @@ def refusal(section: dict[str, Any]) -> str:
         ),
         (
             {"ppo": {"importance_cap": 3, "correction": "icepop"}},
-            "orchestrator.ppo: importance_cap is no part of correction icepop, which has a band; leave it out",
+            "orchestrator.ppo: importance_cap does not belong to correction icepop, which has a band; leave it out",
         ),
         (
             {"ppo": {"dual_clip": 3, "correction": "dis"}},
@@ -102,7 +102,7 @@ def refusal(section: dict[str, Any]) -> str:
         ),
         (
             {"ppo": {"clip_eps_high": 0.3, "correction": "dis"}},
-            "orchestrator.ppo: clip_eps_low and clip_eps_high are no part of correction dis; leave them out",
+            "orchestrator.ppo: clip_eps_low and clip_eps_high do not belong to correction dis; leave them out",
         ),
         ({"loop": {"max_staleness": 1_000}}, "orchestrator.loop.max_staleness: should be 100 or less, got 1000"),
         (

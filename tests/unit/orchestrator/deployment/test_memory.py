@@ -141,7 +141,8 @@ def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:
     assert most_on_one([]) == ()
     assert list(shortage([rollout, policy, reward], 65 * GIB)) == []
     assert list(shortage([rollout, policy, reward], 64 * GIB)) == [
-        "one GPU may have to hold rollout 20.0 + policy 40.0 + reward 5.0 = 65.0 GiB, and has 64.0"
+        "one GPU may have to hold rollout 20.0 + policy 40.0 + reward 5.0 = 65.0 GiB, but has 64.0; "
+        "raise their num_gpus so that fewer share it, or make them need less"
     ]
     # What asks for no GPU computes elsewhere.
     assert list(shortage([Part("reference", 0, 99 * GIB)], GIB)) == []
@@ -162,7 +163,8 @@ def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
     assert [sum(part.during(phase) for part in together) // GIB for phase in (SAMPLING, TRAINING)] == [32, 47]
     assert list(shortage(together, 47 * GIB)) == []
     assert list(shortage(together, 46 * GIB)) == [
-        "one GPU may have to hold rollout 5.0 + policy 40.0 + reward 2.0 = 47.0 GiB during training, and has 46.0"
+        "one GPU may have to hold rollout 5.0 + policy 40.0 + reward 2.0 = 47.0 GiB during training, but has "
+        "46.0; raise their num_gpus so that fewer share it, or make them need less"
     ]
 
 

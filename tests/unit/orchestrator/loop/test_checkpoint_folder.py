@@ -22,7 +22,7 @@ from tests.unit.train_states import state
 def test_a_broken_state_names_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "state.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"step-000003/state.json: not what a checkpoint holds"):
+    with pytest.raises(ConfigError, match=r"step-000003/state.json: cannot be read as a checkpoint's state"):
         latest(tmp_path)
 
 

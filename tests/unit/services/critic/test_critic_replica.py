@@ -145,7 +145,7 @@ async def test_a_critic_in_another_state_than_expected_says_so(critic: Any, root
             await call
     with pytest.raises(FailedPrecondition, match="min_step: 7 asked, but this critic has trained 0 so far"):
         await values(critic, 7)
-    with pytest.raises(FailedPrecondition, match="nothing was taken"):
+    with pytest.raises(FailedPrecondition, match="no checkpoint was taken for it"):
         await checkpoint(critic, "Write", "critic")
     await train(critic, 1, last_step=0)
     # The repetition of a step that was trained expects what the step expected.

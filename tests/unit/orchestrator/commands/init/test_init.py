@@ -163,7 +163,7 @@ def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path
 
 def test_a_model_without_room_for_responses_is_refused(prompts: str, tmp_path: Path) -> None:
     short = make_policy(tmp_path / "short", kind="llama", tied=False, max_position_embeddings=8)
-    with pytest.raises(ConfigError, match="--policy: takes 8 tokens in all, which is too few to train"):
+    with pytest.raises(ConfigError, match="--policy: takes 8 tokens in all, which leaves fewer than"):
         init(tmp_path / "mine.yaml", Wanted(str(short), FUNCTION, prompts), HERE)
 
 
