@@ -139,7 +139,7 @@ class Services:
 
     @property
     def _clients(self) -> dict[str, Any]:
-        """Name -> client, of the services that the run uses."""
+        """The clients of the services that the run uses, by name."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: client for name, client in every.items() if client is not None}
 

@@ -44,7 +44,7 @@ class Port:
     host: str = "127.0.0.1"
     policy: Path | None = None
     local: Local = "token"
-    """As SecurityConfig.local; ignored if there is a policy."""
+    """Access without a policy, as SecurityConfig.local describes it; ignored if there is one."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] | None = None) -> "Port":

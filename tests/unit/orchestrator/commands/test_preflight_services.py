@@ -144,7 +144,7 @@ def test_what_has_to_share_a_gpu_must_fit_on_it(raw: dict[str, Any], tmp_path: P
     raw["orchestrator"]["gpu_gib"] = 2.5
     [problem] = problems(raw, tmp_path)
     assert problem.startswith("orchestrator.gpu_gib: one GPU may have to hold rollout ")
-    assert problem.endswith(" GiB, and has 2.5")
+    assert " GiB, but has 2.5; raise " in problem
     raw["orchestrator"]["gpu_gib"] = 8
     checked(raw, tmp_path)
     # What never shares a GPU is not added up.
