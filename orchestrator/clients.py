@@ -92,7 +92,7 @@ class Services:
         """Returns when a server accepts connections at every target of the configuration, which is from `file`.
 
         Raises:
-            Unavailable: a target accepts none within `timeouts.info_s` or REACH_S, whichever is less.
+            Unavailable: a target accepts none within `timeouts.info_s` and REACH_S, the smaller of both.
         """
         patience_s = min(config.timeouts.info_s, REACH_S)
         for name, client in self._clients.items():
