@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from recipes.common.tokenizer import word_tokenizer
+from services.common.config.base import MIB
 from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.models.distribution import Distribution
-from services.common.weight_transfer.manifest import MIB
 
 STEPS, SAMPLES, PROMPT, RESPONSE = 10, 128, 12, 32
 VOCABULARY = 106

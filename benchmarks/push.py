@@ -33,10 +33,11 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
 from protos import rollout_pb2 as pb
+from services.common.config.base import MIB
 from services.common.ranks.rendezvous import serve_store
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import Group
-from services.common.weight_transfer.manifest import MIB, Manifest
+from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.probe import probe_sequences
 from services.common.weight_transfer.registry import Applicant, Ticket

@@ -22,8 +22,8 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.push.pusher import WeightPusher
+from services.common.config.base import MIB
 from services.common.security.credentials import connect
-from services.common.weight_transfer.manifest import MIB
 from services.rollout.client import RolloutClient
 from tests.models import make_policy
 from tests.plain import language_model

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from services.common.folders import replace_file
+
 PROMPT, RESPONSE = 8, 16
 """Tokens of each prompt and of each response."""
 
@@ -79,9 +81,7 @@ class Pace:
 
     def write(self, file: Path) -> None:
         """Writes the times to `file`, from which the replicas read them at each use."""
-        aside = file.with_suffix(".new")
-        aside.write_text(json.dumps(asdict(self)))
-        aside.rename(file)
+        replace_file(file, json.dumps(asdict(self)).encode())
 
 
 CASES = {

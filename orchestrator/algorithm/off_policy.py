@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.algorithm.kl import kl_estimate
 from orchestrator.algorithm.loss import PolicyLoss, importance_weights, ratio
 from services.common.models.numerics import check_masked, masked_mean, partial_mean
 
@@ -96,13 +97,12 @@ def dis_loss(
     def share(x: Tensor) -> Tensor:
         return partial_mean(x.detach(), mask, denominator)
 
-    log_r = torch.where(mask, new_logprobs - logprobs, 0.0).detach()
     return PolicyLoss(
         loss=-partial_mean(torch.where(inside, r * advantages, 0.0), mask, denominator),
         clip_fraction_low=share(r < low),
         clip_fraction_high=share(r > high),
         dual_clip_fraction=share(torch.zeros_like(r)),
-        approx_kl=share(torch.expm1(log_r.clamp(max=20.0)) - log_r),
+        approx_kl=share(kl_estimate(logprobs, new_logprobs.detach(), "k3", mask)),
         ratio_mean=share(r),
         ratio_max=torch.where(mask, r, 0.0).max().detach(),
     )

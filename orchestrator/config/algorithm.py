@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from services.common.config.base import Config, Count, Fraction
 
@@ -15,16 +15,16 @@ BANDED = ("icepop", "geometric", "dis")
 class KLConfig(Config):
     """The penalty that keeps the policy near the reference."""
 
-    coef: Annotated[float, Field(ge=0)] = 0.1
+    coef: NonNegativeFloat = 0.1
     """Coefficient of the penalty; the initial one if `target` is set. 0 turns the penalty off."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Schulman's estimator of KL(policy || reference) from samples of the policy."""
     placement: Literal["reward", "loss"] = "reward"
     """Subtract it from each token's reward, or add it to the policy's loss (where k2 or k3 is the sound choice:
     the expected gradient of k1 is zero)."""
-    target: Annotated[float, Field(gt=0)] | None = None
+    target: PositiveFloat | None = None
     """Adapt the coefficient towards this KL per response, in nats (Ziegler et al. 2019). Null keeps it fixed."""
-    horizon: Annotated[float, Field(gt=0)] = 10_000
+    horizon: PositiveFloat = 10_000
     """Samples over which the adaptive coefficient reacts."""
 
     @model_validator(mode="after")
@@ -53,7 +53,7 @@ class PPOConfig(Config):
     """Discount per token."""
     gae_lambda: Fraction = 0.95
     """Bias against variance in generalised advantage estimation; used by gae alone."""
-    gae_lambda_alpha: Annotated[float, Field(gt=0)] | None = None
+    gae_lambda_alpha: PositiveFloat | None = None
     """Takes the policy's lambda from a response's length: 1 - 1 / (alpha T), at least 0, for T tokens, so that the
     score reaches the first tokens of a long response as well as of a short one. 1.5 in SAO. Null: gae_lambda."""
     critic_gae_lambda: Fraction | None = None
@@ -64,7 +64,7 @@ class PPOConfig(Config):
     Without it the score counts as the whole reward of such a response."""
     kl: KLConfig = KLConfig()
     """The KL penalty."""
-    score_clip: Annotated[float, Field(gt=0)] | None = 10.0
+    score_clip: PositiveFloat | None = 10.0
     """Scores are clipped to plus or minus this, after normalisation. Null turns it off."""
     normalise_scores: bool = False
     """Subtract the running mean of the scores and divide by their running standard deviation."""
@@ -72,11 +72,11 @@ class PPOConfig(Config):
     """Zero mean and unit variance over all response tokens of the batch."""
     clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = CLIP_EPS
     """Distance below 1 beyond which a ratio gets no gradient."""
-    clip_eps_high: Annotated[float, Field(gt=0)] = CLIP_EPS
+    clip_eps_high: PositiveFloat = CLIP_EPS
     """Distance above 1 beyond which a ratio gets no gradient."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus. 0 turns it off; entropy is still measured."""
     epochs: Count = 2
     """Passes over each batch, for every learner."""
@@ -98,7 +98,7 @@ class PPOConfig(Config):
     """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
     learner's. Null turns off tis and tis-sequence (not allowed with loop.max_staleness above 0) and decoupled's
     filter; the mismatch is still measured."""
-    max_token_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_token_staleness: NonNegativeInt | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.
     It has an effect if it is less than loop.max_staleness. Null: no token is left out."""

@@ -1,8 +1,6 @@
 """Checkpoints."""
 
-from typing import Annotated
-
-from pydantic import Field
+from pydantic import NonNegativeInt
 
 from services.common.config.base import Config, Count, Seconds
 
@@ -10,7 +8,7 @@ from services.common.config.base import Config, Count, Seconds
 class CheckpointConfig(Config):
     """Checkpoints, and restarts of a run after a learner is lost."""
 
-    every: Annotated[int, Field(ge=0)] = 10
+    every: NonNegativeInt = 10
     """Steps between checkpoints; the first is taken before step 1. 0: never; then the run cannot be resumed, and the
     death of a learner ends it."""
     keep: Count = 2
@@ -26,7 +24,7 @@ class CheckpointConfig(Config):
     journal: bool = True
     """Keep on disk what each step since the last checkpoint was trained on, so that going back to it samples nothing
     again and ends with the same weights."""
-    restarts: Annotated[int, Field(ge=0)] = 3
+    restarts: NonNegativeInt = 3
     """Times that the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
     lost, or a service did not answer in time, until there is a newer one; then the loss ends it. 0: at the first."""
     max_skipped_steps: Count = 8

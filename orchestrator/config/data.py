@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from services.common.config.base import Config, Count
 
@@ -22,7 +22,7 @@ class DataConfig(Config):
     `train[:90%]`."""
     eval_split: str = "eval"
     """Split to evaluate on, in the same form. Must share no row with prompt_split."""
-    split_seed: Annotated[int, Field(ge=0)] | None = None
+    split_seed: NonNegativeInt | None = None
     """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
     chat_template: bool = False
     """Apply the tokenizer's chat template to the prompt."""
@@ -38,10 +38,10 @@ class SamplingConfig(Config):
     0.01, and its log-probs would differ from the learner's. At most 2, as vLLM takes no higher one."""
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    min_new_tokens: NonNegativeInt = 0
     """Fewest tokens of a response. Before them, tokens that end a response have probability 0 in the rollout engine,
     the reference and the learner."""
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a response, in addition to those of the policy's generation configuration and tokenizer."""
     seeded: bool = True
     """Give each request a seed of its own, derived from the run's `seed` and the sample's number."""

@@ -1,8 +1,6 @@
 """Held-out evaluation."""
 
-from typing import Annotated
-
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeInt, field_validator
 
 from services.common.config.base import Config, Count
 
@@ -10,7 +8,7 @@ from services.common.config.base import Config, Count
 class EvaluationConfig(Config):
     """Evaluation on held-out prompts while training runs."""
 
-    every: Annotated[int, Field(ge=0)] = 10
+    every: NonNegativeInt = 10
     """Steps between evaluations; there is one before the first step and one after the last. 0: never."""
     max_prompts: Count | None = None
     """Number of prompts of eval_split to use, from its start. Null: all."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from services.common.config.base import Config, Count
 
@@ -25,7 +25,7 @@ class LoopConfig(Config):
     parts share a GPU. The push brings it back. Requires `colocate: true` in the rollout's `args` and
     max_staleness 0."""
 
-    mismatch_limit: Annotated[float, Field(gt=0)] | None = None
+    mismatch_limit: PositiveFloat | None = None
     """Largest mean difference, in nats per token, between the rollout engine's and the
     learner's log-probs of tokens that the present version sampled (`mismatch/present_mean_abs`). A step beyond it is
     reported; several in a row end the run. Null: 0.02 in float32, 0.2 in bfloat16."""

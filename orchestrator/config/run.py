@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.config.checkpoint import CheckpointConfig
@@ -83,7 +83,7 @@ class OrchestratorConfig(Config):
     """The algorithm."""
     policy: PolicyConfig
     """The policy learner."""
-    gpu_gib: Annotated[float, Field(gt=0)] | None = None
+    gpu_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB. Before the start, the needs of processes that may share a GPU are added up, and the
     file is refused if they do not fit. Null: no check."""
     loop: LoopConfig = LoopConfig()

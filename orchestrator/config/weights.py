@@ -1,8 +1,8 @@
 """The weight push."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveFloat
 
 from services.common.config.base import Config, Count, Seconds
 
@@ -15,7 +15,7 @@ class WeightsConfig(Config):
     GPU to GPU, if each member has its own GPU; gloo: from host to host, anywhere. auto takes the first of these that
     is possible. cuda-ipc: memory of the GPU, if the learner and all replicas share one; it takes room for one more
     copy of the weights there, so auto does not choose it."""
-    bucket_mib: Annotated[int, Field(ge=1)] = 64
+    bucket_mib: Count = 64
     """Size, in MiB, of the packed buckets in which weights are sent."""
     in_flight: Literal["keep", "keep-cache", "wait", "abort"] = "keep"
     """Treatment of requests in the engine during a push. keep: they pause and resume under the new weights with the
@@ -38,11 +38,11 @@ class WeightsConfig(Config):
     """Longest wait, in seconds, for answers that need no work; slower replicas are left out of the push."""
     patience_s: Seconds = 300
     """Longest wait, in seconds, for a first replica, for instance while Serve replaces the only one."""
-    prove_every: Annotated[int, Field(ge=0)] = 40
+    prove_every: NonNegativeInt = 40
     """Pushes between two proofs, in which each replica scores a few fixed sequences and the push fails unless the
     learner gives the same log-probs. The first push, a push after a change of members and a new replica are always
     proved. 0: never."""
-    prove_tolerance: Annotated[float, Field(gt=0)] | None = None
+    prove_tolerance: PositiveFloat | None = None
     """Largest mean difference of these log-probs, in nats per token. Null: 0.001 in float32, 0.1 in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import Config
+from services.common.config.base import GIB, Config
 from services.common.config.learner import LearnerConfig
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import BlendScorerConfig, ModelScorerConfig, RewardConfig, ScorerConfig
 from services.rollout.config import RolloutConfig
 
-GIB = 1 << 30
 CONTEXT = GIB * 7 // 10
 """Memory of CUDA itself in each process, with the code of its kernels."""
 GRAPHS = GIB

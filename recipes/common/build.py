@@ -3,16 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from recipes.common.stages import Stages
+from services.common.folders import replace_folder
 
 RECORD = "recipe.json"
 
@@ -43,17 +41,21 @@ def make_once(out: Path, settings: Any, sources: Sequence[Path], build: Build, c
         console.print(f"{out.name}: already made in {out}")
         return False
     _refuse_foreign(out)
-    with _aside(out) as directory:
+    measures: dict[str, float] = {}
+
+    def write(directory: Path) -> None:
         stages = Stages(console)
-        measures = build(directory, stages)
+        measures.update(build(directory, stages))
         record = {
             "digest": digest,
             "settings": dataclasses.asdict(settings),
-            "measures": dict(measures),
+            "measures": measures,
             "seconds": stages.seconds,
             "files": _sizes(directory),
         }
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+    replace_folder(out, write)
     for name, value in measures.items():
         console.print(f"{name:<32} {value:7.3f}")
     return True
@@ -78,23 +80,6 @@ def _refuse_foreign(out: Path) -> None:
 def _sizes(directory: Path) -> dict[str, int]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
-
-
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its place when the block ends well, and else is removed."""
-    directory = out.with_name(f".{out.name}.new-{os.getpid()}")
-    replaced = out.with_name(f".{out.name}.old-{os.getpid()}")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    try:
-        yield directory
-        if out.exists():
-            out.rename(replaced)
-        directory.rename(out)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:

@@ -1,6 +1,7 @@
 """Folders and files that appear complete or not at all: written under another name, then renamed."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,24 +12,40 @@ MARKER = ".quartet"
 """A file in every model that Quartet wrote. A folder without it is never replaced."""
 
 
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder beside its place, then moves it there. If `write` fails, `target` stays as it was.
+
+    Raises:
+        InvalidArgument: the folder cannot be made.
+    """
+    aside = target.with_name(f".{target.name}.writing")
+    remove(aside)
+    make(aside, target)
+    try:
+        write(aside)
+        remove(target)
+        rename(aside, target)
+    finally:
+        remove(aside)
+
+
 def replace_model(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a model's folder beside its place, then moves it there.
+    """Replaces a model's folder.
 
     Raises:
         InvalidArgument: `target` holds something that Quartet did not write and that would be lost, or the folder
             cannot be made.
     """
+
+    def marked(aside: Path) -> None:
+        write(aside)
+        (aside / MARKER).touch()
+
     if target.exists() and not _may_go(target):
         raise InvalidArgument(
             f"path: {target} exists and Quartet did not write it (it holds no {MARKER}); name another folder"
         )
-    aside = target.with_name(f".{target.name}.writing")
-    remove(aside)
-    make(aside, target)
-    write(aside)
-    (aside / MARKER).touch()
-    remove(target)
-    aside.rename(target)
+    replace_folder(target, marked)
 
 
 def make(folder: Path, named: Path | None = None) -> None:
@@ -60,17 +77,45 @@ def write(path: Path, text: str) -> None:
 def replace_file(path: Path, contents: bytes) -> None:
     """Writes a file beside its place, then moves it there, on disk and not only in the system's cache."""
     aside = path.with_name(f".{path.name}.writing")
-    with aside.open("wb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
+    aside.unlink(missing_ok=True)
+    _write_new(aside, contents, 0o666)
     rename(aside, path)
+
+
+def write_private(path: Path, contents: bytes, *, replace: bool = True) -> None:
+    """Replaces a file by one with mode 0600, which no other user can read, not even while it is written.
+
+    Raises:
+        FileExistsError: the file exists and `replace` is false.
+    """
+    # Two processes may write it at the same time, and the first is to win where nothing is replaced.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    _write_new(aside, contents, 0o600)
+    try:
+        rename(aside, path) if replace else os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> Path:
+    """Makes the folder with mode 0700, or sets that mode if it exists."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
 
 
 def remove(folder: Path) -> None:
     """Removes a folder and everything in it; does nothing if it does not exist."""
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def _write_new(path: Path, contents: bytes, mode: int) -> None:
+    """Writes a file that must not exist, so that no existing file or link is written through."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _may_go(target: Path) -> bool:

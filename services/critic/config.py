@@ -1,8 +1,8 @@
 """Configuration of the critic service: the `args:` of its application in the YAML file."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from services.common.config.learner import LearnerConfig
 from services.common.config.limits import LimitsConfig
@@ -16,7 +16,7 @@ class CriticConfig(LearnerConfig):
     the replica, which then needs no GPU itself.
     """
 
-    value_clip_eps: Annotated[float, Field(gt=0)] | None = 0.2
+    value_clip_eps: PositiveFloat | None = 0.2
     """Distance from the old value beyond which a value gets no gradient (PPO2). Null turns the clip off."""
     seed: int = 0
     """Seed of a new head's initial weights."""

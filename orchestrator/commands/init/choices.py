@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from orchestrator.commands.init.machine import GIB, Machine
+from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.model import Model
 from orchestrator.commands.init.prompts import Prompts
-from services.common.config.base import ConfigError
+from services.common.config.base import GIB, MIB, ConfigError
 
 RESPONSE = 256
 """Most tokens of a response, if the models have room for as many."""
@@ -103,7 +103,7 @@ class Choices:
         """MiB for keys and values of all responses that are sampled at the same time, or an eighth of the memory."""
         memory = (self.machine.gpu_gib if self.gpu else self.machine.memory_gib) * 1024
         whole = self.batch * (self.prompt + self.response + 128) * self.policy.cached(self.dtype)
-        return max(64, min(-(-whole // (1 << 20)), int(memory / 8)))
+        return max(64, min(-(-whole // MIB), int(memory / 8)))
 
     @property
     def rates(self) -> tuple[float, float]:

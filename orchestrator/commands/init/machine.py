@@ -7,7 +7,7 @@ from typing import Self
 import psutil
 import torch
 
-GIB = 1 << 30
+from services.common.config.base import GIB
 
 
 @dataclass(frozen=True, slots=True)

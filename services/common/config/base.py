@@ -135,6 +135,8 @@ def matching(pattern: str, form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+MIB = 1 << 20
+GIB = 1 << 30
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]

@@ -1,8 +1,6 @@
 """Configuration of a model that is never trained: the reference's, and a reward model's."""
 
-from typing import Annotated
-
-from pydantic import Field
+from pydantic import NonNegativeFloat
 
 from services.common.config.base import Config, Count, Dtype, ModelPath
 
@@ -19,7 +17,7 @@ class FrozenConfig(Config):
     offload: bool = False
     """Keep the weights in host memory, pinned, and on the GPU only while they are used, which leaves its memory to
     other processes meanwhile. Does nothing on a CPU."""
-    offload_after_s: Annotated[float, Field(ge=0)] = 2.0
+    offload_after_s: NonNegativeFloat = 2.0
     """With offload: seconds without a batch after which the weights leave the GPU. 0: after every batch."""
 
     @property

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from services.common.config.base import Config, Count, Dtype, ModelPath, Seconds
+from services.common.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
 
 REDUCE_ELEMENTS = 50_000_000
 """Elements in one bucket of gradients between ranks. DeepSpeed keeps one bucket allocated; its own default is ten
@@ -14,15 +14,15 @@ times as large, 1 GB in bfloat16 whatever the model's size."""
 class OptimizerConfig(Config):
     """AdamW and its schedule."""
 
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the rate rises linearly from zero."""
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up: stay, or fall along a half cosine to `final_fraction` at `total_steps`."""
@@ -30,9 +30,9 @@ class OptimizerConfig(Config):
     """Optimizer steps (not PPO steps) at which the cosine ends. For the policy it may be left out: then it is
     computed from the run's length, and `quartet check` warns of a value that differs. The critic, which does not know
     the run's length, needs it."""
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final_fraction: Fraction = 0.1
     """Rate at the end of the cosine, as a fraction of the peak."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
 
     @model_validator(mode="after")
@@ -48,11 +48,11 @@ class LoraConfig(Config):
 
     rank: Count = 16
     """Rank of each adapter."""
-    alpha: Annotated[float, Field(gt=0)] = 32
+    alpha: PositiveFloat = 32
     """The adapters' product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] | None = None
     """Last part of the names of the layers that get one, such as q_proj. Null: every linear layer but the head."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NonNegativeInt = 0
     """Seed of the adapters' initial weights. Their product begins at zero."""
 
 
@@ -83,7 +83,7 @@ class LearnerConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: what is divided among the ranks. 0 nothing, 1 the optimizer states, 2 also the gradients,
     3 also the parameters, which are then gathered layer by layer in each pass."""
-    zero_persist_below: Annotated[int, Field(ge=0)] = 10_000
+    zero_persist_below: NonNegativeInt = 10_000
     """ZeRO 3 keeps parameters of fewer elements (norms, biases) whole on every rank: gathering them costs more than
     dividing them saves."""
     adam_offload: bool = False
@@ -111,12 +111,12 @@ class LearnerConfig(Config):
     pushes use the weights. Null: no mean."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    num_cpus: Annotated[float, Field(ge=0)] = 1
+    num_cpus: NonNegativeFloat = 1
     """Logical CPUs that Ray reserves for each rank."""
-    num_gpus: Annotated[float, Field(ge=0)] = 0
+    num_gpus: NonNegativeFloat = 0
     """GPUs that Ray reserves for each rank, 1 or less. With several ranks more than 0.5: Ray would put two smaller
     ones on the same GPU, which NCCL refuses. docs/placement.md."""
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom resources that Ray reserves for each rank, to tie it to the nodes that were started with them."""
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment of each rank's process, for instance OMP_NUM_THREADS."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from services.common.security.keys.files import make_private, write_private
+from services.common.folders import make_private, write_private
 from services.common.security.policy import digest
 
 FOLDER = Path(".quartet/access")

@@ -6,13 +6,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from services.common.config.base import Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
+from services.common.config.base import MIB, Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
 from services.common.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
 Digest = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
-MIB = 1 << 20
 # Small, since a request keeps the event loop of Serve's proxy while it is read and passed on, and several times what
 # Quartet's clients send: they divide larger calls (services/common/wire/splitting.py). Score has less because it may
 # hold texts, which take longer to parse than packed numbers; UpdateWeights more because a manifest cannot be divided.

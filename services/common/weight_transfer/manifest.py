@@ -8,8 +8,6 @@ from typing import Any
 import msgpack
 import torch
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

@@ -126,7 +126,8 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 # If a replica dies during a call, Serve's proxy answers INTERNAL with the text of Ray's ActorDiedError or
 # ActorUnavailableError. For the caller this is a failure that a repetition at another replica mends.
-_REPLICA_LOST = re.compile(r"The actor (died unexpectedly|[0-9a-f]+ is unavailable)")
+REPLICA_LOST = re.compile(r"The actor (died|[0-9a-f]+ is unavailable|is dead)|ActorDiedError|ActorUnavailableError")
+REPLICA_DIED = "the replica died while it answered"
 # gRPC's own words for a message that it refused to read.
 _TOO_LARGE = re.compile(r"message larger than max")
 # gRPC's own words for a call too many on a port: however small its parts, none would get in.
@@ -139,8 +140,8 @@ def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
     """The ServiceError for a gRPC error; its message begins with the name of the call."""
     code = error.code()  # type: ignore[attr-defined]
     details = error.details()  # type: ignore[attr-defined]
-    if code is grpc.StatusCode.INTERNAL and _REPLICA_LOST.match(details or ""):
-        return Unavailable(f"{call}: the replica died while it answered")
+    if code is grpc.StatusCode.INTERNAL and REPLICA_LOST.search(details or ""):
+        return Unavailable(f"{call}: {REPLICA_DIED}")
     kind = _BY_CODE.get(code, Internal)
     if kind is FailedPrecondition:
         said = details or ""

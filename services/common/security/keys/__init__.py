@@ -1,4 +1,4 @@
 """Makes keys: an authority, certificates, bearer tokens and a policy. Needs the cryptography library.
 
-May import authentication, config, identity and policy. local and orchestrator import it.
+May import authentication, config, folders, identity and policy. orchestrator imports it.
 """

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.config.base import ConfigError
+from services.common.folders import make_private, write_private
 from services.common.security.authentication import subject
-from services.common.security.keys.files import make_private, write_private
 
 _AUTHORITY_DAYS = 3650
 _SKEW = datetime.timedelta(minutes=5)

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from services.common.config.base import ConfigError
+from services.common.folders import make_private, write_private
 from services.common.security.identity import Role
 from services.common.security.keys.certificates import Authority
-from services.common.security.keys.files import make_private, write_private
 from services.common.security.policy import AccessPolicy, KnownCaller, Tls, check_name, digest, load_policy
 
 _HEADER = """# Callers of the gRPC port and what each may call. Changes take effect within a second.

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from services.common.wire.errors import REPLICA_DIED, REPLICA_LOST
+
 
 class Outcome(Protocol):
     """The status of a call, which may not be set yet."""
@@ -18,10 +20,7 @@ class Outcome(Protocol):
     def set_details(self, details: str) -> None: ...
 
 
-# Matches the text of Ray's ActorDiedError and ActorUnavailableError.
-_REPLICA_LOST = re.compile(r"The actor (died|[0-9a-f]+ is unavailable|is dead)|ActorDiedError|ActorUnavailableError")
 _OWN_ERROR = re.compile(r"[\w./ -]+: internal error \(\w+\); see the log")
-_REPLICA_DIED = "the replica died while it answered"
 
 
 def presentable(call: Outcome) -> None:
@@ -32,9 +31,9 @@ def presentable(call: Outcome) -> None:
     if call.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return
     details = str(call.details() or "")
-    if _REPLICA_LOST.search(details):
+    if REPLICA_LOST.search(details):
         call.set_code(grpc.StatusCode.UNAVAILABLE)
-        call.set_details(_REPLICA_DIED)
+        call.set_details(REPLICA_DIED)
     elif not _OWN_ERROR.fullmatch(details):
         call.set_code(grpc.StatusCode.INTERNAL)
         call.set_details("the call failed inside the service; see the log")

@@ -11,7 +11,6 @@ from orchestrator.deployment.memory import (
     AUTO_REPLICAS,
     CHUNKS,
     CONTEXT,
-    GIB,
     GRAPHS,
     SAMPLING,
     TRAINING,
@@ -24,6 +23,7 @@ from orchestrator.deployment.memory import (
     parts_of,
     shortage,
 )
+from services.common.config.base import GIB
 from services.common.config.learner import LearnerConfig
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import load

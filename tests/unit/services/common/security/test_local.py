@@ -37,7 +37,7 @@ async def test_a_caller_in_the_folder_is_let_in_and_another_user_is_not(folder: 
             for method in ("Reward/Score", "Rollout/Generate", "Critic/Save", "Reward/Info"):
                 code, details = await outcome(ask(channel, method))
                 assert code is StatusCode.UNAUTHENTICATED
-                assert details.endswith("`quartet up` leaves its owner's in .quartet/access of its folder")
+                assert details.endswith("or call from the folder in which `quartet up` ran")
         assert len(replicas.seen) == 3
 
 
