@@ -113,8 +113,8 @@ def _needed(orchestrator: OrchestratorConfig | None) -> dict[str, str]:
     """Names of the applications that the file has to hold, those of all services without another target -> a clause
     on what would be right without them."""
     services = orchestrator.services if orchestrator else ServicesConfig()
-    there = [name for name in services.used if services[name].target is None]
-    return {services[name].application or name: _OPTIONAL.get(name, "") for name in there}
+    deployed = [name for name in services.used if services[name].target is None]
+    return {services[name].application or name: _OPTIONAL.get(name, "") for name in deployed}
 
 
 def _with_services_used(orchestrator: OrchestratorConfig, names: Collection[str]) -> OrchestratorConfig:

@@ -47,8 +47,8 @@ def compiled_folder() -> Path:
     shared = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)
-    there = shared.lstat()
-    own = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and not there.st_mode & 0o022
+    status = shared.lstat()
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return shared if own else Path(".quartet/compiled").resolve()
 
 
