@@ -139,7 +139,7 @@ class Services:
 
     @property
     def _clients(self) -> dict[str, Any]:
-        """By name, those there are."""
+        """The clients that exist, by name."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: client for name, client in every.items() if client is not None}
 

@@ -106,7 +106,7 @@ def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: 
 
 
 def mismatch(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, cap: float | None) -> dict[str, float]:
-    """How far the sampler's log-probs are from the learner's for the same tokens. All [B, T] -> numbers.
+    """Distance of the sampler's log-probs from the learner's for the same tokens. All [B, T] -> numbers.
 
     `mean_abs` and `max_abs` of the difference and `kl`, the k3 estimate of KL(sampler || learner), in nats;
     `capped`, the share of tokens with pi_old / pi_behaviour > cap. ValueError on an empty mask.

@@ -128,7 +128,7 @@ def idle_critics(deployment: Deployment) -> Iterator[str]:
 
 
 def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
-    """Ends of a text that are no tokens: below the least length of a response nothing could mask them."""
+    """Ends of a text that are not tokens: below the least length of a response nothing could mask them."""
     size = distribution.vocabulary
     outside = [token for token in distribution.end_ids if size is not None and token >= size]
     if distribution.min_new_tokens and outside:

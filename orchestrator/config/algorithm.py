@@ -44,7 +44,7 @@ class PPOConfig(Config):
     """The algorithm."""
 
     advantages: Literal["gae", "rloo", "reinforce++"] = "gae"
-    """How advantages are estimated. gae: from the critic's values. The others train no critic, and a run with them
+    """Estimate of the advantages. gae: from the critic's values. The others train no critic, and a run with them
     needs none in `applications:`. rloo: a response's reward less the mean of the other responses to its prompt;
     reinforce++: the rewards to go, with the batch's mean as the baseline. Sources are in docs/algorithm.md."""
     samples_per_prompt: Count = 1
@@ -86,7 +86,7 @@ class PPOConfig(Config):
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
-    """How samples are corrected for their distance from the learner's policy: the engine's rounding, and the age of
+    """Correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
     weight per response, truncated; icepop: weights per token, 0 outside importance_band; geometric: responses outside
     importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap; dis: the

@@ -27,7 +27,7 @@ class CheckpointConfig(Config):
     """Keep on disk what each step since the last checkpoint was trained on, so that going back to it samples nothing
     again and ends with the same weights."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
+    """Times that the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
     lost, or a service did not answer in time, until there is a newer one; then the loss ends it. 0: at the first."""
     max_skipped_steps: Count = 8
     """Optimizer steps of policy or critic in a row that may be skipped because their gradient is not finite. With as

@@ -25,7 +25,7 @@ class Problem:
 
 
 def split_problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """`train` and `held_out` problems, picked afresh per seed, none of them twice.
+    """`train` and `held_out` problems, picked by the seed, none of them twice.
 
     Raises ValueError when that is more than there are.
     """

@@ -20,7 +20,7 @@ class Settings:
     """Longest response, `<eos>` included."""
 
     style: Style = field(default_factory=Style)
-    """How the reviews are written that the policy first learns from."""
+    """Style of the reviews that the policy first learns from."""
     supervised_steps: int = 400
     supervised_batch: int = 64
     supervised_rate: float = 3e-3

@@ -19,7 +19,7 @@ from tests.runs import Run
 
 PROMPTS = [np.asarray([4, 5], np.int32)]
 LONG = 500
-"""Steps that nobody waits for."""
+"""Steps of a run that is ended long before the last of them."""
 
 
 def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 6) -> Run:

@@ -1,4 +1,4 @@
-"""How much work a service admits, and how it is shared among callers: the `limits:` of a service's `args:`."""
+"""Limits on the work that a service admits, and its shares for callers: the `limits:` of a service's `args:`."""
 
 from typing import Annotated, Self
 

@@ -1,4 +1,4 @@
-"""What ZeRO's stages save, on a model of 4.5 million parameters and two ranks."""
+"""The bytes that ZeRO's stages save, on a model of 4.5 million parameters and two ranks."""
 
 from pathlib import Path
 

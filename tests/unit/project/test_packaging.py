@@ -1,4 +1,4 @@
-"""What is shipped: generated stubs, import names, light clients, layers, commands."""
+"""The shipped package: generated stubs, import names, light clients, layers, commands."""
 
 import subprocess
 import sys

@@ -58,7 +58,7 @@ def test_scores_keep_the_order_of_the_pairs() -> None:
 
 
 @pytest.mark.parametrize("label", ["", "forty-two", "4.2"])
-def test_a_label_that_is_no_number_is_named(label: str) -> None:
+def test_a_label_that_is_not_a_number_is_named(label: str) -> None:
     with pytest.raises(ValueError, match=f"label: must be the sum .*, not '{label}'"):
         reward("42", label)
 

@@ -75,20 +75,20 @@ def test_the_same_is_not_made_twice(workshop: Workshop) -> None:
     assert workshop.runs == 1
 
 
-def test_other_settings_make_it_anew(workshop: Workshop) -> None:
+def test_other_settings_make_it_again(workshop: Workshop) -> None:
     workshop.make(seed=0)
     assert workshop.make(seed=1)
     assert workshop.weights == "run 1"
     assert workshop.beside == ["thing"]
 
 
-def test_a_changed_source_makes_it_anew(workshop: Workshop) -> None:
+def test_a_changed_source_makes_it_again(workshop: Workshop) -> None:
     workshop.make()
     workshop.source.write_text("a = 2\n")
     assert workshop.make()
 
 
-def test_a_missing_or_shortened_file_makes_it_anew(workshop: Workshop) -> None:
+def test_a_missing_or_shortened_file_makes_it_again(workshop: Workshop) -> None:
     workshop.make()
     (workshop.out / "policy" / "weights").write_text("run")
     assert workshop.make()
@@ -97,7 +97,7 @@ def test_a_missing_or_shortened_file_makes_it_anew(workshop: Workshop) -> None:
     assert workshop.weights == "run 2"
 
 
-def test_an_unreadable_record_makes_it_anew(workshop: Workshop) -> None:
+def test_an_unreadable_record_makes_it_again(workshop: Workshop) -> None:
     workshop.make()
     (workshop.out / "recipe.json").write_text('{"digest": ')
     assert workshop.make()

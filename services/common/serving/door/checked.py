@@ -50,7 +50,7 @@ def parsed(kind: Any, raw: bytes, method: str, most: int) -> Any:
 
     Raises:
         ResourceExhausted: too many elements.
-        ValueError: the bytes are no such message. Protobuf's own DecodeError may come instead.
+        ValueError: the bytes are not such a message. Protobuf's own DecodeError may come instead.
     """
     # A field has at least two bytes. As many elements of a list of numbers may have one, which does not matter.
     if len(raw) > 2 * most and elements(raw, kind.DESCRIPTOR, most) > most:

@@ -34,7 +34,7 @@ class OpenCalls:
         """Counts a call; returns the function to call, with any argument, when the call is over.
 
         Raises:
-            ResourceExhausted: the caller has its share of open calls, or those that are no trainers have theirs.
+            ResourceExhausted: the caller has its share of open calls, or those that are not trainers have theirs.
         """
         limits = self._limits()
         return self._calls.take(caller, 1, limits.concurrent_calls, limits)

@@ -37,7 +37,7 @@ def raising(error: Exception) -> Callable[[], None]:
         ),
         (Unavailable("critic.Info: gone"), ["error: critic.Info: gone", HINT]),
         # One hint is enough.
-        (Unavailable("nobody; quartet up a.yaml"), ["error: nobody; quartet up a.yaml"]),
+        (Unavailable("no service; quartet up a.yaml"), ["error: no service; quartet up a.yaml"]),
     ],
 )
 def test_what_a_user_can_act_on_is_text(

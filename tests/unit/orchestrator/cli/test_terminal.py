@@ -1,4 +1,4 @@
-"""What models and services say, on a terminal: the real `quartet report`, and the notes of a run."""
+"""Text of models and services on a terminal is harmless: in `quartet report`, and in the notes of a run."""
 
 import io
 import json

@@ -55,7 +55,7 @@ ANSWERS = {
 
 
 async def first_batch(source: ExperienceSource) -> list[Experience]:
-    """What a run with a fresh critic trains on first."""
+    """The experience that a run with a fresh critic trains on first."""
     async with Beside() as beside:
         stream = source.open(beside, step=0, version=1, used=Used())
         collected = await stream.take(1, critic_step=0)

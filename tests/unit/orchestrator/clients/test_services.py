@@ -157,7 +157,7 @@ async def test_calls_say_in_whose_name_and_what_for(policy_folder: Path) -> None
     await services.close()
 
 
-async def test_a_target_of_its_own_where_nobody_listens_is_named_by_its_key(policy_folder: Path) -> None:
+async def test_a_target_of_its_own_where_nothing_listens_is_named_by_its_key(policy_folder: Path) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -171,7 +171,7 @@ async def test_a_target_of_its_own_where_nobody_listens_is_named_by_its_key(poli
     await server.stop(None)
 
 
-async def test_a_port_where_nobody_listens_is_named_with_the_command_that_helps(policy_folder: Path) -> None:
+async def test_a_port_where_nothing_listens_is_named_with_the_command_that_helps(policy_folder: Path) -> None:
     config = make_config(policy_folder, target="127.0.0.1:1", timeouts={"info_s": 0.3})
     services = Services.connect(config)
     expected = "no answer at 127.0.0.1:1 (orchestrator.target) within 0.3 s; are the services up? quartet up my.yaml"
@@ -191,7 +191,7 @@ async def test_a_port_where_a_server_listens_is_reached(policy_folder: Path) -> 
     await server.stop(None)
 
 
-def test_the_reference_computes_in_the_policys_precision_unless_there_is_no_penalty(policy_folder: Path) -> None:
+def test_the_reference_computes_in_the_policys_precision_unless_the_penalty_is_0(policy_folder: Path) -> None:
     infos = make_infos(reference={"dtype": "bfloat16"})
     with pytest.raises(ConfigError, match=r"^orchestrator.policy.dtype: float32, but the reference service has b"):
         check_compatible(infos, make_tokenizer(), make_config(policy_folder, **LENGTHS))

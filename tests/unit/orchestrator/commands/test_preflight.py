@@ -1,4 +1,4 @@
-"""What `quartet check` and `quartet train` find wrong before anything is started."""
+"""Faults that `quartet check` and `quartet train` name before anything is started."""
 
 import shutil
 from collections.abc import Callable
@@ -70,10 +70,10 @@ def test_what_is_sampled_from_is_read_from_the_policy(raw: dict[str, Any], tmp_p
     assert (actual.vocabulary, actual.min_new_tokens, actual.end_ids) == (len(WORDS), 2, (*ENDS, 9))
 
 
-def test_an_end_that_is_no_token_is_named_where_it_would_have_to_be_masked(
+def test_an_end_that_is_not_a_token_is_named_where_it_would_have_to_be_masked(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As GPT-2's own, 50256, in a small model that was made without saying which its end is."""
+    """GPT-2's own end, 50256, stays in a small model that was made without an end of its own."""
     folder = Path(raw["orchestrator"]["policy"]["model"])
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -175,7 +175,7 @@ def test_an_empty_split_is_named(raw: dict[str, Any], tmp_path: Path) -> None:
     assert problems(raw, tmp_path) == [f"data.path {tmp_path}, split 'eval': holds no rows"]
 
 
-def test_data_that_is_no_text_is_named(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_data_that_is_not_text_is_named(raw: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "eval.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     assert problems(raw, tmp_path) == [
         f"data.path {tmp_path / 'eval.jsonl'}: should be text in UTF-8, but byte 12 is not"

@@ -1,4 +1,4 @@
-"""What `quartet check` and `quartet train` tell about a run that can start, as it may not be meant so."""
+"""Notes of `quartet check` and `quartet train` about a run that can start but may not be meant so."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is checked of the services before a run begins: precision, lengths, scorers, models, deadlines, GPUs."""
+"""Checks of the services before a run begins: precision, lengths, scorers, models, deadlines, GPUs."""
 
 import json
 from pathlib import Path

@@ -152,7 +152,7 @@ def test_shuffling_comes_before_the_range_and_is_the_same_for_every_range(tmp_pa
         ('{"prompt": ["a"]}\n', "should hold text, got list; for chat messages set data.chat_template"),
     ],
 )
-def test_rows_that_are_no_prompts(tmp_path: Path, content: str, message: str) -> None:
+def test_rows_that_are_not_prompts(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with fails(message):
         load_prompts(config(tmp_path / "p.jsonl"), tokenizer(), "train")

@@ -1,4 +1,4 @@
-"""What is done to a head that ends: on processes that are no Ray, as nothing here is Ray's."""
+"""Ends a head: all its processes, and its files but the logs. Plain processes stand in for Ray's."""
 
 import json
 import os

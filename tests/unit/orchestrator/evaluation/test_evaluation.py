@@ -88,7 +88,7 @@ def test_figures_with_their_intervals_by_hand() -> None:
     )
 
 
-def test_without_a_reference_there_is_no_kl(tmp_path: Path) -> None:
+def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
     without = [replace(e, ref_logprobs=np.empty(0, np.float32)) for e in EXPERIENCES]
     rows = evaluate_samples(without, make_tokenizer(), {"words": words})
     assert summarise(rows).keys() == summarise(judged()).keys() - {

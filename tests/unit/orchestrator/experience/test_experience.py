@@ -78,7 +78,7 @@ async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
 
 
 async def test_calls_for_several_batches_have_the_time_of_all_of_them(fakes: Fakes, policy_folder: Path) -> None:
-    """They wait for each other in the engines: with three batches under way, up to three times as long."""
+    """Calls wait for each other in the engines: with three batches under way, up to three times as long."""
     config = make_config(
         policy_folder, loop={"max_staleness": 4, "depth": 2}, timeouts={"generate_s": 11, "score_s": 12, "start_s": 5}
     )
@@ -104,7 +104,7 @@ async def test_judging_begins_before_generation_ends(fakes: Fakes, policy_folder
     assert len(collected.experiences) == 2
 
 
-async def test_values_are_left_out_where_nobody_needs_them(fakes: Fakes, policy_folder: Path) -> None:
+async def test_values_are_left_out_where_they_are_not_needed(fakes: Fakes, policy_folder: Path) -> None:
     collector = make_collector(fakes, policy_folder)
     collected = await collector.collect(make_requests(3), version=1, critic_step=None)
     assert fakes.critic.calls == []
@@ -195,7 +195,7 @@ async def test_each_sample_keeps_its_number_and_is_asked_for_with_its_seed(fakes
 
 
 async def test_scores_of_another_scorer_are_not_mixed_into_a_run(fakes: Fakes, policy_folder: Path) -> None:
-    """The reward service is deployed anew between two batches."""
+    """The reward service is deployed again between two batches."""
     collector = make_collector(fakes, policy_folder)
     await collector.collect(make_requests(3), version=3, critic_step=0)
     fakes.reward.scorer = "model:stricter"
@@ -218,7 +218,7 @@ async def test_nothing_asked_nothing_given(fakes: Fakes, policy_folder: Path) ->
 async def test_a_cut_response_is_valued_after_its_last_token_where_that_is_asked_for(
     fakes: Fakes, policy_folder: Path
 ) -> None:
-    """By one token more, before which the critic's value is that; responses that ended have nothing after them."""
+    """The critic is asked with one token more and values the place before it; responses that ended have none."""
     fakes.critic.answer = lambda response: np.arange(len(response), dtype=np.float32)
     collector = make_collector(fakes, policy_folder, ppo={"bootstrap_truncated": True, "minibatch_size": 1})
     collected = await collector.collect(make_requests(4), version=3, critic_step=0)

@@ -1,5 +1,5 @@
-"""What Serve's own router does with a replica that stands still: the reason for `attempt_s` and for the second that
-`quartet up` lets it remember queue lengths. Should this fail, read "What clients do" in docs/services.md again."""
+"""Serve's own router goes on sending to a replica that stands still: the reason for `attempt_s` and for the second
+that `quartet up` lets it remember queue lengths. Should this fail, read "What clients do" in docs/services.md."""
 
 import asyncio
 import time

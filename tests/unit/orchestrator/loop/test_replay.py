@@ -207,7 +207,7 @@ class Overtaken(SeededRollout):
 async def test_a_run_that_leaves_out_old_tokens_ends_with_the_same_weights_from_its_journal(
     policy_folder: Path, tmp_path: Path
 ) -> None:
-    """At step 3 all tokens are two versions behind; later on the first ones of each response."""
+    """All tokens are two versions behind at step 3; later on the first ones of each response."""
     section = {"steps": 6, "loop": {"max_staleness": 2, "mismatch_limit": 100.0}}
     ppo = {"minibatch_size": 2, "epochs": 2, "kl": KL, "max_token_staleness": 1}
     runs = []

@@ -38,7 +38,7 @@ async def test_the_order_of_a_run(policy_folder: Path) -> None:
         ("log", 2),
         ("checkpoint", 2),
         *step_events(3, 4),
-        # The last step is evaluated though 3 is no multiple of 2.
+        # The last step is evaluated though 3 is not a multiple of 2.
         ("evaluate", 3, 4),
         ("log", 3),
         ("checkpoint", 3),

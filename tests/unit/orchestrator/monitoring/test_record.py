@@ -1,4 +1,4 @@
-"""What is kept of a deployment's file, and that no secret is in it."""
+"""The record of a deployment's file, which holds no secret."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which ranks get which call, and what the loop is told."""
+"""Calls of the policy reach the right ranks, and the loop gets their answers."""
 
 from pathlib import Path
 from typing import Any

@@ -15,7 +15,7 @@ from tests.unit.naive import PROMPTS, RESPONSES, chosen, distributions, language
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 
 MARKS = [[False, True], [False, True, False, True], [False], [True, True, False]]
-"""Of five tokens in ten; of the third response none."""
+"""Five tokens of ten are trained on; of the third response none."""
 
 
 def masked(batch: PolicyBatch, marks: list[list[bool]] = MARKS) -> PolicyBatch:
@@ -110,7 +110,7 @@ def test_all_tokens_marked_is_as_none_told(policy_folder: Path, batch: PolicyBat
 
 
 def test_one_step_computes_the_old_logprobs_of_all_tokens(policy_folder: Path, batch: PolicyBatch) -> None:
-    """Also of those that are left out, for they may be asked for."""
+    """Tokens that are left out have theirs too, for they may be asked for."""
     kl = KLConfig(placement="loss", estimator="k2")
     trainer = make_trainer(policy_folder, micro_batch_tokens=12, rate=0.1, kl=kl)
     before = trainer.logprobs(batch.prompts, batch.responses)

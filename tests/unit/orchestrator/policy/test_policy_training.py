@@ -1,4 +1,4 @@
-"""How a batch is trained on, and where the trained weights go."""
+"""Trains on a batch, and saves or sends the trained weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_the_first_steps_ratio_is_told_apart_and_the_largest_is_the_largest(
 def test_one_step_computes_the_old_logprobs_itself(
     policy_folder: Path, batch: PolicyBatch, micro_batch_tokens: int
 ) -> None:
-    """As a pass of its own would, but for rounding; and bit for bit as if they had come with the batch."""
+    """Log-probs are those of a pass of its own but for rounding; training is as if the batch had brought them."""
     kl = KLConfig(placement="loss", estimator="k2")
     options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "rate": 0.1, "kl": kl}
     trainer, again = (make_trainer(policy_folder, **options) for _ in range(2))

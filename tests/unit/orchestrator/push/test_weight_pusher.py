@@ -106,7 +106,7 @@ async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeS
 
 
 async def test_a_replica_that_comes_too_late_for_the_membership_is_in_the_next_push(source: FakeSource) -> None:
-    """It costs the others nothing. Until then it holds an older version, and min_version keeps requests away."""
+    """The others lose nothing. Until then it holds an older version, and min_version keeps requests away."""
     fleet = Fleet(source, a=1)
     pusher = make_pusher(fleet)
     fleet.afterwards = {"discover": lambda: fleet.add(b=1)}
@@ -167,7 +167,7 @@ async def test_a_learner_that_is_gone_ends_the_push_at_once(source: FakeSource) 
     assert source.calls.count("send") == 1
 
 
-async def test_nobody_there(source: FakeSource) -> None:
+async def test_a_push_without_replicas_fails(source: FakeSource) -> None:
     """An error after weights.patience_s, which is 0.1 s here."""
     with pytest.raises(Unavailable, match=r"^no rollout replica answers$"):
         await make_pusher(Fleet(source)).push(5)
@@ -195,7 +195,7 @@ async def test_a_silent_replica_is_out_of_the_membership_that_follows(source: Fa
     assert ("join", 2, 2) in source.calls
 
 
-async def test_a_replica_that_cannot_roll_back_is_no_member(source: FakeSource) -> None:
+async def test_a_replica_that_cannot_roll_back_is_not_a_member(source: FakeSource) -> None:
     fleet = Fleet(source, a=1, b=1)
     fleet.members["b"]._stuck = True
     report = await make_pusher(fleet).push(1)

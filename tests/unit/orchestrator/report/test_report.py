@@ -152,7 +152,7 @@ def test_a_line_that_no_evaluation_writes_is_named(line: bytes, message: str, tm
     assert str(caught.value) == f"{path}, line 2: not a sample of an evaluation: {message}"
 
 
-def test_files_that_are_not_named_by_a_step_are_no_evaluations(tmp_path: Path) -> None:
+def test_files_that_are_not_named_by_a_step_are_not_evaluations(tmp_path: Path) -> None:
     full_run(tmp_path)
     for name in ("step-final.jsonl", "step-.jsonl", "step-1-2.jsonl"):
         (tmp_path / "evaluations" / name).write_bytes(b"\xff")
@@ -162,7 +162,7 @@ def test_files_that_are_not_named_by_a_step_are_no_evaluations(tmp_path: Path) -
     assert (comparison.before.step, comparison.after.step) == (0, 10)
 
 
-def test_a_configuration_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     full_run(tmp_path)
     (tmp_path / "config.yaml").write_bytes(b"name: \xff demo")
     assert "name: \ufffd demo" in Page(write_report(tmp_path)).text

@@ -37,7 +37,7 @@ def make_batch(values: float | list[Any], returns: float | list[Any]) -> CriticB
 
 
 def saved_values(folder: Path) -> list[list[float]]:
-    """By the saved body and head, one sequence at a time."""
+    """Values by the saved body and head, one sequence at a time."""
     body = AutoModel.from_pretrained(folder).eval()
     head = load_file(folder / "value_head.safetensors")
     assert sorted(head) == ["value_head.bias", "value_head.weight"]
@@ -104,7 +104,7 @@ def test_a_head_that_does_not_fit_is_refused(
         make_trainer(folder)
 
 
-def test_a_head_that_is_no_file_of_tensors_is_refused(reward_folder: Path, tmp_path: Path) -> None:
+def test_a_head_that_is_not_a_file_of_tensors_is_refused(reward_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(reward_folder, tmp_path / "critic"))
     (folder / "value_head.safetensors").write_text("weights")
     with pytest.raises(ConfigError, match=r"^model: .*value_head\.safetensors cannot be read: "):

@@ -58,7 +58,7 @@ def test_a_part_that_comes_again_divided_otherwise_replaces_what_came() -> None:
         staged.whole(STEP, 4)
 
 
-def test_a_batch_with_a_gap_or_of_another_size_is_no_batch() -> None:
+def test_a_batch_with_a_gap_or_of_another_size_is_not_a_batch() -> None:
     staged = Staged(LIMITS)
     staged.add(STEP, 0, part(0, 2))
     staged.add(STEP, 3, part(3, 2))

@@ -62,7 +62,7 @@ async def test_a_replica_that_was_started_for_another_backend_takes_no_part() ->
     assert engine.calls == []
 
 
-async def test_a_replica_that_is_no_member_stays_out(engine: FakeEngine, member: WeightMember) -> None:
+async def test_a_replica_that_is_not_a_member_stays_out(engine: FakeEngine, member: WeightMember) -> None:
     report = await play(member, prepare(1, other=1))
     assert (report.ok, report.membership, report.workers) == (False, 0, 2)
     assert report.error == "prepare: FailedPrecondition: me is not in membership 1"
@@ -93,7 +93,7 @@ async def test_after_a_commit_nothing_is_open(engine: FakeEngine, member: Weight
     ("where", "phase", "aborts"),
     [("join", "prepare", 0), ("pause", "prepare", 1), ("receive", "transfer", 1), ("commit", "commit", 1)],
 )
-async def test_a_phase_that_fails_is_rolled_back_and_the_next_push_joins_anew(
+async def test_a_phase_that_fails_is_rolled_back_and_the_next_push_joins_again(
     engine: FakeEngine, member: WeightMember, where: str, phase: str, aborts: int
 ) -> None:
     engine.failing[where] = RuntimeError("broken pipe")

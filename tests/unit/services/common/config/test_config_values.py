@@ -1,4 +1,4 @@
-"""What is said of values of the wrong kind, and of YAML that is none."""
+"""Messages about values of the wrong kind, and about text that is not YAML."""
 
 import re
 from pathlib import Path

@@ -19,7 +19,7 @@ def half(number: int, *, fails: str = "") -> tuple[int, int, str]:
 def test_it_answers_and_raises_as_the_function_does_and_the_caller_keeps_its_priority() -> None:
     mine = own_priority()
     assert half(6) == (3, 19, "background_0")
-    with pytest.raises(ValueError, match="^odd$"):
+    with pytest.raises(ValueError, match=r"^odd$"):
         half(5, fails="odd")
     assert half(4)[0] == 2  # the thread goes on after an error
     assert own_priority() == mine

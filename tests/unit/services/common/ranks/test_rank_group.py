@@ -1,4 +1,4 @@
-"""What befalls one rank befalls the call, and ends the group where it cannot go on."""
+"""The failure of one rank ends the call, and the group too where it cannot go on."""
 
 import asyncio
 import time
@@ -107,7 +107,7 @@ async def test_a_deadline_names_the_silent_rank_and_ends_the_group() -> None:
         ours.check()
 
 
-async def test_a_deadline_of_ranks_that_meet_nobody_ends_nothing() -> None:
+async def test_a_deadline_of_ranks_that_meet_no_other_ends_nothing() -> None:
     slow = FakeRank(after_s=NEVER)
     ours = group(slow, FakeRank())
     with pytest.raises(DeadlineExceeded, match=r"policy.send: no answer within 0.05 s from rank 0 of 2"):

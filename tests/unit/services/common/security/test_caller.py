@@ -1,4 +1,4 @@
-"""Who calls, as a replica reads it from the context that Serve hands it."""
+"""The caller, as a replica reads it from the context that Serve hands it."""
 
 from typing import Any
 

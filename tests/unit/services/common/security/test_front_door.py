@@ -73,7 +73,7 @@ def _reflect(channel: grpc.aio.Channel) -> object:
 
 
 async def test_a_large_request_of_one_who_may_not_is_refused_by_its_name_and_not_by_its_size(keys: Keys) -> None:
-    """Who calls is settled before the request is taken in."""
+    """The caller is known before the request is taken in."""
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),
         channel_of(keys, "evaluator", target) as channel,
@@ -145,7 +145,7 @@ async def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None
     await assert_refused(keys, shown=keys, by={StatusCode.UNAVAILABLE})
 
 
-async def test_the_servers_own_certificate_is_no_callers(tmp_path: Path) -> None:
+async def test_the_servers_own_certificate_does_not_identify_a_caller(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], CALLERS, tokens=False)
     for suffix in ("pem", "key"):
@@ -169,13 +169,13 @@ async def test_an_identity_may_be_held_to_some_applications(tmp_path: Path) -> N
 
 async def test_the_policy_may_name_certificates_of_ones_own(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
-    keys.make(["127.0.0.1"], {"somebody": "trainer"}, tokens=False)
+    keys.make(["127.0.0.1"], {"pager-1": "trainer"}, tokens=False)
     values = yaml.safe_load(keys.policy.read_text())
-    values["identities"] = {"pager": {"role": "prober", "certificates": ["quartet:somebody"]}}
+    values["identities"] = {"pager": {"role": "prober", "certificates": ["quartet:pager-1"]}}
     keys.policy.write_text(yaml.safe_dump(values))
     async with (
         front_door(Port(policy=keys.policy)) as (target, replicas),
-        channel_of(keys, "somebody", target) as channel,
+        channel_of(keys, "pager-1", target) as channel,
     ):
         assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.OK
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.PERMISSION_DENIED

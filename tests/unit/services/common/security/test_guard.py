@@ -38,7 +38,7 @@ async def test_a_call_reaches_its_replica_as_anonymous(door: tuple[grpc.aio.Chan
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_bytes_that_are_no_message_are_an_invalid_argument(
+async def test_bytes_that_are_not_a_message_are_an_invalid_argument(
     door: tuple[grpc.aio.Channel, Replicas], method: str
 ) -> None:
     channel, replicas = door

@@ -1,4 +1,4 @@
-"""How Serve opens its gRPC port, and the limits that hold for every caller."""
+"""Serve's gRPC port: the ways to open it, and the limits that hold for every caller."""
 
 import asyncio
 import socket

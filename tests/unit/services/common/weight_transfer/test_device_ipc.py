@@ -68,7 +68,7 @@ def test_another_process_reads_what_was_loaded(count: int, tmp_path: Path) -> No
     assert gpu.mapped == 0
 
 
-def test_whoever_reads_while_it_is_written_notices(tmp_path: Path) -> None:
+def test_a_reader_notices_that_it_is_written_meanwhile(tmp_path: Path) -> None:
     gpu = FakeGpu(tmp_path)
     sender = SharedSender.gpu(MANIFEST, CPU, cuda=gpu.cuda)
     sender.load(TENSORS.items(), 1)
@@ -136,7 +136,7 @@ def test_a_digest_shows_each_changed_byte_and_each_two_that_changed_places(size:
 
 
 def test_changes_of_many_words_do_not_cancel_out() -> None:
-    """As they would in a plain sum: the highest bits of two words, or one more and one less."""
+    """A plain sum would not notice the highest bits of two words, or one more and one less."""
     data = torch.arange(64, dtype=torch.int64)
     digests = {device_digest(data.view(torch.uint8))}
     for first, second in ((-(2**63), -(2**63)), (1, -1), (5, -5)):

@@ -1,4 +1,4 @@
-"""How newcomers come to the weights: before the first push, between two, and while one waits for them."""
+"""Newcomers get the weights: before the first push, between two, and while one waits for them."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def source() -> FakeSource:
 
 
 async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(source: FakeSource) -> None:
-    """It would wait for them, and they for it. They get what was pushed last, or come as they are."""
+    """The push would wait for them, and they for it. They get what was pushed last, or come as they are."""
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet, patience_s=10)
     await pusher.push(1)

@@ -73,7 +73,7 @@ def test_numbers_round_trip(seed: int) -> None:
     assert (unpack_ints(b"", "x").dtype.name, unpack_floats(b"", "x").dtype.name) == ("int32", "float32")
 
 
-def test_bytes_that_are_no_whole_number_of_values() -> None:
+def test_bytes_that_are_not_a_whole_number_of_values() -> None:
     with refused("lengths: 5 bytes are not a whole number of 4-byte int32 values"):
         unpack_ints(bytes(5), "lengths")
     with refused("seeds: 12 bytes are not a whole number of 8-byte int64 values"):

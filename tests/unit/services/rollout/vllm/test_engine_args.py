@@ -1,4 +1,4 @@
-"""What vLLM is started with."""
+"""The arguments that vLLM is started with."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_graphs_are_captured_where_there_is_a_gpu(
 
 
 def test_a_step_takes_as_many_tokens_as_vllms_own_offline_engine(policy_folder: Path) -> None:
-    """Of AsyncLLM's own usage context vLLM knows no defaults, and falls back to 2048."""
+    """AsyncLLM's own usage context has no defaults in vLLM, which falls back to 2048."""
     given = engine_args(config(policy_folder))
     assert given.max_num_batched_tokens is None
     of_llm, _ = given.get_batch_defaults(world_size=1)

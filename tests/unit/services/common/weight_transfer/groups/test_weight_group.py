@@ -21,7 +21,7 @@ from services.common.weight_transfer.sender import GroupSender
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 CARRIED = Wire(gloo_wire(HOST).form, CPU)
-"""As NCCL's: buckets are copied to a device and from it."""
+"""A wire like NCCL's: buckets are copied to a device and from it."""
 TIMEOUT_S = 1.0
 PLACE: dict[str, Any] = {"world_size": 2, "membership": 1, "timeout_s": TIMEOUT_S}
 
@@ -126,7 +126,7 @@ def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_n
     assert 0.4 < time.monotonic() - start < 30
 
 
-def test_a_member_that_dies_after_the_roll_was_called_holds_nobody_up() -> None:
+def test_a_member_that_dies_after_the_roll_was_called_does_not_hold_the_others_up() -> None:
     """The caller's thread is free at the deadline, though NCCL's first operation never ends by itself."""
     stuck = Stuck()
     start = time.monotonic()
@@ -162,7 +162,7 @@ def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
 
 
 def test_a_sender_holds_copies_of_its_weights_and_none_of_its_tensors() -> None:
-    """What ZeRO 3 gathered for a moment must be free again as soon as its bucket is filled."""
+    """Weights that ZeRO 3 gathered for a moment must be free again as soon as their bucket is filled."""
     weights = {f"w{i}": torch.full((4,), float(i)) for i in range(3)}
     manifest = Manifest.of(weights, bucket_bytes=16)
     sender = GroupSender(manifest, CARRIED, host=HOST, stall_s=TIMEOUT_S)

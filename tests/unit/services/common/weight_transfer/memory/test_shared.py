@@ -71,7 +71,7 @@ def test_another_process_reads_what_was_loaded(count: int) -> None:
         sender.close()
 
 
-def test_whoever_reads_while_it_is_written_notices() -> None:
+def test_a_reader_notices_that_it_is_written_meanwhile() -> None:
     sender = SharedSender.host(MANIFEST)
     sender.load(TENSORS.items(), 1)
     shared = SharedBuckets.host([sender.rendezvous()], MANIFEST)
