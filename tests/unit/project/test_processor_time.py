@@ -26,6 +26,7 @@ def test_a_process_is_known_by_its_title(title: str, expected: str) -> None:
     assert kind(title) == expected
 
 
+@pytest.mark.processes
 def test_a_process_that_has_ended_keeps_its_last_reading() -> None:
     program = "print(flush=True)\nwhile True: pass"
     busy = subprocess.Popen([sys.executable, "-c", program, "quartet train"], stdout=subprocess.PIPE)

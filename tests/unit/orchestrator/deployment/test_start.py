@@ -7,6 +7,8 @@ import pytest
 
 from orchestrator.deployment import cluster
 
+pytestmark = pytest.mark.processes
+
 FAKE = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
