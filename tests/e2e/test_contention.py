@@ -75,7 +75,7 @@ async def test_of_two_runs_one_is_told_and_taking_over_ends_the_other(quartet: Q
     assert (info.last_step, info.held.left_s) == (last_step, 0)
 
 
-@pytest.mark.exhaustive  # leases that end: tests/unit/orchestrator/commands/test_holding.py
+@pytest.mark.exhaustive  # leases that end: tests/unit/orchestrator/commands/test_lease.py
 async def test_a_crashed_runs_services_are_free_when_its_lease_ends(quartet: Quartet) -> None:
     first = lasting(quartet, "crashing", LONG, lease_s=60)  # longer than it takes to start the next
     first.killed(first.reached(1))

@@ -54,7 +54,7 @@ def test_a_fault_of_the_program_keeps_its_traceback() -> None:
 
 def test_up_wants_something_to_show_at_a_port_with_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUARTET_CREDENTIALS", raising=False)
-    deployment = load(Path(__file__).parents[4] / "deploy/ppo-open.yaml", tmp_path)
+    deployment = load(Path(__file__).parents[3] / "deploy/ppo-open.yaml", tmp_path)
     done = CliRunner().invoke(app, ["up", str(deployment.path)])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith("QUARTET_CREDENTIALS: unset")

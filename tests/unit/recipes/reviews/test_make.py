@@ -102,7 +102,7 @@ from recipes.reviews.make import make
 from recipes.reviews.settings import Settings, Style
 sys.exit(make(pathlib.Path({str(made)!r}), {TINY!r}, Console()) or "torch" in sys.modules)
 """
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
