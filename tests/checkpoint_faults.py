@@ -46,15 +46,15 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one trial."""
+    """The result of one trial."""
 
     kind: str
     died: bool
-    """By SIGKILL."""
+    """SIGKILL ended the writer."""
     noted: bool
     """The writer lived and said that the checkpoint failed."""
     step: int
-    """Of the checkpoint that was found, or 0 for none."""
+    """Step of the checkpoint that was there afterwards, or 0 without one."""
     whole: bool
     """Both learners were restored from it bit for bit, and the next checkpoint left nothing but itself."""
 
@@ -120,7 +120,7 @@ class Scene:
         return Checkpoints(folder, CONFIG, learners, None, note)
 
     def _measured(self) -> tuple[bytes, float]:
-        """When nothing happens to it."""
+        """The events of a checkpoint that nothing disturbs, a letter each, and the seconds it takes."""
         read, write = os.pipe()
         began = time.monotonic()
         status = self._written("measured", lambda folder: disk_faults.record(folder, write))

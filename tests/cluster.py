@@ -36,14 +36,14 @@ Reply = TypeVar("Reply", bound=Message)
 SERVICES = ("rollout", "reward", "reference", "critic")
 START_S = 300
 SECURED = "QUARTET_TEST_SECURED"
-"""When set, the cluster has TLS and a policy, and the tests are a trainer, the commands they run included."""
+"""Environment variable: set, the cluster has TLS and a policy, and the tests and their commands are a trainer."""
 _MARK = "QUARTET_TEST_CLUSTER"
 """Inherited by every process of the cluster, wherever it ends up in the process tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quartet:
-    """What runs, and how to reach it."""
+    """The running services, and how to reach them."""
 
     folder: Path
     config: Path
@@ -101,7 +101,7 @@ class Quartet:
 
     @property
     def rollout_replicas(self) -> int:
-        """How many were deployed."""
+        """Number of rollout replicas that were deployed."""
         return int(self.raw["applications"][0]["deployments"][0]["num_replicas"])
 
     def deploy(self, applications: list[dict[str, Any]], name: str) -> None:
@@ -194,7 +194,7 @@ def named(quartet: Quartet, name: str) -> psutil.Process:
 
 
 def _title(process: psutil.Process) -> str:
-    """Its command line; empty if it has ended."""
+    """The process's command line; empty if it has ended."""
     with suppress(psutil.NoSuchProcess):  # as a zombie is for psutil, too
         return " ".join(process.cmdline())
     return ""

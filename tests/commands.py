@@ -27,12 +27,12 @@ class Command:
         self._process.start()
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code; None while the command runs."""
         code: int | None = self._process.exitcode
         return code
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit code, when it has ended. TimeoutError after `timeout_s` seconds."""
+        """Waits for the end and returns the exit code. TimeoutError after `timeout_s` seconds."""
         self._process.join(timeout_s)
         code = self.poll()
         if code is None:

@@ -1,4 +1,4 @@
-"""How the tests are divided among the processes of `pytest -n`; a plugin of pytest.
+"""Divides the tests among the processes of `pytest -n`; a plugin of pytest.
 
 What takes long to start is started once: all tests that share it run in one process, in their order. Elsewhere a
 file's tests stay together.
@@ -12,7 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SHARING = {"integration": "quartet", "e2e": "quartet", "engine": "engines"}
-"""What the tests of a folder of tests/ share: one quartet, and one process for engines."""
+"""Folder of tests/ -> the thing that its tests share: one quartet, or one process for engines."""
 _ORDER = ("integration", "e2e", "processes", "engine", "unit")
 """Folders of tests/, those first that take longest. Services are tried as they were deployed, then trained with.
 Those of `_NICENESS` are last, since a process cannot raise its priority again, and at theirs deadlines pass."""

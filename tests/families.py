@@ -29,19 +29,19 @@ PADDED = 96
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to make one of its models."""
+    """Makes models of one architecture."""
 
     kind: str
     """`model_type` of its configuration."""
     options: dict[str, Any]
-    """Of its configuration, in its own words."""
+    """Options of its configuration, under its own names."""
     ends: list[int] | int = EOS
     """`eos_token_id` of its generation configuration."""
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
     packs: bool = True
-    """Its attention takes packed sequences."""
+    """The attention takes packed sequences."""
     one_number: bool = True
-    """Its sequence classifier has a linear head, as reward models need."""
+    """The sequence classifier has a linear head, as reward models need."""
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Writes a language model with random weights and its tokenizer to `folder`; returns `folder`."""
@@ -56,7 +56,7 @@ class Family:
         return self._save(AutoModelForSequenceClassification.from_config(self.config(num_labels=1)), folder)
 
     def config(self, **more: Any) -> Any:
-        """Its configuration."""
+        """The configuration of a model, with `more` options."""
         ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": self.ends}
         return AutoConfig.for_model(self.kind, **{"vocab_size": len(WORDS)} | ids | self.options | more)
 
@@ -86,7 +86,7 @@ def make_unigram() -> PreTrainedTokenizerFast:
 
 
 def make_plain_tokenizer() -> PreTrainedTokenizerFast:
-    """As tests/models.py, but nothing goes before a text."""
+    """The tokenizer of tests/models.py, but nothing goes before a text."""
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = None
     return tokenizer
@@ -167,4 +167,4 @@ FAMILIES = {
     "unigram": Family("llama", _SHAPE | {"tie_word_embeddings": True}, tokenizer=make_unigram),
     "bos": Family("llama", _SHAPE),
 }
-"""By name. `bos` is the one whose tokenizer puts a token before each text by itself."""
+"""Families by name. `bos` is the one whose tokenizer puts a token before each text by itself."""

@@ -3,5 +3,5 @@
 import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
-# One list, as there is one such process for each process of pytest, whoever asks for it first.
+# One list, as each process of pytest has one such process, by the first test that asks for it.
 FORKED.set_forkserver_preload(["tests.members", "tests.unit.layouts", "tests.frozen"])

@@ -1,4 +1,4 @@
-"""What a deploy file asks of Ray's scheduler, one entry for each process."""
+"""The requests of a deploy file to Ray's scheduler, one entry for each process."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Request:
 
 
 def load(file: Path, folder: Path) -> Deployment:
-    """With its model folders replaced by `folder`, since the schemas look for them, and keys of its own."""
+    """Loads it with `folder` in place of its model folders, which the schemas look for, and with keys made here."""
     (folder / "config.json").write_text("{}")
     text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{folder}", file.read_text())
     if "keys/policy.yaml" in text:

@@ -25,7 +25,7 @@ class Listener:
         self.heard = asyncio.Event()
         """Set when the first message has come."""
         self.samples: list[Sample] = []
-        """Those of calls that have ended."""
+        """Samples of calls that have ended."""
 
     def unfinished(self) -> list[str]:
         """Replicas that sent tokens of responses without having ended them."""

@@ -26,7 +26,7 @@ from tests.unit.fake_cuda import FOLDER, FakeGpu
 
 HOST = "127.0.0.1"
 LEASE = common_pb2.Lease(run_id="members", number=1)
-"""That every member is claimed with from the start."""
+"""The lease with which every member is claimed from the start."""
 READY = b"ready"
 
 
@@ -51,7 +51,7 @@ class StagingEngine:
         await asyncio.to_thread(self._receiver.join, Joining(**joining))
 
     async def rest(self) -> None:
-        """There is no cache either."""
+        """Does nothing: the dictionary needs no cache."""
 
     async def pause(self, in_flight: str) -> None:
         """Nothing is generated here."""
@@ -62,7 +62,7 @@ class StagingEngine:
         return self._received
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
-        """By a model of the size of what was pushed: nothing here computes with that itself."""
+        """Scores by a model of the size of the pushed weights, which themselves are not computed with."""
         mib = sum(tensor.nbytes for tensor in self._model.values()) >> 20
         return await asyncio.to_thread(score, mib, sequences)
 
@@ -185,7 +185,7 @@ class Fleet:
         self._backend, self._device = backend, device
         self.members: dict[str, MemberProcess] = {}
         self.before: dict[str, Hook] = {}
-        """What happens before a phase is sent, once."""
+        """Phase -> called once, before that phase is sent."""
         self.stopping: set[str] = set()
         """Members that are told nothing more, as a replica that Serve stops; they live on for a while."""
         self.phases: list[str] = []
@@ -207,7 +207,7 @@ class Fleet:
         return await gathered(answers, members, timeout_s + 1)
 
     async def versions(self) -> dict[str, int]:
-        """Of those that answer within a second."""
+        """Versions of the members that answer within a second."""
         self.phases.clear()
         reports = await self.update_weights(1, discover=pb.Discover())
         return {report.replica: report.policy_version for report in reports}

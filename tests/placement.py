@@ -1,4 +1,4 @@
-"""Where Ray puts processes that ask for GPUs, on a node of its own that is said to have eight.
+"""Tries where Ray puts processes that ask for GPUs, on a node of its own that is said to have eight.
 
     python -m tests.placement '{"orders": [[["rollout", 1.0], ["policy", 0.6]]]}'
 
@@ -52,7 +52,7 @@ def place(order: list[tuple[str, float]]) -> list[tuple[str, list[int]]]:
 
 
 def seen() -> dict[str, tuple[str | None, bool]]:
-    """What processes see that have a share of a GPU, none, and none but a CUDA_VISIBLE_DEVICES of their own."""
+    """GPUs that processes see: with a share of one, without any, and with a CUDA_VISIBLE_DEVICES of their own."""
     pinned = {"env_vars": {VISIBLE: "6"}}
     options: dict[str, dict[str, Any]] = {
         "share": {"num_gpus": 0.3},

@@ -1,4 +1,4 @@
-"""What plain transformers says, one sequence at a time and without padding: the answers to compare with."""
+"""Answers to compare with, by plain transformers: one sequence at a time, without padding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def language_model(folder: Path | str) -> Any:
 def logprobs(
     model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], temperature: float = 1.0
 ) -> list[Floats]:
-    """For each pair [T]: log softmax(logits / temperature) at each response token."""
+    """Log softmax(logits / temperature) at each response token; [T] for each pair."""
     answers = []
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(_row(prompt, response)).logits[0, len(prompt) - 1 : -1]
@@ -41,7 +41,7 @@ def logprobs(
 
 @torch.inference_mode()
 def greedy(model: Any, prompts: Sequence[Ints], max_new_tokens: int) -> list[list[int]]:
-    """For each prompt the tokens of largest logit, until and with the end of the text."""
+    """The tokens of largest logit for each prompt, until and with the end of the text."""
     answers = []
     for prompt in prompts:
         row = _row(prompt)
@@ -64,7 +64,7 @@ def scores(folder: Path, prompts: Sequence[Ints], responses: Sequence[Ints]) -> 
 
 @torch.inference_mode()
 def values(folder: Path | str, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
-    """For each pair [T], from a saved critic: the value head at the token before each response token."""
+    """Values by a saved critic: its head at the token before each response token; [T] for each pair."""
     body = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     head = load_file(Path(folder) / "value_head.safetensors")
     answers = []

@@ -39,7 +39,7 @@ class ModelSource(LocalSource):
         assert self.buckets > 2
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
-        """As PolicyTrainer.score."""
+        """Log-probs of all tokens but the first; [T - 1] for each sequence."""
         pairs = [(row[:1], row[1:]) for row in sequences]
         scored: list[Floats] = plain.logprobs(self._model, *zip(*pairs, strict=True))
         return scored
@@ -52,36 +52,36 @@ class TrainerSource:
         self.trainer, self.backend = trainer, backend
 
     async def places(self) -> list[Place]:
-        """As Policy's."""
+        """The place of the one sending rank."""
         return [self.trainer.sending.place()]
 
     async def rendezvous(self, backend: str) -> list[int]:
-        """As Policy's."""
+        """The port of the one sending rank."""
         options = {"host": HOST, "bucket_bytes": BUCKET_BYTES, "stall_s": STALL_S}
         return [await asyncio.to_thread(self.trainer.sending.rendezvous, backend, **options)]
 
     async def manifest(self) -> bytes:
-        """As Policy's."""
+        """The packed manifest."""
         return bytes(await asyncio.to_thread(self.trainer.sending.manifest, BUCKET_BYTES))
 
     async def join(self, membership: int, world_size: int) -> None:
-        """As Policy's."""
+        """Forms the push group together with the replicas."""
         await asyncio.to_thread(self.trainer.sending.join, membership, world_size)
 
     async def gather(self, push: int) -> None:
-        """As Policy's."""
+        """Takes the weights of this push."""
         await asyncio.to_thread(self.trainer.sending.gather, push)
 
     async def send(self, push: int) -> str:
-        """As Policy's."""
+        """Sends the weights of this push; the checksum."""
         return checksum(await asyncio.to_thread(self.trainer.sending.send, push))
 
     async def abandon(self, membership: int) -> None:
-        """As Policy's."""
+        """Ends the transfer to a membership."""
         self.trainer.sending.abandon(membership)
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
-        """As Policy's."""
+        """Log-probs by the learner, of all tokens but the first."""
         scored: list[Floats] = await asyncio.to_thread(self.trainer.score, sequences)
         return scored
 
@@ -112,16 +112,16 @@ async def push_model(rollout: RolloutClient, model: torch.nn.Module) -> PushRepo
 
 
 async def hold(rollout: RolloutClient) -> list[pb.WeightReport]:
-    """Takes the replicas for pushes by this client, whoever held them; what they say."""
+    """Takes the replicas for pushes by this client, even from another holder; their reports."""
     reports = await rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     newest = max(report.held.lease.number for report in reports)
     lease = common_pb2.Lease(run_id="pushing", number=newest + 1)
-    # For no time: whoever comes next need not wait.
+    # For no time: the next one need not wait.
     return await rollout.claim(lease, 0, TIMEOUT_S, take_over=True)
 
 
 async def hold_critic(critic: CriticClient) -> None:
-    """Takes the critic for this client's calls, whoever held it."""
+    """Takes the critic for this client's calls, even from another holder."""
     held = (await critic.info(TIMEOUT_S)).held
     lease = common_pb2.Lease(run_id="pushing", number=held.lease.number + 1)
     await critic.claim(lease, 0, TIMEOUT_S, take_over=True)
@@ -137,7 +137,7 @@ def perturbed(model: Any, seed: int) -> Any:
 
 
 class EngineHost:
-    """What a rollout replica holds, without Ray: an engine, and its part in pushes."""
+    """A rollout replica without Ray: an engine, and its part in pushes."""
 
     async def start(self, config: dict[str, Any]) -> None:
         """Loads the model."""
@@ -153,7 +153,7 @@ class EngineHost:
         return list(await asyncio.gather(*calls))
 
     async def carry_out(self, phase: bytes) -> bytes:
-        """As Rollout.carry_out."""
+        """Carries out one phase of a push; both ways as bytes."""
         report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
         return bytes(report.SerializeToString())
 
@@ -174,7 +174,7 @@ class Phases:
     async def update_weights(
         self, timeout_s: float, members: Collection[str] = (), **phase: Any
     ) -> list[pb.WeightReport]:
-        """As RolloutClient.update_weights."""
+        """Makes the one replica carry out a phase, as the client of the service does."""
         if not self.lease.run_id:
             report = await self._ask(TIMEOUT_S, discover=pb.Discover())
             self.lease = common_pb2.Lease(run_id="pushing", number=report.held.lease.number + 1)

@@ -16,7 +16,7 @@ STEPS, EVERY = 8, 2
 
 
 class Run:
-    """One run, whose process may be killed and begun anew."""
+    """One run, whose process may be killed and started again."""
 
     def __init__(self, quartet: Quartet, name: str, without: Collection[str] = (), **ppo: Any) -> None:
         """`without` names applications to leave out of its file, `ppo` holds keys of the algorithm."""
@@ -63,7 +63,7 @@ class Run:
             time.sleep(pause_s)
 
     def steps(self) -> list[int]:
-        """Those that were measured so far."""
+        """Steps that were measured so far."""
         metrics = self.folder / "metrics.jsonl"
         return [int(line["step"]) for line in read_metrics(metrics)] if metrics.exists() else []
 
@@ -71,7 +71,7 @@ class Run:
         return lambda: step in self.steps()
 
     def interrupted(self, times: int) -> Callable[[], bool]:
-        """Whether it has said so often that it goes back to a checkpoint."""
+        """A check that the run has gone back to a checkpoint so many times, by its log."""
         return lambda: self.log.read_text().count("interrupted (") == times
 
     def measured(self) -> list[dict[str, float]]:

@@ -26,7 +26,7 @@ def sized(mib: int) -> Any:
 
 @torch.inference_mode()
 def score(mib: int, sequences: Sequence[Ints]) -> list[Floats]:
-    """As PolicyTrainer.score, of sequences of equal length in one pass."""
+    """Log-probs of all tokens but the first, of sequences of equal length in one pass."""
     rows = torch.stack([torch.from_numpy(row).long() for row in sequences])
     every = sized(mib)(rows).logits[:, :-1].log_softmax(-1)
     chosen = every.gather(-1, rows[:, 1:, None])[..., 0]

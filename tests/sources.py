@@ -31,7 +31,7 @@ class LocalSource:
         cuda: Cuda | None = None,
     ) -> None:
         self.tensors = tensors
-        """What is gathered; may be replaced between pushes."""
+        """Weights to gather; may be replaced between pushes."""
         self._manifest = Manifest.of(tensors, bucket_bytes)
         self.backend = backend
         self._senders: list[Any] = [
@@ -41,11 +41,11 @@ class LocalSource:
         self.midway: Callable[[], object] | None = None
         """Called once, in a thread, in the middle of a transfer by one sender, which then goes on."""
         self.transfer_s = 0.0
-        """How long the last transfer took."""
+        """Duration of the last transfer."""
 
     @property
     def buckets(self) -> int:
-        """In how many parts the weights travel."""
+        """Number of parts in which the weights travel."""
         return len(list(self._manifest.buckets()))
 
     async def places(self) -> list[Place]:
@@ -80,7 +80,7 @@ class LocalSource:
         await self._on_all("admit", membership, world_size)
 
     def leave(self) -> None:
-        """For `midway`: the transfer breaks off."""
+        """Breaks the transfer off, as a `midway`."""
         for sender in self._senders:
             sender.close()
 

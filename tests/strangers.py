@@ -27,16 +27,16 @@ _HERE, _THERE = "10.213.0.1", "10.213.0.2"
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """Where a caller from elsewhere runs, and the address at which it finds this machine."""
+    """A place for callers from elsewhere, and the address at which they reach this machine."""
 
     host: str
     enter: tuple[str, ...]
-    """Before a command that is to run there."""
+    """Words to put before a command that is to run there."""
     namespace: bool
-    """Whether it is really elsewhere."""
+    """True if it has a network of its own, false if it is only another address of this machine."""
 
     def asks(self, ports: list[int], planted: Path) -> dict[int, str]:
-        """What each port answers. A pickle that is loaded makes the file `planted`."""
+        """The answer of each port. A pickle that is loaded makes the file `planted`."""
         asked = json.dumps({"host": self.host, "ports": ports, "planted": str(planted)})
         done = subprocess.run(
             [*self.enter, sys.executable, "-m", "tests.strangers", asked],

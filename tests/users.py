@@ -53,7 +53,7 @@ class User:
             os.chown(path, self.uid, self.uid, follow_symlinks=False)
 
     def program(self, text: str, *arguments: str) -> str:
-        """What a program, given as its text, prints; it has to end well."""
+        """Runs a program, given as its text, which has to end well; its output."""
         done = self.run("-c", text, *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout

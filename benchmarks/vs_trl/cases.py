@@ -79,4 +79,4 @@ CASES = {
     "20M-bf16": replace(_LARGE, dtype="bfloat16"),
     "20M-uneven": replace(_LARGE, vocabulary=32, batch=64, response=128, equal=False),
 }
-"""By name."""
+"""Cases by name."""

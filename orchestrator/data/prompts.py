@@ -118,7 +118,7 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, each: int = 1) -> None:
-        """`each` samples in a row have the same prompt. Raises ValueError if there are no prompts, or each < 1."""
+        """`each` samples in a row have the same prompt. Raises ValueError without prompts, or if each < 1."""
         if not prompts:
             raise ValueError("prompts: empty; there must be at least one")
         if each < 1:

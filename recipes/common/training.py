@@ -24,8 +24,8 @@ def fit(
 ) -> float:
     """Trains `model` by AdamW for one update per batch, `schedule.steps` at most; returns the last loss.
 
-    `loss_of` gives a batch's loss as a scalar tensor. Gradients are clipped to norm 1. Raises ValueError when
-    there are no batches, and FloatingPointError at the first loss that is not finite.
+    `loss_of` gives a batch's loss as a scalar tensor. Gradients are clipped to norm 1. Raises ValueError
+    without batches, and FloatingPointError at the first loss that is not finite.
     """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.peak, weight_decay=0.01)

@@ -138,7 +138,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a writer goes about a review; each number is a probability."""
+    """A writer's way with a review; each number is a probability."""
 
     praise: float = 0.5
     """An opinion that takes sides is praise and not blame."""

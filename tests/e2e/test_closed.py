@@ -11,7 +11,7 @@ from tests.cluster import Quartet, command
 
 @pytest.mark.exhaustive  # the check itself: tests/unit/orchestrator/deployment and in test_train.py
 async def test_a_port_that_a_run_opens_ends_it_by_name(quartet: Quartet) -> None:
-    """Here by a judge of the user's own, which `quartet train` imports."""
+    """Opened by a judge of the user's own, which `quartet train` imports."""
     opening = "import socket\n\nserver = socket.create_server(('0.0.0.0', 0))\n\n\ndef judge(pairs):\n    return []\n"
     (quartet.folder / "opening.py").write_text(opening)
     section = quartet.raw["orchestrator"]

@@ -19,7 +19,7 @@ from tests.runs import Run
 
 PROMPTS = [np.asarray([4, 5], np.int32)]
 LONG = 500
-"""Steps that nobody waits for."""
+"""Steps of a run that is ended long before the last of them."""
 
 
 def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 6) -> Run:
@@ -75,7 +75,7 @@ async def test_of_two_runs_one_is_told_and_taking_over_ends_the_other(quartet: Q
     assert (info.last_step, info.held.left_s) == (last_step, 0)
 
 
-@pytest.mark.exhaustive  # leases that end: tests/unit/orchestrator/commands/test_holding.py
+@pytest.mark.exhaustive  # leases that end: tests/unit/orchestrator/commands/test_lease.py
 async def test_a_crashed_runs_services_are_free_when_its_lease_ends(quartet: Quartet) -> None:
     first = lasting(quartet, "crashing", LONG, lease_s=60)  # longer than it takes to start the next
     first.killed(first.reached(1))

@@ -75,7 +75,7 @@ async def test_a_run_killed_in_a_checkpoint_and_at_a_step_ends_as_one_that_was_n
 
 
 @pytest.mark.exhaustive  # a run with no checkpoint begins like any other
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(quartet: Quartet) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_again(quartet: Quartet) -> None:
     run = Run(quartet, "early")
     run.killed((run.folder / "metrics.jsonl").exists)
     assert latest(run.folder / "checkpoints") is None
@@ -153,7 +153,7 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
 
 
 async def test_what_cannot_be_resumed_is_said(quartet: Quartet, straight: Run, again: Run) -> None:
-    """And leaves the critic as it was: it is asked to restore only what the policy can restore too."""
+    """The critic stays as it was: it is asked to restore only what the policy can restore too."""
     code, told = finished(quartet.folder, "train", str(straight.config))
     assert code == 1
     assert "already holds checkpoints; choose another name, --resume them, or --overwrite" in told.replace("\n", " ")

@@ -50,11 +50,11 @@ class Ended:
 
     folder: Path
     version_before: int
-    """Of the policy that the replicas had before it."""
+    """Version of the policy that the replicas had before the run."""
     seen: set[Listener]
-    """Of all its processes, and those of the head."""
+    """Ports of all the run's processes, and of the head's."""
     opened: list[Listener]
-    """Those of them that would answer strangers."""
+    """Ports in `seen` that would answer strangers."""
     drivers: set[int]
     """The processes of `quartet train`."""
 

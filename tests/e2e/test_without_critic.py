@@ -75,7 +75,7 @@ def test_its_file_is_fine_and_its_report_shows_no_value_function(quartet: Quarte
 
 @pytest.mark.exhaustive  # one more part that differs from the checkpoint's: tests/unit/orchestrator/commands
 async def test_a_checkpoint_with_a_critic_is_not_gone_on_with_without_one(quartet: Quartet, straight: Run) -> None:
-    """And the other way round."""
+    """Tried the other way round too: without a critic in the checkpoint, with one in the file."""
     run = Run(quartet, "alone", samples_per_prompt=EACH)  # the same run, whose file has a critic again
     done = command(quartet.folder, "train", str(run.config), "--resume")
     assert done.returncode == 1

@@ -84,7 +84,7 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
 
 @every_kind
 async def test_a_push_that_breaks_off_leaves_the_old_weights_whole(loaded: Loaded) -> None:
-    """In the middle; then the same weights arrive with the next push."""
+    """The sender leaves in the middle; the same weights arrive with the next push."""
     [old] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
     seeded = Sampling(max_new_tokens=40)
     before = await loaded.engine.generate(PROMPTS, seeded)
@@ -113,8 +113,8 @@ async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None
 
 
 @every_kind
-async def test_a_streaming_push_that_breaks_off_serves_nobody_until_it_is_repeated(loaded: Loaded) -> None:
-    """It has no copy to go back to. The repetition mends it."""
+async def test_a_streaming_push_that_breaks_off_serves_no_request_until_it_is_repeated(loaded: Loaded) -> None:
+    """Streaming keeps no copy of the old weights to go back to; the repetition brings the new ones."""
     perturbed(loaded.model, seed=102)
     source = ModelSource(loaded.model)
     await push(loaded.engine, source, 80, streaming=True)

@@ -72,7 +72,7 @@ class Agreement:
         return {weight.name for weight in weights_of(self.learner._learner.module) if weight.layer is not None}
 
     def moved(self, before: dict[str, torch.Tensor]) -> set[str]:
-        """Names of the weights that are no longer what they were."""
+        """Names of the weights that differ from `before`."""
         return {name for name, tensor in self.weights().items() if not torch.equal(tensor, before[name])}
 
     async def saved(self, folder: Path) -> float:

@@ -34,7 +34,7 @@ class _Host(EngineHost, Phases):
         return await self.carry_out(phase)
 
     async def ended(self, sampling: Sampling, change: Callable[[], Awaitable[Any]]) -> list[Part]:
-        """What the engine has of its responses when a change comes after some 40 tokens of each, and ends them."""
+        """Parts of each response that the engine handed out before `change` ended it, after some 40 of its tokens."""
         parts: list[list[Part]] = [[] for _ in PROMPTS]
 
         async def begin(index: int) -> None:

@@ -24,9 +24,9 @@ NAMED = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
 }
-"""What a caller may be told that made a mistake."""
+"""Codes with which a caller's mistake may be answered."""
 TIMED = b"/quartet.v1.Rollout/UpdateWeights"
-"""Its requests say how long they may take, so they may also be told that this was too short."""
+"""A method whose requests say how long they may take, so the answer may also be that this was too short."""
 
 _LEAKS = {
     "a path": re.compile(r"(?<![\w.])/(?!quartet\.v1\.)[\w.-]+/[\w./-]+"),
@@ -39,7 +39,7 @@ _LEAKS = {
 
 @dataclass
 class Verdict:
-    """What came of a round of fuzzing."""
+    """The result of a round of fuzzing."""
 
     codes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

@@ -45,7 +45,7 @@ class Request:
     number: int
     kind: str
     method: bytes
-    """As in `/quartet.v1.Reward/Score`; not UTF-8 for some that do not exist."""
+    """Path of the method, such as `/quartet.v1.Reward/Score`; not UTF-8 for some that do not exist."""
     streams: bool
     """The reply is a stream."""
     data: bytes

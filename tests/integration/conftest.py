@@ -14,7 +14,7 @@ from tests.pushing import push_model
 
 @pytest.fixture(scope="package")
 def on_ray(quartet: Quartet) -> Iterator[None]:
-    """This process as a driver on the quartet's cluster."""
+    """Connects this process as a driver to the quartet's cluster."""
     # All else that a process needs that joins it is in tests/conftest.py, for the other heads of the tests too.
     os.environ["RAY_AUTH_TOKEN_PATH"] = quartet.cluster.token
     ray.init(address=quartet.cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -1,4 +1,4 @@
-"""What of the four services can be reached from another machine, and what it answers there."""
+"""Ports of the four services that can be reached from another machine, and their answers to it."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def test_the_http_port_hands_nothing_on(quartet: Quartet) -> None:
 
 
 def test_the_head_has_a_secret_of_its_own_that_others_cannot_read(quartet: Quartet, tmp_path: Path) -> None:
-    """Of the dashboard and of all processes of Ray; the test of a stranger below asks each of their ports."""
+    """The dashboard and all processes of Ray ask for it; the test of a stranger below asks each of their ports."""
     cluster, other = quartet.cluster, tmp_path / "token"
     assert Path(cluster.token).stat().st_mode & 0o777 == 0o600
     assert Path(cluster.folder).stat().st_mode & 0o777 == 0o700

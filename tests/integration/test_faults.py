@@ -128,7 +128,7 @@ async def whole(quartet: Quartet, count: int) -> float:
 
 
 def scale(quartet: Quartet, count: int) -> None:
-    """As a user does: another number in the YAML, deployed again."""
+    """Scales as a user does: another number in the YAML, deployed again."""
     quartet.raw["applications"][0]["deployments"][0]["num_replicas"] = count
     path = quartet.folder / "scaled.yaml"
     path.write_text(yaml.safe_dump(quartet.raw))
@@ -142,7 +142,7 @@ async def test_a_replica_killed_while_idle_between_two_steps_or_during_one(quart
 
 
 async def test_a_replica_killed_in_the_middle_of_a_transfer(quartet: Quartet, loop: Loop) -> None:
-    """What it had begun goes on at the other one, from the tokens that came until it was paused for the push."""
+    """Responses that it had begun go on at the other one, from the tokens that came until the pause for the push."""
     listeners = [Listener(quartet.channel, PROMPTS * 10, LONG) for _ in range(2)]
     killed, pids = threading.Event(), rollouts(quartet)
 

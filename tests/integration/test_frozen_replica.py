@@ -24,7 +24,7 @@ from tests.cluster import START_S, Quartet, command
 STEPS, FREEZE = 14, 5
 """Steps of the run, and after how many of them a replica stands still."""
 DEADLINE_S = 60.0
-"""Of a call that scores or references; a run that waited for the frozen replica would wait as long."""
+"""Deadline of a call that scores or references; a run that waited for the frozen replica would wait as long."""
 
 
 def judge(quartet: Quartet, service: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Serve's gRPC proxy offers to any client: health, reflection, clean errors, a port of this machine only."""
+"""Serve's gRPC proxy offers any client health, reflection and clean errors, on a port of this machine only."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ def test_the_grpc_port_listens_on_loopback_only(quartet: Quartet) -> None:
         ("Critic/Train", critic_pb2.TrainRequest),
     ],
 )
-async def test_bytes_that_are_no_message_are_refused(quartet: Quartet, method: str, request_type: type) -> None:
+async def test_bytes_that_are_not_a_message_are_refused(quartet: Quartet, method: str, request_type: type) -> None:
     application = method.partition("/")[0].lower()
     for garbage in (b"\xff\xff\xff", os.urandom(1000)):
         code, details = await refused(quartet.call(f"/quartet.v1.{method}", garbage, request_type, application))
@@ -83,7 +83,7 @@ async def test_a_call_to_the_wrong_application_is_told_so_and_nothing_else(
 
 
 async def test_a_method_name_that_is_not_text_is_refused_and_all_services_go_on(quartet: Quartet) -> None:
-    """It once ended the proxy's gRPC server, for every service and without any proof of who called."""
+    """Such a name once ended the proxy's gRPC server, for every service and without any proof of who called."""
     for name in (b"/\xff\xfe/Score", b"/quartet.v1.Reward/\xc3("):
         call = quartet.channel.unary_unary(name)(b"", timeout=30)  # type: ignore[arg-type]  # bytes pass as they are
         code, _ = await refused(call)

@@ -71,7 +71,7 @@ async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
 
 @pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/services/common/serving
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
-    """One caller may have 8192 pairs waiting: the third call of 4096 is refused, which is no illness."""
+    """One caller may have 8192 pairs waiting: the third call of 4096 is refused, and the service stays healthy."""
     prompts, responses = plain.random_pairs(16, longest=60)
     pairs = pack_pairs(prompts * 256, responses * 256)
     ask_much = [asyncio.create_task(ask(quartet, pairs=pairs)) for _ in range(3)]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("base")
 
 
 async def generate(quartet: Quartet, prompts: list[Ints], sampling: Sampling, **options: Any) -> list[Sample]:
-    """In the order of arrival."""
+    """Samples in the order of arrival."""
     stream = quartet.services.rollout.generate(prompts, sampling, **{"timeout_s": 60, **options})
     return [sample async for samples in stream for sample in samples]
 
@@ -145,7 +145,7 @@ async def test_weights_that_are_too_new_serve_nothing_either(quartet: Quartet, b
 
 
 async def test_weights_of_an_abandoned_timeline_serve_nothing_however_new_they_are(quartet: Quartet) -> None:
-    """As after a return to a checkpoint, of which these replicas have not had the first push yet."""
+    """The case after a return to a checkpoint, whose first push these replicas have not had yet."""
     rollout = quartet.services.rollout
     await hold(rollout)
     info, timeline = await rollout.info(30), rollout.lease.number

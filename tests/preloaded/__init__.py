@@ -28,7 +28,7 @@ def preload_learners(folder: Path) -> None:
 
 
 def environment_of_a_run(environment: dict[str, Any] | None) -> dict[str, Any]:
-    """What Ray calls in a driver for the runtime environment of all that the driver starts."""
+    """Makes the runtime environment of all that a driver starts; Ray calls it there."""
     return (environment or {}) | _environment("models", Path(os.environ[_FOLDER]))
 
 

@@ -44,8 +44,9 @@ IMPORTED = {
         "transformers.models.llama.modeling_llama",
     ],
 }
-"""Without Ray, which each fork imports for itself. While it is imported it reads the job's id and begins the numbers
-that all its ids are drawn from: forks that shared them gave their tasks the same ids, which ended Serve's proxy."""
+"""Modules that each kind of fork needs, without Ray, which each fork imports for itself. While Ray is imported it
+reads the job's id and begins the numbers that all its ids are drawn from: forks that shared them gave their tasks
+the same ids, which ended Serve's proxy."""
 _HIGH = 700
 """The server's own files have numbers from here on, which no file of a launcher has."""
 _LOOK_EVERY_S = 5
@@ -121,7 +122,7 @@ class Server:
             launcher.close()
 
     def _leave(self, launcher: socket.socket, files: list[int], numbers: list[int]) -> None:
-        """In the fork: closes the server's files and gives those of the launcher their numbers."""
+        """Closes, in the fork, the server's files and gives those of the launcher their numbers."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for own in (self._listener, self._ended, self._wake, launcher, *self._launchers.values()):

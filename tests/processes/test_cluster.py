@@ -40,7 +40,7 @@ def told(ask: Callable[[], Any], instead: Any) -> Any:
         return instead
 
 
-@pytest.mark.exhaustive  # four heads; what a killed one leaves: tests/unit/orchestrator/deployment/test_stop.py
+@pytest.mark.exhaustive  # four heads; a killed one: tests/unit/orchestrator/deployment/test_cluster_stop.py
 def test_two_that_start_a_head_in_one_folder_share_it_and_what_a_killed_one_left_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head(keys: Keys, port: Port) -> Iterator[Head]:
-    """Without a service."""
+    """A cluster without services."""
     home, state = keys.folder.parent / "home", keys.folder.parent / ".quartet" / "ray.json"
     home.mkdir()
     environment = port.environment | {"HOME": str(home), "RAY_AUTH_TOKEN": "of something else that this user runs"}

@@ -1,4 +1,4 @@
-"""What docs/placement.md says of Ray: which processes share a GPU, in whatever order they start."""
+"""Ray places processes as docs/placement.md says: the same ones share a GPU, in whatever order they start."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> list[Order]:
 
 @pytest.fixture(scope="module")
 def told(orders: list[Order], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests.placement printed of these orders and of the halves."""
+    """The output of tests.placement for these orders and the halves."""
     # ray.init leaves a token in the home folder, and from then on every `ray start` of this user asks for it.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path_factory.mktemp("home"))}
     environment.pop("RAY_ADDRESS", None)
@@ -65,7 +65,7 @@ def test_the_8b_file_fits_in_any_order_and_no_two_ranks_share_a_gpu(
 
 
 def test_ray_packs_two_halves_onto_one_gpu(told: dict[str, Any]) -> None:
-    """Which is why ranks must ask for more."""
+    """Ranks must ask for more for this reason."""
     (_, first), (_, second) = told["orders"][-1]
     assert first == second
 

@@ -128,7 +128,7 @@ async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(stage: Sta
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fault: str) -> None:
-    """Its silence is noticed at weights.stall_s, not at the end of the phase. The others answer the abort when their
+    """The silence is noticed at weights.stall_s, not at the end of the phase. The others answer the abort when their
     own transfers have failed, at stall_s at the latest, which control_s leaves room for."""
     control_s = STALL_S + CONTROL_S
     async with three("gloo", control_s=control_s) as stage:  # ipc has no middle
@@ -142,8 +142,8 @@ async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fau
 
 
 async def test_a_member_that_serve_is_stopping_does_not_hold_the_others_up_until_a_bucket_is_late() -> None:
-    """It lives, its connections are open, and those behind it in the broadcast wait for it. They are called back,
-    roll back at once and are in the second attempt; the bucket's own deadline would be a minute."""
+    """The member lives and its connections are open, so those behind it in the broadcast wait for it. They are called
+    back, roll back at once and are in the second attempt; the bucket's own deadline would be a minute."""
     async with three("gloo", stall_s=60, timeout_s=90) as stage:
         for version, name in ((2, "a"), (3, "b")):
 
@@ -159,7 +159,7 @@ async def test_a_member_that_serve_is_stopping_does_not_hold_the_others_up_until
 
 @either
 async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> None:
-    """In between it serves the version it had, and says so."""
+    """Meanwhile it serves the version it had, and says so."""
     stage.fleet.before = {"transfer": stage.send("b", signal.SIGSTOP)}
     assert (await stage.push(2)).replicas == ("a", "c")
     stage.fleet.members["b"].signal(signal.SIGCONT)
@@ -207,7 +207,7 @@ async def test_forming_a_group_again_takes_less_than_half_a_second(stage: Stage)
     assert report.seconds - plain < CONTROL_S
 
 
-async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_harms_nobody(stage: Stage) -> None:
+async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does_no_harm(stage: Stage) -> None:
     await stage.fleet.add("d", "e")
 
     async def join(tickets: dict[str, Ticket | None]) -> None:
@@ -228,7 +228,7 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_harm
     await asyncio.gather(*joining)
     joining.clear()
     stage.fleet.members["e"].signal(signal.SIGSTOP)
-    # Where weights are sent, the sender finds out; shared memory is there for whoever comes.
+    # Where weights are sent, the sender finds out; shared memory is open to any reader.
     with pytest.raises(Internal) if stage.backend == "gloo" else nullcontext():
         await stage.pusher.admit({"e": Applicant(1, stage.place)}, join)
     stage.fleet.members["e"].signal(signal.SIGKILL)

@@ -55,7 +55,7 @@ class Place:
 
     @property
     def secrets(self) -> dict[str, Path]:
-        """What nobody else may read: files, folders and sockets."""
+        """Files, folders and sockets that only this user may read."""
         head = json.loads((self.user.folder / STATE).read_text())
         access, temporary = self.user.folder / FOLDER, Path(head["folder"])
         named = [access, access / "token", Path(head["token"]), self.user.folder / STATE, temporary]
@@ -64,7 +64,7 @@ class Place:
         return {str(path): path for path in named}
 
     def calls(self, target: str) -> str:
-        """What a program of this user, in this user's folder, gets at a port."""
+        """The answer that a program of this user, in this user's folder, gets at a port."""
         return self.user.program(CALL, target).strip()
 
 

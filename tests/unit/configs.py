@@ -1,4 +1,4 @@
-"""For tests of configuration: what is said of values."""
+"""The complaints about values, for tests of configuration."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Logged(logging.Handler):
-    """What Quartet has logged."""
+    """Collects Quartet's warnings and errors as text."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -38,8 +38,7 @@ class FakeGpu:
 
     @classmethod
     def of(cls, backend: str) -> Cuda | None:
-        """What a process needs for this backend: the GPU in the folder that the environment names, or
-        nothing, if it is another backend or a GPU of its own."""
+        """The GPU in the folder that the environment names; None for other backends, or where no folder is named."""
         folder = os.environ.get(FOLDER)
         return cls(Path(folder)).cuda if backend == "cuda-ipc" and folder else None
 

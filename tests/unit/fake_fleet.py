@@ -32,10 +32,10 @@ class NoteTaker:
         self.garbles = False
         self.vocab_size = 64
         self.off_by = 0.0
-        """What the engine's log-probs are beside the learner's."""
+        """Difference of the engine's log-probs from the learner's."""
         self.longest_manifest = 1000
         self.misfit = ""
-        """Why a push does not fit."""
+        """The reason that a push does not fit; empty if it does."""
 
     def check(self, manifest: Manifest) -> None:
         assert manifest == MANIFEST
@@ -131,7 +131,7 @@ class Fleet:
         self.down: list[str] = []
         """Phases whose call fails as a whole, once."""
         self.afterwards: dict[str, Callable[[], None]] = {}
-        """What happens after a phase, once."""
+        """Phase -> called once, after that phase."""
         self.add(**workers)
 
     def add(self, **workers: int) -> None:

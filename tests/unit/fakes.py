@@ -35,7 +35,7 @@ def make_requests(count: int) -> list[SampleRequest]:
 
 
 def respond(index: int, prompt: Any, version: int = 1) -> Sample:
-    """As many tokens as the prompt's token less 9, each the prompt's token; even prompts end by themselves."""
+    """A response of the prompt's token, so many times as that token less 9; even prompts end by themselves."""
     length = int(prompt[0]) - 9
     reason = FinishReason.LENGTH if prompt[0] % 2 else FinishReason.STOP
     ids, logprobs = np.full(length, prompt[0], np.int32), np.full(length, -1.0, np.float32)
@@ -44,7 +44,7 @@ def respond(index: int, prompt: Any, version: int = 1) -> Sample:
 
 @dataclass
 class Journal:
-    """What was done, in order."""
+    """Notes the events in their order."""
 
     events: list[Any] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ class FakeReference(FakeAsk):
 class FakeCritic(FakeAsk):
     trained: list[dict[str, Any]] = field(default_factory=list)
     meeting: asyncio.Barrier | None = None
-    """Where training waits for another."""
+    """Barrier at which training waits for another."""
 
     async def values(self, prompts: Any, responses: Any, *, min_step: int, timeout_s: float) -> Values:
         rows = await self.ask(prompts, responses, min_step=min_step, timeout_s=timeout_s)

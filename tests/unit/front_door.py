@@ -41,7 +41,7 @@ class Replicas:
     seen: list[tuple[str, Caller, tuple[tuple[str, Any], ...]]] = field(default_factory=list)
     """Method, caller and metadata of each call that got here."""
     failure: tuple[grpc.StatusCode, str] | None = None
-    """With which calls end, as Serve would end them."""
+    """Status with which calls end, as Serve would end them."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, unless calls are to wait."""
 

@@ -186,7 +186,7 @@ class Bench:
         return trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, wrong, 0.0), seed=9)
 
     def refusing(self, layout: dict[str, Any], folder: Path) -> list[str]:
-        """What saving, checkpointing and pushing say of weights of which one number on one rank is NaN."""
+        """The errors of saving, checkpointing and pushing weights of which one number on one rank is NaN."""
         trainer = self._trainer(layout, "policy")
         assert isinstance(trainer, PolicyTrainer)
         if self._ranks.rank == self._ranks.world_size - 1:
@@ -204,7 +204,7 @@ class Bench:
         return said
 
     def pushed(self, layout: dict[str, Any]) -> dict[int, bytes]:
-        """What rank 0 sends of the policy, untrained: the digests of its buckets."""
+        """Digests of the buckets that rank 0 sends of the untrained policy."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
         trainer = PolicyTrainer(config, PPOConfig(), Distribution(0.7), self._ranks)
         if first := self._ranks.rank == 0:
@@ -214,7 +214,7 @@ class Bench:
         return trainer.sending.send(1) if first else {}
 
     def held(self, layout: dict[str, Any], which: str) -> int:
-        """How many of the model's numbers this rank has."""
+        """Number of the model's numbers that this rank has."""
         return sum(p.numel() for p in self._trainer(layout, which)._learner.module.parameters())
 
     def saved(self, layout: dict[str, Any], folder: Path) -> None:

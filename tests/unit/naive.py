@@ -1,4 +1,4 @@
-"""What the services compute in padded batches, one sequence at a time with Hugging Face's own classes."""
+"""The numbers that the services compute in padded batches, one sequence at a time by Hugging Face's own classes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def language_model(folder: Path) -> Any:
 
 
 def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
-    """For each pair [T, V]: log-probs of every token at each place of the response."""
+    """Log-probs of every token at each place of the response; [T, V] for each pair."""
     actual = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -32,6 +32,6 @@ def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
 
 
 def chosen(distributions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each pair [T]: log-probs of the response's tokens."""
+    """Log-probs of the response's tokens; [T] for each pair."""
     pairs = zip(distributions, RESPONSES, strict=True)
     return [logprobs[range(len(response)), response] for logprobs, response in pairs]

@@ -67,12 +67,12 @@ class FakeReplica(RolloutServicer):
         return served(add_RolloutServicer_to_server, self)
 
     def asked(self) -> list[list[int]]:
-        """For each call, the first token of each prompt."""
+        """The first token of each prompt, for each call."""
         actual = [unpack_sequences(request.prompts, "x", vocab_size=100) for request in self.requests]
         return [[int(prompt[0]) for prompt in prompts] for prompts in actual]
 
     def begun(self) -> list[list[list[int]]]:
-        """For each call, the tokens that each response has already."""
+        """The tokens that each response has already, for each call."""
         actual = [unpack_sequences(r.begun, "x", vocab_size=100, allow_empty=True) for r in self.requests]
         return [[tokens.tolist() for tokens in sequences] for sequences in actual]
 

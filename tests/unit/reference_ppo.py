@@ -1,7 +1,7 @@
 """PPO's formulas the slow way, to check the fast way against: Python floats, one token at a time.
 
-Responses are ragged lists, so there is no mask and no padding here, and sums are written out where the fast
-code uses a recursion or a fused operation. `pad` turns them into tensors with NaN wherever there is no token.
+Responses are ragged lists, without masks or padding, and sums are written out where the fast code uses a recursion
+or a fused operation. `pad` turns them into tensors with NaN wherever a token is missing.
 """
 
 import math

@@ -18,7 +18,7 @@ class ThreadRank:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
-        """See RankProcess."""
+        """Calls the rank's method in its thread."""
         if self.rank is None:
             raise RankDied("its thread was shut down")
         called = functools.partial(getattr(self.rank, method), *arguments, **options)

@@ -31,7 +31,7 @@ class Layout(BaseModel):
     lora_rank: int | None
     """Rank of the adapters; null without adapters."""
     ema: bool
-    """Whether there is a running mean."""
+    """True if the learner keeps a running mean of its weights."""
 
     @classmethod
     def of(cls, config: LearnerConfig, parameters: int, step: int) -> Self:

@@ -181,7 +181,7 @@ class PackedPairs:
         """Prompts and responses, checked as sequences are and against the model's length.
 
         Raises:
-            InvalidArgument: also if there are no pairs, more prompts than responses or fewer, or a pair is too long.
+            InvalidArgument: also without pairs, or if prompts and responses differ in number or a pair is too long.
         """
         prompts = self.prompts.unpack(f"{field}.prompts", vocab_size=vocab_size)
         responses = self.responses.unpack(f"{field}.responses", vocab_size=vocab_size)

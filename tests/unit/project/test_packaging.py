@@ -1,4 +1,4 @@
-"""What is shipped: generated stubs, import names, light clients, layers, commands."""
+"""The shipped package: generated stubs, import names, light clients, layers, commands."""
 
 import subprocess
 import sys
@@ -50,6 +50,7 @@ def test_the_distribution_names_its_plugin_and_command() -> None:
     assert callable(plugin.load())
 
 
+@pytest.mark.processes
 def test_clients_need_neither_ray_nor_a_model_library() -> None:
     program = f"import sys, {', '.join(CLIENTS)}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = run(sys.executable, "-c", program)
@@ -59,12 +60,14 @@ def test_clients_need_neither_ray_nor_a_model_library() -> None:
     assert loaded.isdisjoint(HEAVY)
 
 
+@pytest.mark.processes
 def test_layers_import_only_what_they_may() -> None:
     done = run(str(Path(sys.executable).with_name("lint-imports")))
     assert done.returncode == 0, done.stdout
     assert "0 broken" in done.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("says", "shown"),
     [("echo 3.10", "3.10"), ("echo 3.14", "3.14"), ("exit 1", "no Python that runs")],
@@ -94,6 +97,7 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert result.output.count("\n") > 5
 
 
+@pytest.mark.processes
 def test_the_installed_command_answers_without_loading_a_model_library() -> None:
     done = run(sys.executable, "-X", "importtime", str(Path(sys.executable).with_name("quartet")), "--help")
     assert done.returncode == 0, done.stderr

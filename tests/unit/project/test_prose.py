@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("orchestrator", "services", "recipes", "benchmarks")
+PACKAGES = ("orchestrator", "services", "recipes", "benchmarks", "tests")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-WORDS = re.compile(r"\b(nobody|somebody|anybody|everybody|whoever|anew|whichever|is no)\b", re.IGNORECASE)
-OPENERS = re.compile(r"(What|Of|Where|When|Who|Whose|Whom|That|Which|If|So|It|Its|They|Those|Not|None|Else)\b")
-POINTER = re.compile(r"(See|As) [\w`.']+[.;:,]?( .{0,30})?")
+WORDS = re.compile(
+    r"\b(nobody|somebody|anybody|everybody|whoever|whichever|anew|afresh|is no|are no)\b", re.IGNORECASE
+)
+OPENERS = re.compile(
+    r"(What|Of|Where|When|Who|Whose|Whom|That|Which|Whether|How|Why|If|So|As|By|And|Also|It|Its|They|Those|There"
+    r"|Not|None|Else)\b"
+)
+POINTER = re.compile(r"See [\w`.']+[.;:,]?( .{0,30})?")
 """A docstring that only names another place, such as "See Sender."."""
 
 
@@ -48,6 +53,8 @@ def test_docstrings_are_plain_english(path: Path) -> None:
         ("What the push needs.", "1: opens with 'What'"),
         ("Waits until nobody asks.", "1: 'nobody'"),
         ("True if it is no checkpoint.", "1: 'is no'"),
+        ("Makes processes that are no Ray.", "1: 'are no'"),
+        ("How often it waits.", "1: opens with 'How'"),
         ("See Sender.", "1: 'See Sender.' says nothing by itself"),
     ],
 )

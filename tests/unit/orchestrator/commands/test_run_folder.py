@@ -19,6 +19,7 @@ with locked(Path(sys.argv[1]), Path(sys.argv[2])):
 """
 
 
+@pytest.mark.processes
 def test_one_process_at_a_time_trains_a_run_and_a_killed_one_no_longer_does(tmp_path: Path) -> None:
     root = Path(__file__).parents[4]
     run, checkpoints = tmp_path / "run", tmp_path / "shared" / "checkpoints"

@@ -33,11 +33,11 @@ class Service(grpc.GenericRpcHandler):
         return self._handler
 
 
-async def anyone(request: Any, context: grpc.aio.ServicerContext) -> bytes:
+async def accepting(request: Any, context: grpc.aio.ServicerContext) -> bytes:
     return b""
 
 
-async def nobody(request: Any, context: grpc.aio.ServicerContext) -> bytes:
+async def refusing(request: Any, context: grpc.aio.ServicerContext) -> bytes:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who is it?")
     raise AssertionError
 
@@ -79,12 +79,12 @@ def tls(request: pytest.FixtureRequest) -> tuple[bytes, bytes]:
     return certificate(request.param)
 
 
-@pytest.mark.parametrize(("answer", "opened"), [(anyone, True), (nobody, False)])
+@pytest.mark.parametrize(("answer", "opened"), [(accepting, True), (refusing, False)])
 async def test_a_port_in_the_clear_is_closed_if_it_refuses_strangers(answer: Answer, opened: bool) -> None:
     assert await is_open(answer) is opened
 
 
-@pytest.mark.parametrize(("answer", "opened"), [(anyone, True), (nobody, False)])
+@pytest.mark.parametrize(("answer", "opened"), [(accepting, True), (refusing, False)])
 async def test_a_port_with_tls_is_not_closed_by_tls_alone(
     tls: tuple[bytes, bytes], answer: Answer, opened: bool
 ) -> None:
@@ -93,7 +93,7 @@ async def test_a_port_with_tls_is_not_closed_by_tls_alone(
 
 async def test_a_port_that_asks_for_certificates_is_closed(tls: tuple[bytes, bytes]) -> None:
     credentials = grpc.ssl_server_credentials([tls], root_certificates=tls[1], require_client_auth=True)
-    assert await is_open(anyone, credentials) is False
+    assert await is_open(accepting, credentials) is False
 
 
 @pytest.fixture(params=["0.0.0.0", "::", "127.0.0.1", "::1"])
@@ -146,7 +146,7 @@ class Looked(Service):
 
 @asynccontextmanager
 async def opened(service: Service) -> AsyncIterator[int]:
-    """Its port on every address, opened by this process."""
+    """Opens a port for the service on every address, in this process."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port(f"{EVERYWHERE}:0")

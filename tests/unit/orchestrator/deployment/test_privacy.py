@@ -107,6 +107,7 @@ def test_a_process_group_stays_on_loopback_whatever_the_hosts_name_resolves_to(t
     assert actual == [[own_address()], ["127.0.0.1"]]
 
 
+@pytest.mark.processes
 def test_a_lock_is_waited_for_and_ends_with_its_process(tmp_path: Path) -> None:
     lock, waited = tmp_path / "lock", []
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)

@@ -137,7 +137,7 @@ def test_a_full_disk_is_told_and_costs_nothing_else(tmp_path: Path, policy_folde
     assert "No space left on device" in notes[0]
 
 
-def test_what_follows_a_step_that_is_kept_anew_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:
+def test_what_follows_a_step_that_is_kept_again_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:
     kept = journal(tmp_path, policy_folder)
     for step in (1, 2, 3):
         kept.write(step, collected(step))

@@ -38,11 +38,11 @@ class Bench:
         """Number of the first sample of the prompt with this token."""
 
     def open(self, beside: Beside, done: int = 0) -> Stream:
-        """From step `done` on; policy version and critic step are the steps done."""
+        """Opens the stream from step `done` on; policy version and critic step are the steps done."""
         return self.source.open(beside, step=done, version=done, used=self.used)
 
     async def step(self, stream: Stream, step: int) -> list[int]:
-        """What the loop does in step `step`; the numbers of its samples."""
+        """Takes and uses the samples of a step, as the loop does; their numbers."""
         return self.use(await self.taken(stream, step))
 
     async def taken(self, stream: Stream, step: int) -> Collected:

@@ -85,7 +85,7 @@ async def test_one_is_taken_before_the_first_step_and_when_due(tmp_path: Path) -
     assert stage.policy.taken == [("policy", step) for step in (0, 10, 20, 30)]
     assert stage.critic.taken == [("critic", step) for step in (0, 10, 20, 30)]
     assert stage.there() == ["step-000020", "step-000030"]
-    # Whoever goes back may go back to the older one.
+    # A run that goes back may go back to the older one.
     assert stage.journal.forgotten == 20
     actual = latest(tmp_path)
     assert actual is not None
@@ -204,7 +204,7 @@ async def test_a_disk_that_is_not_shared_is_told(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
 
     async def elsewhere(checkpoint: Path) -> None:
-        """Writes where nobody else sees it."""
+        """Writes to a disk that no other node sees."""
 
     stage.critic.write_snapshot = elsewhere  # type: ignore[method-assign]
     async with stage.checkpoints as checkpoints:

@@ -136,7 +136,7 @@ def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
 def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
     ppo: dict[str, Any], needed: bool
 ) -> None:
-    """For 8 samples."""
+    """A batch has 8 samples here."""
     assert PPOConfig.parse({"epochs": 1, "minibatch_size": 8} | ppo, "ppo").needs_old_logprobs(8) is needed
 
 

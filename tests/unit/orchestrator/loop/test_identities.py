@@ -1,4 +1,4 @@
-"""What stands behind the services: kept with a run, compared when it goes on, accepted when that is asked for."""
+"""Identities of the services: kept with a run, compared when it goes on, accepted when that is asked for."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def resume(state: TrainState, now: Infos, accept: bool = False) -> tuple[TrainSt
     return resumed_state(state, identities(now), accept=accept, note=notes.append), notes
 
 
-def test_the_same_services_are_no_news(kept: TrainState) -> None:
+def test_the_same_services_are_not_news(kept: TrainState) -> None:
     assert resume(kept, infos()) == (kept, [])
 
 

@@ -27,7 +27,7 @@ def test_steps_in_a_row_beyond_the_limit_end_the_run() -> None:
         watch.check(7, measured(float("nan")))
 
 
-def test_rounding_in_half_precision_and_age_are_no_mismatch() -> None:
+def test_rounding_in_half_precision_and_age_are_not_a_mismatch() -> None:
     notes: list[str] = []
     for watch in (
         MismatchWatch(LoopConfig(mismatch_steps=1), "bfloat16", notes.append),

@@ -17,7 +17,7 @@ from tests.unit.fake_run import SECTION, Stage
 from tests.unit.fakes import make_prompts, respond
 
 OLDEST = 7
-"""Of what is trained on: version 8 with tokens at most one version behind."""
+"""Oldest version that is trained on: version 8 with tokens at most one version behind."""
 
 
 def experience(versions: list[int], score: float, logprobs: Any, ref: Any, values: Any) -> Experience:
@@ -69,7 +69,7 @@ def test_masked_tokens_are_stepped_over_and_what_they_earned_is_kept() -> None:
 
 
 def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
-    """Those that are not differ by 8 nats."""
+    """Tokens that are not trained on differ by 8 nats."""
     _, estimate, distance = made(BATCH, OLD, gae_lambda=0.5)
     # KL 0.3, 0.1 and 0.5 at three of seven tokens, of three responses.
     assert distance.kl == pytest.approx(0.9 / 3 * 7 / 3)
@@ -83,7 +83,7 @@ def test_measures_are_of_the_tokens_that_are_trained_on() -> None:
 
 @pytest.mark.parametrize(("version", "expected"), [(7, 0.1 / 3), (8, 0.0), (9, None)])
 def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: int, expected: float | None) -> None:
-    """At version 7 all three tokens that are trained on are its own or later, at version 8 only the last of the first
+    """All three tokens that are trained on are of version 7 or later; of version 8 is only the last of the first
     response."""
     batch, _, _ = made(BATCH, OLD)
     distance = measure_distance(
@@ -133,7 +133,7 @@ def test_where_no_token_is_masked_all_is_as_without() -> None:
 
 
 def test_the_length_of_a_response_is_that_of_its_trained_tokens() -> None:
-    """Of the first response two tokens: alpha 1 gives 1/2, as in the test by hand."""
+    """Two tokens of the first response are trained on: alpha 1 gives 1/2, as in the test by hand."""
     _, estimate, _ = made(BATCH, OLD, gae_lambda_alpha=1.0, critic_gae_lambda=0.5)
     _, wanted, _ = made(BATCH, OLD, gae_lambda=0.5)
     near(estimate.advantages, rows(wanted.advantages))

@@ -1,4 +1,4 @@
-"""What the loop carries from step to step, and what older checkpoints hold of it."""
+"""The state that the loop carries from step to step, and the parts of it that older checkpoints hold."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""What a run checks while it goes on: a service that becomes another one ends it, with a word on what changed."""
+"""Checks of a run while it goes on: a service that becomes another one ends it, with a word on what changed."""
 
 import asyncio
 from dataclasses import replace
@@ -53,7 +53,7 @@ async def check(services: Any) -> None:
     await check_unchanged(services, identities(BEGAN))
 
 
-async def test_services_that_stay_what_they_are_or_are_away_are_no_news(services: Any) -> None:
+async def test_services_that_stay_what_they_are_or_are_away_are_not_news(services: Any) -> None:
     # Training moves the rollout's version and the critic's step.
     services.found = replace(BEGAN, rollout=rollout_pb2.RolloutInfo(model=model("policy"), policy_version=7))
     await check(services)

@@ -1,4 +1,4 @@
-"""How often training and forward passes wait for the device: a GPU that is waited for runs out of work meanwhile."""
+"""Counts the waits of training and forward passes for the device: a GPU that is waited for runs out of work."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which way weights travel, by where everyone is."""
+"""The transport of weights is chosen by the places of the learner and the replicas."""
 
 from pathlib import Path
 

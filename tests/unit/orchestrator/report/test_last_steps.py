@@ -59,7 +59,7 @@ def test_the_last_three_steps_with_a_row_for_each_part(
 def test_a_bar_has_the_colour_of_who_works_or_is_waited_for(tmp_path: Path) -> None:
     svg = draw_last_steps(a_trace(tmp_path / "trace.json", steps=(1,)))
     bars = re.findall(r'style="fill: var\(--(\w+)\)"', svg)
-    # Whoever works until 6, 9 and 10 has that colour, and so has everyone who waits for them meanwhile.
+    # The parts that work until 6, 9 and 10 have that colour, and so have all that wait for them meanwhile.
     assert bars == ["blue", "green", "sky"] * 4  # the loop, rollout, policy, push
 
 

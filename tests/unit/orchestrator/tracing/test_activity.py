@@ -1,4 +1,4 @@
-"""Who worked and who waited for whom, against schedules by hand."""
+"""Work and waits of each part of a run, against schedules by hand."""
 
 import pytest
 
@@ -176,7 +176,7 @@ def test_the_wait_for_a_batch_is_for_its_own_samples_then_for_their_scores_then_
     assert "work/critic" not in metrics
 
 
-def test_a_batch_from_the_journal_is_waited_for_by_nobody() -> None:
+def test_no_part_waits_for_a_batch_from_the_journal() -> None:
     clock = Clock()
     waits = Waits(Spans(clock=clock))
     with waits.for_batch() as numbers:

@@ -1,4 +1,4 @@
-"""What a critic admits and in which order it answers: the deployment without Serve and without a model."""
+"""A critic's limits, and the order of its answers: the deployment without Serve and without a model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def pairs(count: int) -> common_pb2.Pairs:
 
 
 async def values(critic: Any, count: int, min_step: int | None = None) -> list[float]:
-    """They are the steps, of which the reply says the same."""
+    """The values, each the number of steps that were trained; the reply names the same steps."""
     reply = await critic.Values(pb.ValuesRequest(pairs=pairs(count), min_step=min_step), Context())
     actual = unpack_floats(reply.values, "values").tolist()
     assert unpack_longs(reply.steps, "steps").tolist() == actual

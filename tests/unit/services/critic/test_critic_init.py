@@ -27,8 +27,7 @@ SMALL = Settings(
 
 
 def test_the_reward_model_is_the_best_start_and_the_policy_no_better_than_chance(tmp_path: Path) -> None:
-    """That the policy's body would come second does not hold: for predicting scores it is worth no more than random
-    weights, here and with the demo's models alike."""
+    """The policy's body predicts scores no better than random weights, here and with the demo's models alike."""
     models = tmp_path / "models"
     assert make(models, SMALL, Console(file=io.StringIO()))
     actual = measure(models, seed=0, steps=2)

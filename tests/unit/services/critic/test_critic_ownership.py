@@ -1,4 +1,4 @@
-"""Who may change a critic, and where: leases of runs, and names under its root."""
+"""Permission to change a critic, and the place of its files: leases of runs, and names under its root."""
 
 import asyncio
 from pathlib import Path
@@ -96,7 +96,7 @@ async def test_a_critic_that_is_replaced_lets_no_older_run_restore(
         "a b",
     ],
 )
-async def test_what_is_no_name_under_the_root_is_refused(critic: Any, tmp_path: Path, name: str) -> None:
+async def test_what_is_not_a_name_under_the_root_is_refused(critic: Any, tmp_path: Path, name: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     for call in (
         save(critic, name),

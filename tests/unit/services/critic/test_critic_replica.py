@@ -129,7 +129,7 @@ async def test_from_a_checkpoint_it_trains_on_as_if_nothing_had_happened(critic:
     assert await checkpoint(critic, "Take", "critic", last_step=1) == 1
     straight = await train(critic, 2)
     assert await checkpoint(critic, "Write", "critic") == 2
-    # Whoever repeats the call after a lost answer is told the same.
+    # A caller that repeats the call after a lost answer is told the same.
     assert await checkpoint(critic, "Write", "critic") == 2
     after = await values(critic)
     assert await checkpoint(critic, "Restore", "critic") == 1

@@ -34,7 +34,7 @@ async def test_a_later_step_answers_and_says_which_it_is(critic: Any) -> None:
 
 
 async def test_values_asked_for_while_a_step_is_trained_are_those_before_or_after_it(critic: Any) -> None:
-    """They used to be refused, and a run that was refused threw its progress away."""
+    """Such calls used to be refused, and a run that was refused threw its progress away."""
     gate, began, ask = asyncio.Event(), asyncio.Event(), critic._critic._ask
 
     async def gated(*arguments: Any, **options: Any) -> Any:

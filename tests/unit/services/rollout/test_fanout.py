@@ -1,4 +1,4 @@
-"""How long a call to every replica waits for answers, when some fail and others are late."""
+"""A call to every replica waits for answers as long as it must, when some fail and others are late."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ async def test_all_members_are_enough_even_if_others_do_not_answer() -> None:
     assert time.monotonic() - begun < 30
 
 
-async def test_the_error_of_a_replica_that_is_no_member_leaves_the_members_their_time() -> None:
+async def test_the_error_of_a_replica_that_is_not_a_member_leaves_the_members_their_time() -> None:
     assert await names([answer("a"), answer("b", LATE_S), lost()], ["a", "b"]) == ["a", "b"]
 
 

@@ -1,4 +1,4 @@
-"""How a replica rolls a push back: when a phase fails or hangs, or its caller falls silent."""
+"""A replica rolls a push back when a phase fails or hangs, or its caller falls silent."""
 
 import asyncio
 

@@ -48,7 +48,7 @@ async def test_what_a_lost_replica_had_sampled_is_not_sampled_again() -> None:
 
 
 async def test_tokens_of_versions_that_may_not_serve_are_sampled_again() -> None:
-    """As a push would bring them that comes into an evaluation."""
+    """The case of a push that comes into an evaluation."""
     parts = [part(0, 5), part(1, 6), part(1, 7, version=4), part(3, 8, version=2)]
     replica = FakeReplica([[parts, GONE], [[0, 1, 2, 3]]])
     samples = await sampled(replica, min_version=3, max_version=3)

@@ -1,4 +1,4 @@
-"""What a rollout replica admits, and whose prompts its engine gets: the deployment without Serve and vLLM."""
+"""A rollout replica's limits, and the order of its callers' prompts: the deployment without Serve and vLLM."""
 
 import asyncio
 import re
@@ -147,7 +147,7 @@ async def test_a_version_serves_all_who_ask_for_it_or_an_older_one_of_its_timeli
 
 
 async def test_a_replica_that_missed_the_return_to_a_checkpoint_serves_nothing_until_a_push(rollout: Any) -> None:
-    """Its version 7 is above the 5 that the run went back to, and not a later one."""
+    """Version 7 is above the 5 that the run went back to, but not later than it."""
     before, after = (common_pb2.Lease(run_id="ours", number=number) for number in (3, 4))
     await pushed(rollout, before, 7)
     await claimed(rollout, after)

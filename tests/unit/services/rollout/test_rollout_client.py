@@ -37,7 +37,7 @@ async def test_samples_come_as_they_finish() -> None:
     assert (sample.finish_reason, sample.policy_version, sample.logprobs.tolist()) == ("length", 3, [-0.5, -0.25])
 
 
-async def test_a_call_that_is_too_large_is_asked_in_halves_which_is_no_repetition() -> None:
+async def test_a_call_that_is_too_large_is_asked_in_halves_which_is_not_a_repetition() -> None:
     large = grpc.StatusCode.RESOURCE_EXHAUSTED
     replica = FakeReplica([[large], [[1, 0]], [large], [[0]], [[0]]])
     repeats: list[int] = []
@@ -147,7 +147,7 @@ async def test_a_refusal_is_told_at_the_deadline_also_where_that_passes_during_t
     assert len(replica.requests) == 2
 
 
-async def test_a_refusal_is_no_reason_any_more_once_samples_have_come() -> None:
+async def test_a_refusal_is_not_the_reason_any_more_once_samples_have_come() -> None:
     replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [[1], HANG]])
     async with replica.serve() as channel:
         with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 0.5 s$"):
@@ -173,7 +173,7 @@ async def test_the_deadline_tells_how_much_is_missing() -> None:
 
 
 async def test_a_silent_replica_is_given_up_and_its_rest_asked_again() -> None:
-    """After 0.3 s of silence, long before the deadline; heartbeats, messages without samples, are no silence."""
+    """Silence ends after 0.3 s, long before the deadline; heartbeats, messages without samples, break it."""
     replica = FakeReplica([[[1], HANG], [[], [], [0, 1, 2]]])
     repeats: list[int] = []
     async with replica.serve() as channel:

@@ -1,4 +1,4 @@
-"""How a replica hands out what its engine finishes and has begun, and reads the seeds and tokens of a request."""
+"""A replica hands out the samples that its engine finishes and has begun, and reads a request's seeds and tokens."""
 
 import asyncio
 import re
@@ -164,7 +164,7 @@ async def test_a_failure_loses_nothing_that_is_finished_and_leaves_nothing_behin
     assert engine.cancelled == [1]
 
 
-async def test_whoever_leaves_early_cancels_the_rest() -> None:
+async def test_a_caller_that_leaves_early_cancels_the_rest() -> None:
     engine = FakeEngine()
     finished = start(engine)
     first = asyncio.create_task(indices(finished))

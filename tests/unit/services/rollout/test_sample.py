@@ -1,4 +1,4 @@
-"""What a rollout is asked for and what comes back, on the wire."""
+"""Requests for samples, and the samples that come back, on the wire."""
 
 import re
 from typing import Any

@@ -171,7 +171,7 @@ def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
-def test_what_is_no_model_is_never_replaced(policy_folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_model_is_never_replaced(policy_folder: Path, tmp_path: Path) -> None:
     learner = make_learner(policy_folder)
     (tmp_path / "thesis.txt").touch()
     for path in (tmp_path, tmp_path / "thesis.txt"):

@@ -78,7 +78,7 @@ CASES += [("critic", name) for name in ("packing", "packing, accumulation, zero 
 
 
 def settings(kind: str, layout: str, ranks: int) -> dict[str, Hashable]:
-    """What a case has of each kind of setting."""
+    """The value of each kind of setting in a case."""
     chosen = LAYOUTS[layout]
     plain = {"zero_stage": 0, "packing": False, "gradient_checkpointing": False, "attn_implementation": "sdpa"}
     offload = (chosen.get("adam_offload", False), chosen.get("param_offload", False))
@@ -176,7 +176,7 @@ def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
 
 @pytest.mark.parametrize("samples", [1, 21])
 async def test_logprobs_of_one_step_come_from_all_ranks(benches: dict[int, RankGroup], samples: int) -> None:
-    """Of one sample, rank 1 has none."""
+    """Rank 1 has no part of a single sample."""
     before, computed = await benches[2].call(Bench.on_policy, TIMEOUT_S, ACCUMULATED, samples)
     assert len(computed) == samples
     for row, expected in zip(computed, before, strict=True):

@@ -80,7 +80,7 @@ def make_policy(folder: Path, **layout: Any) -> PolicyTrainer:
 
 @pytest.fixture
 def snapshot(policy_folder: Path, tmp_path: Path) -> Path:
-    """Of the policy, untrained."""
+    """Folder with a snapshot of the untrained policy."""
     trainer = make_policy(policy_folder)
     trainer.snapshots.take_snapshot(str(tmp_path / "policy"), 0)
     trainer.snapshots.write_snapshot()

@@ -1,4 +1,4 @@
-"""What is said of the architectures that were tried is what the tests try."""
+"""The architectures that are said to be tried, in code and docs, are those that the tests try."""
 
 import re
 from pathlib import Path

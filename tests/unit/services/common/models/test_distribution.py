@@ -24,7 +24,7 @@ VOCABULARY = 8
 
 
 def by_hand(logits: torch.Tensor, ids: list[int], distribution: Distribution) -> tuple[list[float], list[float]]:
-    """Of one response, logits [T, V]: log-probs of its tokens, and the entropies."""
+    """Log-probs of the tokens of one response and the entropies, from logits [T, V]."""
     logprobs, entropies = [], []
     for step, (row, token) in enumerate(zip(logits.double() / distribution.temperature, ids, strict=True)):
         early = distribution.end_ids if step < distribution.min_new_tokens else ()

@@ -119,7 +119,7 @@ def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: P
     actual = scalar.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
     rows = [head_outputs(reward_folder, p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert actual.tolist() == pytest.approx([float(row[-1]) for row in rows], abs=1e-5)
-    # A model that looks for the last token that is no pad would have taken these instead.
+    # A model that looks for the last token that is not a pad would have taken these instead.
     assert abs(float(rows[1][-1] - rows[1][-2])) > 1e-3
 
 

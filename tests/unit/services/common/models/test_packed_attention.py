@@ -30,7 +30,7 @@ def varlen(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """What torch's kernel computes, written out. query, key, value [L, heads, D]."""
+    """The computation of torch's kernel, written out. query, key, value [L, heads, D]."""
     assert query.shape == key.shape == value.shape
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert window_size == (-1, 0)  # causal
@@ -47,7 +47,7 @@ def varlen(
 
 
 class Attention(nn.Module):
-    """What transformers' function asks of its layer."""
+    """A layer, as far as transformers' function looks at it."""
 
     num_key_value_groups = HEADS // GROUPS
     is_causal = True

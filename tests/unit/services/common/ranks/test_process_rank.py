@@ -23,14 +23,14 @@ pytestmark = pytest.mark.processes
 
 
 class Odd(Exception):
-    """It does not survive its own pickle."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
 
 
 class Trainer:
-    """What runs there."""
+    """The trainer that the rank's process runs."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.seen = ranks, [0]
@@ -76,7 +76,7 @@ async def shared() -> AsyncIterator[ProcessRank]:
 
 @pytest.fixture
 async def rank(shared: ProcessRank) -> ProcessRank:
-    """With a trainer of its own, in a process that the tests share which end none."""
+    """A rank with a trainer of its own; its process is shared by the tests that do not end it."""
     await shared.call("start", None, Trainer)
     return shared
 
@@ -128,7 +128,7 @@ async def test_its_death_ends_what_was_asked_and_everything_after(mortal: Proces
 
 
 async def test_a_group_that_is_stopped_has_given_all_its_memory_back(mortal: ProcessRank) -> None:
-    """Which a restoration counts on: it begins with a rank that is new."""
+    """A restoration needs that memory, since it begins with new ranks."""
     process = psutil.Process(await mortal.call("run", "Trainer.pid"))
     RankGroup("critic", [mortal]).stop()
     process.wait(5)

@@ -15,7 +15,7 @@ from tests.unit.front_door import ask, front_door, outcome
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `quartet up` was called; this process is in it, too."""
+    """The folder that `quartet up` was called in; this process is in it, too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     let_owner_in(1)

@@ -1,4 +1,4 @@
-"""What may wait in a service, counted before it is decoded."""
+"""Limits on the work that waits in a service, counted before it is decoded."""
 
 from contextlib import ExitStack
 

@@ -1,4 +1,4 @@
-"""Whose rows come next."""
+"""The order in which callers' rows are taken."""
 
 from collections import Counter
 

@@ -44,7 +44,7 @@ async def test_clients_name_the_applications_of_the_shipped_files() -> None:
 
 
 def test_a_deployment_bears_the_name_of_its_service() -> None:
-    """By it the proxy knows which application serves what."""
+    """The proxy knows by this name which application serves what."""
     assert [f"quartet.v1.{service.deployment}" for service in SERVICES.values()] == [s.full_name for s in services()]
 
 
@@ -144,6 +144,6 @@ async def test_a_caller_that_leaves_while_it_is_written_to_ends_the_replicas_str
 
 
 async def test_serve_alone_does_not_tell_the_replica() -> None:
-    """What end_with_caller is there for. Should this fail, Serve does it by itself now, and that can go."""
+    """The reason for end_with_caller. Should this fail, Serve does it by itself now, and end_with_caller can go."""
     replica = Replica()
     assert not await leave_while_written_to(replica, within_s=0.5)

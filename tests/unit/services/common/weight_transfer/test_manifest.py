@@ -1,4 +1,4 @@
-"""What a push carries, and how both sides pack it alike."""
+"""The list of weights that a push carries, from which both sides pack alike."""
 
 from itertools import chain, pairwise
 from typing import Any
@@ -134,6 +134,6 @@ def test_malformed_manifests(change: dict[str, Any], message: str) -> None:
         b"\x91" * 2000,
     ],
 )
-def test_bytes_that_are_no_manifest(data: bytes) -> None:
+def test_bytes_that_are_not_a_manifest(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a weight manifest: "):
         Manifest.unpack(data)

@@ -1,4 +1,4 @@
-"""When to come back, from a replica's error to its client's."""
+"""The time until a retry travels from a replica's error to its client's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What callers declare about themselves."""
+"""The metadata in which callers declare their run and purpose."""
 
 from services.common.wire.callers import LONGEST_NAME, PURPOSE, RUN, Purpose, declared
 

@@ -1,4 +1,4 @@
-"""What every client does with deadlines, failures and metadata, over real gRPC; and what each one sends and reads."""
+"""Every client's deadlines, failures and metadata, over real gRPC; and the messages that each one sends and reads."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What each call of the clients sends and returns."""
+"""The request that each call of the clients sends, and the answer that it returns."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ async def test_calls_that_change_the_critic_carry_the_lease_that_was_claimed() -
     assert [request.lease for request in script.requests] == [lease] * 5
 
 
-async def test_a_run_that_lost_its_lease_is_told_so_and_not_that_the_critic_began_anew() -> None:
+async def test_a_run_that_lost_its_lease_is_told_so_and_not_that_the_critic_began_again() -> None:
     async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(
             grpc.StatusCode.FAILED_PRECONDITION, "lease: run a (lease 1) no longer holds this service"

@@ -118,7 +118,7 @@ async def test_time_that_runs_out_inside_is_a_deadline() -> None:
     assert (context.code, context.details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "Ask: out of time")
 
 
-async def test_cancelling_is_no_error() -> None:
+async def test_cancelling_is_not_an_error() -> None:
     context = Context()
     with pytest.raises(asyncio.CancelledError):
         await Servicer().Ask(asyncio.CancelledError(), context)

@@ -131,7 +131,7 @@ def test_a_generator_goes_on_as_if_the_response_had_not_moved() -> None:
 
 @pytest.mark.parametrize(("begun", "tokens"), [(0, 0), (5, 0), (0, 3), (5, 3)])
 def test_a_draw_for_a_piece_of_a_prompt_is_taken_back(begun: int, tokens: int) -> None:
-    """Of a prompt that is read for the first time, and of one that is read again after a pause, with its tokens."""
+    """Prompts are read for the first time, or again after a pause, with their tokens."""
     request = state(7, begun)
     generator = continued(request, begun)
     assert drawn(generator, tokens) == WHOLE[begun:][:tokens]

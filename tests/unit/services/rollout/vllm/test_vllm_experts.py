@@ -14,7 +14,7 @@ from services.rollout.vllm.loading import Loading
 
 EXPERTS, CHOSEN, HIDDEN = 4, 2, 64
 WIDTHS = (64, 48)
-"""Of an expert: one that vLLM's kernel takes as it is, and one that it pads to a multiple of 32."""
+"""Widths of an expert: one that vLLM's kernel takes as it is, and one that it pads to a multiple of 32."""
 
 
 class Experts(nn.Module):
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         """Experts on other ranks; there are none."""
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """As vLLM's models do: by the weights' own loaders, which a reload wraps."""
+        """Loads as vLLM's models do: by the weights' own loaders, which a reload wraps."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         parameters = dict(self.named_parameters())

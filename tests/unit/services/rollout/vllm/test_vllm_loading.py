@@ -59,7 +59,7 @@ def fresh_weights() -> dict[str, torch.Tensor]:
 
 
 def fused(weights: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """What the model has to hold then."""
+    """The weights that the model has to hold then."""
     whole = {f"layers.{i}.weight": [weights[f"layers.{i}.{part}"] for part in SHARDS] for i in range(LAYERS)}
     biases = {name: tensor for name, tensor in weights.items() if name.endswith("bias")}
     return {name: torch.cat(parts).tolist() for name, parts in whole.items()} | {
@@ -76,7 +76,7 @@ class Breaking:
         self.breaks_at = -1
 
     def join(self, joining: Any) -> None:
-        """Nobody is there."""
+        """Does nothing: the weights are here."""
 
     def receive(self, manifest: Manifest) -> str:
         return "sum"
@@ -94,14 +94,14 @@ class Breaking:
             yield number, bucket, data
 
     def check(self) -> None:
-        """Nobody writes here."""
+        """Does nothing: no sender writes here."""
 
     def close(self) -> None:
-        """Nobody is there."""
+        """Does nothing: the weights stay here."""
 
 
 class Worker(WorkerExtension):
-    """What is left of vLLM's worker: its flag, and what it does with it."""
+    """The part of vLLM's worker that matters here: its flag for an active update."""
 
     def __init__(self, *, streaming: bool, bucket_bytes: int = 64) -> None:
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -121,7 +121,7 @@ class Worker(WorkerExtension):
         self._weight_update_active = False
 
     def push(self) -> None:
-        """As GPUWorker has it: an update that fails is not active any more."""
+        """Updates as vLLM's GPUWorker does: an update that fails is not active any more."""
         manifest, engine = self.receiver.manifest, self.weight_transfer_engine
         engine.start_weight_update()
         self._weight_update_active = True

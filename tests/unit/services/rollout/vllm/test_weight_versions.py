@@ -54,7 +54,7 @@ def old() -> RecordedEngine:
 
 
 def test_what_is_recorded_of_the_installed_version_is_so() -> None:
-    """If it is another one by now, `python -m tests.unit.vllm_signatures` records it."""
+    """Should another version be installed, `python -m tests.unit.vllm_signatures` records it."""
     installed = vllm.__version__.split("+")[0]
     assert read(Path(vllm.__path__[0])) == RECORDED[installed.rpartition(".")[0]]
 

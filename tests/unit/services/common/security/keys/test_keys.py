@@ -1,4 +1,4 @@
-"""What `quartet keys` makes, the policy file, and what a caller proves itself with."""
+"""The folder that `quartet keys` makes: the policy file, and the certificates and tokens of callers."""
 
 import itertools
 import os

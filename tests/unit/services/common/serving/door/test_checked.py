@@ -112,7 +112,7 @@ def test_packed_numbers_count_as_one_element_however_many_they_are() -> None:
         pytest.param(b"\x0b\x0c", id="a group"),
     ],
 )
-def test_bytes_that_are_no_message_are_no_message_to_the_count_either(raw: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_refused_by_the_count_too(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"a field|a number"):
         elements(raw, STAGE, MOST)
 

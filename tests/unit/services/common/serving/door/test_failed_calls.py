@@ -1,4 +1,4 @@
-"""What Serve logs about calls that failed."""
+"""Serve's log lines about calls that failed."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ from services.common.wire.errors import InvalidArgument
 
 
 def failed(error: BaseException) -> logging.LogRecord:
-    """What `logger.exception` makes of it."""
+    """The log record that `logger.exception` makes of it."""
     try:
         raise error
     except type(error):

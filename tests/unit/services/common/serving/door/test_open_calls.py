@@ -25,7 +25,7 @@ def test_a_caller_has_its_share_and_what_ends_makes_room() -> None:
     calls.begin(RUN)
 
 
-def test_callers_that_are_no_trainers_leave_trainers_a_reserve() -> None:
+def test_callers_that_are_not_trainers_leave_trainers_a_reserve() -> None:
     calls = OpenCalls(lambda: Limits(concurrent_calls=8, caller_share=0.5, training_reserve=0.25))
     ends = [calls.begin(caller) for caller in (JUDGE, JUDGE, JUDGE, PAGER, PAGER, PAGER)]
     with pytest.raises(ResourceExhausted, match="without the role trainer have 6 open calls, and the most is 6"):
@@ -60,7 +60,7 @@ def test_the_bytes_of_all_callers_are_bounded_too() -> None:
         calls.hold(Caller("run-c", "trainer"), 100)
 
 
-def test_callers_that_are_no_trainers_leave_trainers_bytes_too() -> None:
+def test_callers_that_are_not_trainers_leave_trainers_bytes_too() -> None:
     calls = OpenCalls(lambda: BYTES.model_copy(update={"training_reserve": 0.6}))
     calls.hold(JUDGE, 250)
     with pytest.raises(ResourceExhausted, match=r"the role trainer have 250 bytes of unanswered .* most is 400"):

@@ -76,7 +76,7 @@ def test_an_older_run_is_refused_for_good_and_both_are_named(fence: Fence, clock
 
 
 def test_a_replica_that_missed_a_claim_does_not_say_that_the_older_run_holds_the_service(fence: Fence) -> None:
-    """It was silent then. The run that holds the others has only to claim it too."""
+    """The replica was silent then. The run that holds the others has only to claim it too."""
     claim(fence, "a", 1)
     with pytest.raises(FailedPrecondition, match=r"run b \(lease 2\) has not claimed this replica yet") as caught:
         fence.check(lease("b", 2))

@@ -10,7 +10,7 @@ NONE = "no timeline, having just started or failed half-way"
 
 
 class Refusal(grpc.RpcError):
-    """As a client's call raises it."""
+    """A refusal, as a client's call raises it."""
 
     def __init__(self, details: str) -> None:
         self._details = details

@@ -1,0 +1,88 @@
+"""Notes of `quartet check` and `quartet train` about a run that can start but may not be meant so."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models import WORDS, make_tokenizer
+from tests.unit.preflights import args, checked
+
+MASK = "orchestrator.ppo.max_token_staleness: 2 leaves"
+
+
+@pytest.mark.parametrize(
+    ("loop", "notes"),
+    [
+        ({"max_staleness": 0}, [f"{MASK} no token out, as orchestrator.loop.max_staleness is 0"]),
+        ({"max_staleness": 2}, [f"{MASK} no token out, as orchestrator.loop.max_staleness is 2"]),
+        ({"max_staleness": 3, "depth": 2}, []),
+        (
+            {"max_staleness": 3},
+            [
+                f"{MASK} most tokens out, as batches are sampled 3 ahead; give a larger one, or "
+                "orchestrator.loop.depth 2"
+            ],
+        ),
+    ],
+)
+def test_a_mask_of_no_tokens_or_of_most_is_told(
+    raw: dict[str, Any], tmp_path: Path, loop: dict[str, Any], notes: list[str]
+) -> None:
+    raw["orchestrator"]["ppo"]["max_token_staleness"] = 2
+    raw["orchestrator"]["loop"] = loop
+    assert checked(raw, tmp_path).notes == notes
+
+
+def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"] |= {"loop": {"max_staleness": 1}, "weights": {"in_flight": "keep-cache"}}
+    assert checked(raw, tmp_path).notes == [
+        "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction tis "
+        "leaves none out; choose one of icepop, geometric, dis, or in_flight keep"
+    ]
+    raw["orchestrator"]["ppo"]["correction"] = "icepop"
+    assert checked(raw, tmp_path).notes == []
+
+
+def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
+    run = raw["orchestrator"]
+    run |= {"steps": 10, "batch_size": 33}
+    run["ppo"] = {"epochs": 2, "minibatch_size": 32}
+    cosine = {"learning_rate": 1.0e-4, "schedule": "cosine"}
+    run["policy"]["optimizer"] = cosine
+    args(raw, "critic")["optimizer"] = cosine | {"total_steps": 40}
+    assert checked(raw, tmp_path).notes == []
+    args(raw, "critic")["optimizer"] = cosine | {"total_steps": 20}
+    run["policy"]["optimizer"] = cosine | {"total_steps": 30}
+    assert checked(raw, tmp_path).notes == [
+        f"{where}.optimizer.total_steps: {ends}, but the run has 40 optimizer steps "
+        "(steps * ppo.epochs * minibatches)"
+        for where, ends in (("orchestrator.policy", 30), ("applications.critic.args", 20))
+    ]
+    run["policy"]["optimizer"], run["ppo"]["critic_epochs"] = cosine, 3
+    assert checked(raw, tmp_path).notes == [
+        "applications.critic.args.optimizer.total_steps: 20, but the run has 60 optimizer steps "
+        "(steps * ppo.critic_epochs * minibatches)"
+    ]
+
+
+def test_an_architecture_that_was_not_tried_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "falcon"
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": len(WORDS)}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **shape)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    args(raw, "critic")["model"] = str(folder)
+    assert checked(raw, tmp_path).notes == [
+        f"applications.critic.args.model: {folder} is of the architecture falcon, which Quartet was not tried with; "
+        "see docs/models.md"
+    ]
+
+
+def test_prompts_that_are_left_out_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
+    # With the first token, the prompts of a split have 2, 3, 4 and 5.
+    raw["orchestrator"]["data"]["max_prompt_length"] = 4
+    assert checked(raw, tmp_path).notes == [
+        f"1 of 4 prompts of {split} are longer than data.max_prompt_length and left out"
+        for split in ("train", "eval")
+    ]

@@ -1,0 +1,80 @@
+"""A head whose own processes were too slow for Ray is started again; the program `ray start` is a fake one."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.deployment import cluster
+
+pytestmark = pytest.mark.processes
+
+FAKE = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+starts = Path("starts")
+count = int(starts.read_text()) + 1 if starts.exists() else 1
+starts.write_text(str(count))
+if count <= int(Path("failures").read_text()):
+    sys.exit(Path("message").read_text())
+
+class Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"applications": {}}')
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--dashboard-port") + 1])), Dashboard).serve_forever()
+"""
+SLOW = "Exception: The current node timed out during startup. This could happen because of anything."
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, where a head's processes look for modules first."""
+    program = tmp_path / "ray" / "scripts" / "scripts.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(FAKE)
+    for package in (program.parent, program.parent.parent):
+        (package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fails(folder: Path, times: int, message: str) -> None:
+    (folder / "failures").write_text(str(times))
+    (folder / "message").write_text(message)
+
+
+def test_a_head_that_ray_gave_up_on_is_started_again(folder: Path) -> None:
+    fails(folder, 2, SLOW)
+    said: list[str] = []
+    head = cluster.start(said.append)
+    try:
+        assert (folder / "starts").read_text() == "3"
+        assert [line.partition(" at ")[0] for line in said[::2]] == ["starting a Ray head"] * 3
+        assert said[1] == said[3]
+        assert said[1].startswith("Ray gave its own processes 30 s to start")
+        assert cluster.running() == head
+    finally:
+        cluster.stop(head)
+    assert not psutil.pid_exists(head.pid) or psutil.Process(head.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_is_given_up_when_the_time_is_over(folder: Path) -> None:
+    fails(folder, 99, SLOW)
+    with pytest.raises(
+        cluster.ClusterError, match=r"^Ray (ended with status 1|was not ready within \d+ s):\n.*timed out"
+    ):
+        cluster.start(print, timeout_s=3)
+    assert int((folder / "starts").read_text()) > 1
+    assert cluster.last() is None
+
+
+def test_any_other_end_is_told_at_once(folder: Path) -> None:
+    fails(folder, 1, "no such option")
+    with pytest.raises(cluster.ClusterError, match=r"Ray ended with status 1:\nno such option"):
+        cluster.start(print)
+    assert (folder / "starts").read_text() == "1"

@@ -1,0 +1,148 @@
+"""Evaluation: the rows, the file, the figures."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
+from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
+from orchestrator.experience.experience import Collected, Experience
+from services.common.config.base import ConfigError
+from services.common.wire.pairs import Pair
+from services.rollout.sample import FinishReason, Sample
+from tests.models import EOS, PAD, make_tokenizer
+from tests.unit.fakes import make_prompts, make_requests
+
+
+def experience(row: int, ids: list[int], score: float) -> Experience:
+    reason = FinishReason.STOP if ids[-1] == EOS else FinishReason.LENGTH
+    count = len(ids)
+    sample = Sample(row, np.asarray(ids, np.int32), np.full(count, -1.0, np.float32), reason, ((1, 0, count),))
+    return Experience(
+        row, make_prompts(9)[row], sample, score, np.full(count, -1.25, np.float32), np.empty(0, np.float32)
+    )
+
+
+EXPERIENCES = [
+    experience(0, [20, 21, EOS], 1.0),
+    experience(1, [22, PAD, 23, 24], 2.0),
+    experience(2, [EOS], 3.0),
+]
+
+
+def words(pairs: Sequence[Pair]) -> list[float]:
+    return [len(pair.response.split()) for pair in pairs]
+
+
+def right(pairs: Sequence[Pair]) -> Any:
+    return np.asarray([pair.label == "1" and pair.prompt == "w11" and not pair.ended for pair in pairs], np.float32)
+
+
+def judged() -> list[EvaluatedSample]:
+    return evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words, "right": right})
+
+
+def test_rows_hold_texts_scores_and_verdicts() -> None:
+    assert judged()[1] == EvaluatedSample(
+        row=1,
+        prompt="w11",
+        response="w22 w23 w24",
+        label="1",
+        ended=False,
+        score=2.0,
+        kl=4 * 0.25,
+        length=4,
+        judges={"words": 3.0, "right": 1.0},
+    )
+    assert [row.response for row in judged()] == ["w20 w21", "w22 w23 w24", ""]
+    assert [row.ended for row in judged()] == [True, False, True]
+
+
+def test_figures_with_their_intervals_by_hand() -> None:
+    # Scores 1, 2, 3: mean 2, standard deviation 1, Student's t(0.975, 2) = 4.30265, so 2 +- 4.30265 / sqrt(3).
+    # Words 2, 3, 0: standard deviation sqrt(7 / 3). Verdicts 0, 1, 0: sqrt(1 / 3).
+    metrics = summarise(judged())
+    half = 4.30265 / 3**0.5
+    assert metrics == pytest.approx(
+        {
+            "eval/score": 2,
+            "eval/score_low": 2 - half,
+            "eval/score_high": 2 + half,
+            "eval/kl": 0.25 * (3 + 4 + 1) / 3,
+            "eval/length": 8 / 3,
+            "eval/truncated": 1 / 3,
+            "eval/words": 5 / 3,
+            "eval/words_low": 5 / 3 - half * (7 / 3) ** 0.5,
+            "eval/words_high": 5 / 3 + half * (7 / 3) ** 0.5,
+            "eval/right": 1 / 3,
+            "eval/right_low": 1 / 3 - half * (1 / 3) ** 0.5,
+            "eval/right_high": 1 / 3 + half * (1 / 3) ** 0.5,
+        },
+        abs=1e-4,
+    )
+
+
+def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
+    without = [replace(e, ref_logprobs=np.empty(0, np.float32)) for e in EXPERIENCES]
+    rows = evaluate_samples(without, make_tokenizer(), {"words": words})
+    assert summarise(rows).keys() == summarise(judged()).keys() - {
+        "eval/kl",
+        "eval/right",
+        "eval/right_low",
+        "eval/right_high",
+    }
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert [json.loads(line)["kl"] for line in (tmp_path / "rows.jsonl").open()] == [None] * 3
+    assert all(math.isnan(row.kl) for row in read_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        ([1.0, 2.0], "evaluation.judges.gold: should give one finite number per pair, got 2 of which 2 finite for 3"),
+        ([1.0, 2.0, float("nan")], "got 3 of which 2 finite for 3 pairs"),
+    ],
+)
+def test_judges_that_do_not_judge_are_named(verdict: list[float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": lambda pairs: verdict})
+
+
+class FakeCollector:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    async def collect(self, prompts: Any, **options: Any) -> Collected:
+        self.calls.append((prompts, options))
+        return Collected(EXPERIENCES, 1.0, 0.0)
+
+
+async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path: Path) -> None:
+    collector, requests = FakeCollector(), make_requests(2)
+    evaluator = Evaluator(collector, requests, make_tokenizer(), {"words": words}, tmp_path / "deep")  # type: ignore[arg-type]
+    metrics = [await evaluator.evaluate(step, version=step + 1) for step in (0, 30)]
+    assert metrics[0] == metrics[1] == summarise(evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words}))
+    assert collector.calls == [
+        (requests, {"version": 1, "newest": 1, "critic_step": None}),
+        (requests, {"version": 31, "newest": 31, "critic_step": None}),
+    ]
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["step-000000.jsonl", "step-000030.jsonl"]
+    lines = (tmp_path / "deep" / "step-000030.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert json.loads(lines[2]) == {
+        "row": 2,
+        "prompt": "w12",
+        "response": "",
+        "label": "2",
+        "ended": True,
+        "score": 3.0,
+        "kl": 0.25,
+        "length": 1,
+        "judges": {"words": 0.0},
+    }

@@ -1,0 +1,233 @@
+"""Collecting experience: each sample judged once, as soon as it is there, and no call left behind."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.experience.collector import Collector
+from services.common.config.base import ConfigError
+from services.common.wire.errors import DeadlineExceeded, ServiceError, Unavailable
+from services.rollout.sample import Sampling
+from tests.unit.fakes import Fakes, make_config, make_requests
+
+
+@pytest.fixture
+def fakes() -> Fakes:
+    return Fakes()
+
+
+def make_collector(fakes: Fakes, folder: Path, **section: Any) -> Collector:
+    return Collector(fakes.services, make_config(folder, **{"prompts_per_call": 2} | section))
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
+async def test_every_prompt_has_its_experience_in_the_order_of_the_prompts(fakes: Fakes, policy_folder: Path) -> None:
+    requests = make_requests(5)
+    collected = await make_collector(fakes, policy_folder).collect(requests, version=3, critic_step=0)
+    assert [experience.prompt for experience in collected.experiences] == [r.prompt for r in requests]
+    for row, experience in enumerate(collected.experiences):
+        length = row + 1
+        assert experience.sample.response_ids.tolist() == [10 + row] * length
+        assert (experience.score, experience.truncated) == (10 + row, row % 2 == 1)
+        assert experience.ref_logprobs.tolist() == [-1.5] * length
+        assert experience.values.tolist() == [0.5] * length
+        # -1 - -1.5 at every token.
+        assert experience.kl == 0.5 * length
+    assert collected.tokens == 1 + 2 + 3 + 4 + 5
+    assert collected.generate_s > 0
+    assert collected.score_s >= 0
+
+
+async def test_every_sample_is_judged_once_by_each_service(fakes: Fakes, policy_folder: Path) -> None:
+    await make_collector(fakes, policy_folder).collect(make_requests(5), version=3, critic_step=0)
+    expected = [[10 + row] * (row + 1) for row in range(5)]
+    for service in (fakes.reward, fakes.reference, fakes.critic):
+        assert service.responses() == expected
+        for call in service.calls:
+            assert [prompt.tolist() for prompt in call["prompts"]] == [[r[0]] for r in call["responses"]]
+
+
+async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
+    sampling = {"temperature": 0.5, "max_new_tokens": 9, "min_new_tokens": 2, "stop_token_ids": [7]}
+    config = make_config(
+        policy_folder, prompts_per_call=2, sampling=sampling, timeouts={"generate_s": 11, "score_s": 12}
+    )
+    collector = Collector(fakes.services, config, end_ids=(2, 7))
+    await collector.collect(make_requests(5), version=3, critic_step=0)
+    asked = [[int(prompt[0]) for prompt in call["prompts"]] for call in fakes.rollout.calls]
+    assert asked == [[10, 11], [12, 13], [14]]
+    for call in fakes.rollout.calls:
+        assert call["sampling"] == Sampling(max_new_tokens=9, temperature=0.5, min_new_tokens=2, stop_token_ids=(7,))
+        assert (call["versions"], call["timeout_s"]) == ((3, None), 11)
+    assert sorted(label for call in fakes.reward.calls for label in call["labels"]) == ["0", "1", "2", "3", "4"]
+    for call in fakes.reward.calls:
+        assert call["labels"] == [str(response[0] - 10) for response in call["responses"]]
+        assert call["ended"] == [response[0] % 2 == 0 for response in call["responses"]]
+    for call in fakes.reference.calls:
+        assert (call["temperature"], call["min_new_tokens"], call["end_ids"]) == (0.5, 2, (2, 7))
+    for service in (fakes.reward, fakes.reference, fakes.critic):
+        assert {call["timeout_s"] for call in service.calls} == {12}
+
+
+async def test_calls_for_several_batches_have_the_time_of_all_of_them(fakes: Fakes, policy_folder: Path) -> None:
+    """Calls wait for each other in the engines: with three batches under way, up to three times as long."""
+    config = make_config(
+        policy_folder, loop={"max_staleness": 4, "depth": 2}, timeouts={"generate_s": 11, "score_s": 12, "start_s": 5}
+    )
+    await Collector(fakes.services, config).collect(make_requests(1), version=3, critic_step=0)
+    assert [call["timeout_s"] for call in fakes.rollout.calls] == [33]
+    assert config.longest_take_s == 33 + 5 + 2 * 12
+
+
+async def test_a_bound_is_asked_for_where_one_is_meant(fakes: Fakes, policy_folder: Path) -> None:
+    await make_collector(fakes, policy_folder).collect(make_requests(1), version=3, newest=5, critic_step=0)
+    assert [call["versions"] for call in fakes.rollout.calls] == [(3, 5)]
+    assert [call["min_step"] for call in fakes.critic.calls] == [0]
+
+
+async def test_judging_begins_before_generation_ends(fakes: Fakes, policy_folder: Path) -> None:
+    async def until_the_first_is_judged(sent: int) -> None:
+        async with asyncio.timeout(10):
+            while sent == 1 and not all(s.calls for s in (fakes.reward, fakes.reference, fakes.critic)):
+                await asyncio.sleep(0)
+
+    fakes.rollout.gate = until_the_first_is_judged
+    collected = await make_collector(fakes, policy_folder).collect(make_requests(2), version=1, critic_step=0)
+    assert len(collected.experiences) == 2
+
+
+async def test_values_are_left_out_where_they_are_not_needed(fakes: Fakes, policy_folder: Path) -> None:
+    collector = make_collector(fakes, policy_folder)
+    collected = await collector.collect(make_requests(3), version=1, critic_step=None)
+    assert fakes.critic.calls == []
+    assert [experience.values.tolist() for experience in collected.experiences] == [[], [], []]
+    assert [experience.score for experience in collected.experiences] == [10, 11, 12]
+
+
+@pytest.mark.parametrize("failing", ["reward", "reference", "critic"])
+async def test_a_failure_cancels_everything_else(failing: str, fakes: Fakes, policy_folder: Path) -> None:
+    error = Unavailable("gone")
+    judges = {"reward": fakes.reward, "reference": fakes.reference, "critic": fakes.critic}
+    for name, service in judges.items():
+        service.failure, service.hangs = (error, False) if name == failing else (None, True)
+
+    async def second_sample_never_comes(sent: int) -> None:
+        if sent == 1:
+            await asyncio.Event().wait()
+
+    fakes.rollout.gate = second_sample_never_comes
+    async with asyncio.timeout(10):
+        with pytest.raises(ExceptionGroup) as caught:
+            await make_collector(fakes, policy_folder).collect(make_requests(4), version=1, critic_step=0)
+    assert set(leaves(caught.value)) == {error}
+    assert fakes.rollout.cancelled == 2
+    for name, service in judges.items():
+        assert service.cancelled == (0 if name == failing else len(service.calls))
+
+
+@pytest.mark.parametrize(
+    ("late", "field"),
+    [
+        ("rollout", "timeouts.generate_s times 3 batches under way"),
+        ("reward", "timeouts.score_s"),
+        ("reference", "timeouts.score_s"),
+        ("critic", "timeouts.score_s"),
+    ],
+)
+async def test_an_exceeded_deadline_names_what_sets_it(
+    late: str, field: str, fakes: Fakes, policy_folder: Path
+) -> None:
+    error = DeadlineExceeded("no answer within 1 s")
+
+    async def fail(sent: int) -> None:
+        raise error
+
+    if late == "rollout":
+        fakes.rollout.gate = fail
+    else:
+        getattr(fakes, late).failure = error
+    collector = make_collector(fakes, policy_folder, loop={"max_staleness": 2})
+    with pytest.raises(ExceptionGroup) as caught:
+        await collector.collect(make_requests(1), version=1, critic_step=0)
+    assert [str(leaf) for leaf in leaves(caught.value)] == [f"no answer within 1 s (orchestrator.{field})"]
+
+
+async def test_a_failed_generation_cancels_the_judging(fakes: Fakes, policy_folder: Path) -> None:
+    fakes.reward.hangs = True
+
+    async def fail(sent: int) -> None:
+        if sent == 1:
+            async with asyncio.timeout(10):
+                while not fakes.reward.calls:
+                    await asyncio.sleep(0)
+            raise Unavailable("gone")
+
+    fakes.rollout.gate = fail
+    async with asyncio.timeout(10):
+        with pytest.raises(ExceptionGroup) as caught:
+            await make_collector(fakes, policy_folder).collect(make_requests(2), version=1, critic_step=0)
+    assert [str(leaf) for leaf in leaves(caught.value)] == ["gone"]
+    assert fakes.reward.cancelled == 1
+
+
+async def test_a_failure_amid_a_stream_of_samples_is_told_as_it_is(fakes: Fakes, policy_folder: Path) -> None:
+    fakes.reward.failure = Unavailable("gone")
+    collector = make_collector(fakes, policy_folder, prompts_per_call=30)
+    with pytest.raises(ExceptionGroup) as caught:
+        await collector.collect(make_requests(60), version=1, critic_step=0)
+    assert {type(leaf) for leaf in leaves(caught.value)} == {Unavailable}
+    assert issubclass(Unavailable, ServiceError)
+
+
+async def test_each_sample_keeps_its_number_and_is_asked_for_with_its_seed(fakes: Fakes, policy_folder: Path) -> None:
+    requests = make_requests(5)[3:]
+    collected = await make_collector(fakes, policy_folder).collect(requests, version=1, critic_step=0)
+    assert [experience.number for experience in collected.experiences] == [3, 4]
+    assert [call["seeds"] for call in fakes.rollout.calls] == [[103, 104]]
+
+
+async def test_scores_of_another_scorer_are_not_mixed_into_a_run(fakes: Fakes, policy_folder: Path) -> None:
+    """The reward service is deployed again between two batches."""
+    collector = make_collector(fakes, policy_folder)
+    await collector.collect(make_requests(3), version=3, critic_step=0)
+    fakes.reward.scorer = "model:stricter"
+    with pytest.raises(ExceptionGroup) as caught:
+        await collector.collect(make_requests(3), version=3, critic_step=0)
+    errors = leaves(caught.value)
+    assert {type(error) for error in errors} == {ConfigError}
+    assert "model:fake (hash) gave the scores of this run until now, model:stricter (hash) gives them" in str(
+        errors[0]
+    )
+    assert "--accept-changed-services" in str(errors[0])
+
+
+async def test_nothing_asked_nothing_given(fakes: Fakes, policy_folder: Path) -> None:
+    collected = await make_collector(fakes, policy_folder).collect([], version=1, critic_step=0)
+    assert (collected.experiences, collected.tokens) == ([], 0)
+    assert np.isfinite(collected.generate_s)
+
+
+async def test_a_cut_response_is_valued_after_its_last_token_where_that_is_asked_for(
+    fakes: Fakes, policy_folder: Path
+) -> None:
+    """The critic is asked with one token more and values the place before it; responses that ended have none."""
+    fakes.critic.answer = lambda response: np.arange(len(response), dtype=np.float32)
+    collector = make_collector(fakes, policy_folder, ppo={"bootstrap_truncated": True, "minibatch_size": 1})
+    collected = await collector.collect(make_requests(4), version=3, critic_step=0)
+    for row, experience in enumerate(collected.experiences):
+        length = row + 1
+        assert experience.values.tolist() == list(range(length))
+        assert experience.after == (length if experience.truncated else 0)
+    assert [len(row) for row in fakes.critic.responses()] == [1, 3, 3, 5]
+    again = await collector.value(collected, critic_step=1)
+    assert [e.after for e in again.experiences] == [0, 2, 0, 4]
+    plain = await make_collector(fakes, policy_folder).collect(make_requests(4), version=3, critic_step=0)
+    assert [e.after for e in plain.experiences] == [0, 0, 0, 0]

@@ -1,0 +1,84 @@
+"""Calls of the policy reach the right ranks, and the loop gets their answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.policy.ranks import Policy, PolicyError
+from services.common.ranks.group import RankDied, RankGroup
+from services.common.weight_transfer.memory.buckets import checksum
+from services.common.wire.errors import DeadlineExceeded
+from tests.unit.fake_ranks import NEVER, FakeRank
+
+
+def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
+    config = OrchestratorConfig.parse(
+        {
+            "name": "test",
+            "data": {"path": "x"},
+            "policy": {"model": str(folder), "optimizer": {"learning_rate": 0.1}, "ranks": len(ranks)},
+            "weights": {"senders": senders, "bucket_mib": 2, "stall_s": 0.5, "timeout_s": 0.05},
+            "timeouts": {"train_s": 5},
+        },
+        "orchestrator",
+    )
+    return Policy(RankGroup("policy", ranks), config, share=lambda given: ("shared", given))
+
+
+SENDING = [f"WeightSending.{name}" for name in ("rendezvous", "manifest", "join", "send", "admit")]
+
+
+def methods(rank: FakeRank) -> list[Any]:
+    return [call[1] for call in rank.called]
+
+
+async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
+    ranks = [FakeRank(["row"], {"loss": 1.0}, None, "/saved"), FakeRank()]
+    policy = make_policy(policy_folder, *ranks)
+    assert await policy.logprobs([], []) == ["row"]
+    assert await policy.train("batch", 3) == {"loss": 1.0}  # type: ignore[arg-type]
+    await policy.gather(4)
+    assert await policy.save("there") == "/saved"
+    for rank in ranks:
+        assert rank.called == [
+            ("run", "PolicyTrainer.logprobs", ("shared", []), ("shared", [])),
+            ("run", "PolicyTrainer.train", ("shared", "batch"), 3),
+            ("run", "WeightSending.gather", 4),
+            ("run", "Snapshots.save", "there"),
+        ]
+
+
+async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> None:
+    digests = {0: b"a", 1: b"b", 2: b"c"}
+    ranks = [FakeRank(7, b"m", None, {0: b"a", 2: b"c"}), FakeRank(8, b"m", None, {1: b"b"}), FakeRank()]
+    policy = make_policy(policy_folder, *ranks, senders=2)
+    assert await policy.rendezvous("gloo") == [7, 8]
+    assert await policy.manifest() == b"m"
+    await policy.join(1, 4)
+    assert await policy.send(4) == checksum(digests)
+    await policy.admit(2, 3)
+    assert [methods(rank) for rank in ranks] == [SENDING] * 2 + [[]]
+    assert ranks[0].called[0] == ("run_beside", "WeightSending.rendezvous", "gloo", "127.0.0.1", 2 << 20, 0.5, 2)
+    assert ranks[0].called[4] == ("run_beside", "WeightSending.admit", 2, 3)
+
+
+async def test_a_send_out_of_time_may_be_tried_again(policy_folder: Path) -> None:
+    rank = FakeRank({}, {}, after_s=NEVER)
+    policy = make_policy(policy_folder, rank)
+    with pytest.raises(DeadlineExceeded, match=r"policy.send: no answer"):
+        await policy.send(4)
+    rank.after_s = 0
+    assert await policy.send(4) == ""
+
+
+async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:
+    ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed"))]
+    policy = make_policy(policy_folder, *ranks)
+    with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died: killed"):
+        await policy.train("batch", 0)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="rank 1 of 2 died"):
+        await policy.save("there")
+    policy.stop()
+    assert min(rank.killed for rank in ranks) > 0

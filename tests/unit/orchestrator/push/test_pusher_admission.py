@@ -1,0 +1,101 @@
+"""Newcomers get the weights: before the first push, between two, and while one waits for them."""
+
+import asyncio
+
+import pytest
+
+from protos import rollout_pb2 as pb
+from services.common.weight_transfer.place import Place
+from services.common.weight_transfer.registry import Applicant, Ticket
+from services.common.wire.errors import Internal
+from tests.unit.fake_fleet import MANIFEST, FakeSource, Fleet, make_pusher
+
+HERE = Place("m")
+
+
+class Lobby:
+    """Notes what newcomers are told."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Ticket | None] = {}
+
+    async def __call__(self, tickets: dict[str, Ticket | None]) -> None:
+        self.told |= tickets
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(source: FakeSource) -> None:
+    """The push would wait for them, and they for it. They get what was pushed last, or come as they are."""
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet, patience_s=10)
+    await pusher.push(1)
+    fleet.remove("a")
+    pushing = asyncio.create_task(pusher.push(2))
+    await asyncio.sleep(0.1)
+    await pusher.admit({"new": Applicant(1, HERE)}, lobby)
+    ticket = lobby.told["new"]
+    assert ticket is not None
+    assert pb.Commit.FromString(ticket.commit).policy_version == 1
+    fleet.add(new=1)
+    assert (await pushing).replicas == ("new",)
+
+    # Lost in the middle of a push: the source holds the weights of version 3 already.
+    fleet.afterwards = {"transfer": lambda: fleet.remove("new")}
+    pushing = asyncio.create_task(pusher.push(3))
+    await asyncio.sleep(0.1)
+    await pusher.admit({"newer": Applicant(1, HERE)}, lobby)
+    assert lobby.told["newer"] is None
+    fleet.add(newer=1)
+    assert (await pushing).replicas == ("newer",)
+    assert fleet.versions == {"newer": 3}
+
+
+async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
+    lobby = Lobby()
+    await make_pusher(Fleet(source)).admit({"new": Applicant(1, HERE)}, lobby)
+    assert lobby.told == {"new": None}
+    assert source.calls == []
+
+
+async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    await pusher.push(7)
+    await pusher.admit({"new": Applicant(2, HERE), "other": Applicant(1, HERE)}, lobby)
+    assert source.calls[-1] == ("admit", 2, 4)
+    ticket = lobby.told["new"]
+    assert ticket is not None
+    assert lobby.told["other"] == ticket
+    prepare = pb.Prepare.FromString(ticket.prepare)
+    assert (prepare.membership, prepare.world_size, dict(prepare.ranks)) == (2, 4, {"new": 1, "other": 3})
+    assert pb.Transfer.FromString(ticket.transfer).manifest == MANIFEST.pack()
+    assert pb.Commit.FromString(ticket.commit).policy_version == 7
+    assert ticket.checksum == "sum"
+    # The group of the others is as it was.
+    await pusher.push(8)
+    assert source.calls[-2:] == ["gather", "send"]
+    assert fleet.engines["a"].calls.count("join") == 1
+
+
+async def test_a_push_and_an_admission_take_turns(source: FakeSource) -> None:
+    fleet, lobby = Fleet(source, a=1), Lobby()
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    await asyncio.gather(pusher.push(2), pusher.admit({"new": Applicant(1, HERE)}, lobby))
+    ticket = lobby.told["new"]
+    assert ticket is not None
+    assert pb.Commit.FromString(ticket.commit).policy_version == 2
+
+
+async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    await pusher.push(1)
+    source.failures = [Internal("policy.admit: the newcomer is gone")]
+    with pytest.raises(Internal, match="the newcomer is gone"):
+        await pusher.admit({"new": Applicant(1, HERE)}, Lobby())
+    assert (await pusher.push(2)).attempts == 1

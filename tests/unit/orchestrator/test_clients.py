@@ -1,0 +1,204 @@
+"""The check that the four services speak of the same tokens and take what will be sent."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.clients import Infos, Services, check_compatible
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from services.common.config.base import ConfigError
+from services.common.wire.callers import Purpose, declared
+from services.common.wire.client import ServiceClient
+from services.common.wire.errors import Unavailable
+from services.common.wire.identity import tokenizer_hash
+from tests.models import WORDS, make_tokenizer
+from tests.unit.fakes import make_config
+
+# 16 + 32 tokens at most.
+LENGTHS = {"data": {"path": "x", "max_prompt_length": 16}, "sampling": {"max_new_tokens": 32}}
+
+
+def make_infos(**changes: dict[str, Any]) -> Infos:
+    """Infos that fit; `changes` by service, or for the rollout info itself."""
+    same: dict[str, Any] = {
+        "path": "m",
+        "tokenizer_hash": tokenizer_hash(make_tokenizer()),
+        "max_length": 48,
+        "vocab_size": len(WORDS),
+        "dtype": "float32",
+    }
+    models = {
+        name: common_pb2.ModelInfo(**same | changes.get(name, {}))
+        for name in ("rollout", "reward", "reference", "critic")
+    }
+    return Infos(
+        rollout_pb2.RolloutInfo(model=models["rollout"], weight_backend="gloo"),
+        reward_pb2.RewardInfo(model=models["reward"]),
+        reference_pb2.ReferenceInfo(model=models["reference"]),
+        critic_pb2.CriticInfo(model=models["critic"]),
+    )
+
+
+def test_services_that_fit(policy_folder: Path) -> None:
+    for backend in ("auto", "gloo"):
+        config = make_config(policy_folder, **LENGTHS, weights={"backend": backend})
+        check_compatible(make_infos(reward={"dtype": "bfloat16"}), make_tokenizer(), config)
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward", "reference", "critic"])
+def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_folder: Path) -> None:
+    config = make_config(policy_folder, **LENGTHS)
+    with pytest.raises(ConfigError, match=rf"^{name}: the tokenizer of other is not that of .*{policy_folder}"):
+        check_compatible(make_infos(**{name: {"tokenizer_hash": "?", "path": "other"}}), make_tokenizer(), config)
+    with pytest.raises(
+        ConfigError, match=rf"^{name}: m has 63 entries in its vocabulary, .* ids up to 63; resize .*s$"
+    ):
+        check_compatible(make_infos(**{name: {"vocab_size": 63}}), make_tokenizer(), config)
+    check_compatible(make_infos(**{name: {"vocab_size": 96}}), make_tokenizer(), config)
+    expected = (
+        f"{name}: takes 47 tokens, but orchestrator.data.max_prompt_length + "
+        "orchestrator.sampling.max_new_tokens is 48"
+    )
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_compatible(make_infos(**{name: {"max_length": 47}}), make_tokenizer(), config)
+
+
+def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> None:
+    config = make_config(policy_folder, **LENGTHS)
+    with pytest.raises(ConfigError, match=r"policy.dtype: float32, but the rollout service has bfloat16"):
+        check_compatible(make_infos(rollout={"dtype": "bfloat16"}), make_tokenizer(), config)
+    config = make_config(policy_folder, **LENGTHS, weights={"backend": "nccl"})
+    expected = (
+        "orchestrator.weights.backend: nccl, but the rollout replicas were started with gloo; set both the "
+        "same, or one to auto"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_compatible(make_infos(), make_tokenizer(), config)
+
+
+class FakeClient:
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.closed = answer, False
+        self.timeouts: list[float] = []
+
+    async def info(self, timeout_s: float) -> Any:
+        self.timeouts.append(timeout_s)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def clients_of(services: Services) -> list[ServiceClient[Any]]:
+    assert services.reference is not None
+    assert services.critic is not None
+    return [services.rollout, services.reward, services.reference, services.critic]
+
+
+async def test_all_four_are_asked() -> None:
+    wanted = make_infos()
+    clients = [FakeClient(answer) for answer in (wanted.rollout, wanted.reward, wanted.reference, wanted.critic)]
+    services = Services(*clients)  # type: ignore[arg-type]
+    assert await services.infos(3) == wanted
+    assert [client.timeouts for client in clients] == [[3]] * 4
+    await services.close()
+    assert all(client.closed for client in clients)
+
+
+async def test_a_run_without_a_critic_connects_to_none(policy_folder: Path) -> None:
+    ppo = {"minibatch_size": 1, "advantages": "reinforce++"}
+    services = Services.connect(make_config(policy_folder, ppo=ppo, services={"critic": None}))
+    assert (services.critic, services.leased) == (None, (services.rollout,))
+    wanted = replace(make_infos(), critic=None)
+    clients = [FakeClient(answer) for answer in (wanted.rollout, wanted.reward, wanted.reference)]
+    every: list[Any] = [*clients, None]
+    asked = Services(*every)
+    assert await asked.infos(3) == wanted
+    assert list(wanted.models) == ["rollout", "reward", "reference"]
+    await services.close()
+
+
+async def test_one_that_is_not_there_is_an_error() -> None:
+    clients = [FakeClient(Unavailable("reward.Info: gone"))] * 4
+    with pytest.raises(ExceptionGroup) as caught:
+        await Services(*clients).infos(3)  # type: ignore[arg-type]
+    assert str(caught.value.exceptions[0]) == "reward.Info: gone"
+
+
+async def test_one_channel_serves_all_clients(policy_folder: Path) -> None:
+    services = Services.connect(make_config(policy_folder, name="demo", target="127.0.0.1:1"))
+    clients = clients_of(services)
+    assert len({id(client._channel) for client in clients}) == 1
+    assert [client.application for client in clients] == ["rollout", "reward", "reference", "critic"]
+    # Whose calls they are and what for, for fair shares.
+    said = (("quartet-run", "demo"), ("quartet-purpose", "training"))
+    assert [client._metadata[1:] for client in clients] == [said] * 4
+    await services.close()
+
+
+async def test_a_service_may_be_elsewhere_under_another_name(policy_folder: Path) -> None:
+    elsewhere = {"reward": {"target": "b:2", "application": "judge"}, "reference": {"application": "frozen"}}
+    services = Services.connect(make_config(policy_folder, target="a:1", services=elsewhere))
+    clients = clients_of(services)
+    assert [client.application for client in clients] == ["rollout", "judge", "frozen", "critic"]
+    rollout, reward, reference, critic = (client._channel for client in clients)
+    assert rollout is reference is critic
+    assert reward is not rollout
+    await services.close()
+
+
+async def test_calls_say_in_whose_name_and_what_for(policy_folder: Path) -> None:
+    services = Services.connect(make_config(policy_folder, name="demo", target="127.0.0.1:1"))
+    other = services.declaring("demo", Purpose.EVALUATION)
+    assert services.reward._metadata == (("application", "reward"), *declared("demo", Purpose.TRAINING))
+    assert other.reward._metadata == (("application", "reward"), *declared("demo", Purpose.EVALUATION))
+    assert other.reward._channel is services.reward._channel
+    await services.close()
+
+
+async def test_a_target_of_its_own_where_nothing_listens_is_named_by_its_key(policy_folder: Path) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    elsewhere = {"reward": {"target": "127.0.0.1:1"}}
+    config = make_config(policy_folder, target=f"127.0.0.1:{port}", services=elsewhere, timeouts={"info_s": 0.3})
+    services = Services.connect(config)
+    expected = "no answer at 127.0.0.1:1 (orchestrator.services.reward.target) within 0.3 s"
+    with pytest.raises(Unavailable, match=re.escape(expected)):
+        await services.reach(config, Path("my.yaml"))
+    await services.close()
+    await server.stop(None)
+
+
+async def test_a_port_where_nothing_listens_is_named_with_the_command_that_helps(policy_folder: Path) -> None:
+    config = make_config(policy_folder, target="127.0.0.1:1", timeouts={"info_s": 0.3})
+    services = Services.connect(config)
+    expected = "no answer at 127.0.0.1:1 (orchestrator.target) within 0.3 s; are the services up? quartet up my.yaml"
+    with pytest.raises(Unavailable, match=re.escape(expected)):
+        await services.reach(config, Path("my.yaml"))
+    await services.close()
+
+
+async def test_a_port_where_a_server_listens_is_reached(policy_folder: Path) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    config = make_config(policy_folder, target=f"127.0.0.1:{port}")
+    services = Services.connect(config)
+    await services.reach(config, Path("my.yaml"))
+    await services.close()
+    await server.stop(None)
+
+
+def test_the_reference_computes_in_the_policys_precision_unless_the_penalty_is_0(policy_folder: Path) -> None:
+    infos = make_infos(reference={"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"^orchestrator.policy.dtype: float32, but the reference service has b"):
+        check_compatible(infos, make_tokenizer(), make_config(policy_folder, **LENGTHS))
+    free = make_config(policy_folder, **LENGTHS, ppo={"kl": {"coef": 0.0}, "minibatch_size": 1})
+    check_compatible(infos, make_tokenizer(), free)

@@ -1,0 +1,42 @@
+"""The arguments that vLLM is started with."""
+
+from pathlib import Path
+
+import pytest
+from vllm.usage.usage_lib import UsageContext
+
+from services.rollout.config import RolloutConfig
+from services.rollout.vllm.arguments import FREE, eager, engine_args, utilization
+
+
+def config(folder: Path, **fields: object) -> RolloutConfig:
+    return RolloutConfig.parse({"model": str(folder), "kv_cache_mib": 64, "dtype": "float32", **fields}, "rollout")
+
+
+@pytest.mark.parametrize(("asked", "gpu", "expected"), [(None, True, False), (None, False, True), (True, True, True)])
+def test_graphs_are_captured_where_there_is_a_gpu(
+    policy_folder: Path, asked: bool | None, gpu: bool, expected: bool
+) -> None:
+    assert eager(config(policy_folder, enforce_eager=asked), gpu=gpu) is expected
+
+
+def test_a_step_takes_as_many_tokens_as_vllms_own_offline_engine(policy_folder: Path) -> None:
+    """AsyncLLM's own usage context has no defaults in vLLM, which falls back to 2048."""
+    given = engine_args(config(policy_folder))
+    assert given.max_num_batched_tokens is None
+    of_llm, _ = given.get_batch_defaults(world_size=1)
+    assert UsageContext.ENGINE_CONTEXT not in of_llm
+    assert of_llm[UsageContext.LLM_CLASS] >= 4096
+    assert engine_args(config(policy_folder, max_num_batched_tokens=512)).max_num_batched_tokens == 512
+
+
+def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:
+    for backend in ("auto", "gloo", "ipc", "nccl"):
+        given = engine_args(config(policy_folder, weight_backend=backend))
+        assert given.weight_transfer_config.backend == "quartet"
+
+
+def test_an_engine_beside_others_wants_no_share_of_the_gpu_to_be_free(policy_folder: Path) -> None:
+    assert utilization(config(policy_folder, gpu_memory_utilization=0.6), gpu=True) == FREE
+    assert utilization(config(policy_folder, gpu_memory_utilization=0.6, kv_cache_mib=None), gpu=True) == 0.6
+    assert utilization(config(policy_folder, gpu_memory_utilization=0.6), gpu=False) == 0.6
