@@ -78,8 +78,11 @@ def _row(*parts: Ints) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))[None].long()
 
 
-def furthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
-    """Largest absolute difference between two lists of arrays; infinite where one is not finite."""
-    assert [len(row) for row in left] == [len(row) for row in right]
-    difference = np.abs(np.concatenate(left) - np.concatenate(right))
-    return float(np.nan_to_num(difference, nan=np.inf).max())
+def furthest(left: Any, right: Any) -> float:
+    """Largest absolute difference between two rows or two dicts of arrays; infinite where one is not finite."""
+    if isinstance(right, dict):
+        assert list(left) == list(right)
+        left, right = left.values(), right.values()
+    pairs = list(zip(left, right, strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float(np.nan_to_num(np.abs(a - b), nan=np.inf, posinf=np.inf).max(initial=0)) for a, b in pairs)

@@ -225,14 +225,6 @@ class Bench:
         CriticTrainer(critic, self._ranks).snapshots.save(str(folder / "critic"))
 
 
-def furthest(actual: Any, wanted: Any) -> float:
-    """The largest difference between two rows of arrays, or two dicts of arrays."""
-    if isinstance(wanted, dict):
-        assert list(actual) == list(wanted)
-        actual, wanted = actual.values(), wanted.values()
-    return max(float(np.abs(a - b).max()) for a, b in zip(actual, wanted, strict=True))
-
-
 def watched(trainer: PolicyTrainer | CriticTrainer) -> list[dict[str, float]]:
     """The numbers of each step that `trainer` takes from now on."""
     steps: list[dict[str, float]] = []

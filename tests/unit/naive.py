@@ -1,12 +1,10 @@
 """The numbers that the services compute in padded batches, one sequence at a time by Hugging Face's own classes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 PROMPTS = [[1, 5, 6, 7], [1, 8], [9], [1, 10, 11]]
 RESPONSES = [[12, 2], [13, 0, 14, 0], [0], [15, 16, 2]]
@@ -16,10 +14,6 @@ TOKENS = 10
 
 def arrays(rows: Sequence[Sequence[float]], dtype: Any = np.int32) -> list[Any]:
     return [np.asarray(row, dtype) for row in rows]
-
-
-def language_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def distributions(model: Any, temperature: float) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ def test_a_deploy_file_is_valid(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "there"),
+    ("name", "asked", "available"),
     [
         ("ppo.yaml", {}, {}),
         ("ppo-addition.yaml", {}, {}),
@@ -47,14 +47,14 @@ def test_a_deploy_file_is_valid(file: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_all_processes_ask_of_ray_is_there(
-    name: str, asked: dict[str, float], there: dict[str, float], tmp_path: Path
+    name: str, asked: dict[str, float], available: dict[str, float], tmp_path: Path
 ) -> None:
     requests = gpu_requests(load(ROOT / "deploy" / name, tmp_path))
     actual: Counter[str] = Counter()
     for request in requests:
         actual.update({"GPU": request.gpus} | request.resources)
     assert {kind: amount for kind, amount in actual.items() if amount} == pytest.approx(asked)
-    assert all(asked[kind] <= there[kind] for kind in asked)
+    assert all(asked[kind] <= available[kind] for kind in asked)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -71,7 +71,7 @@ class Stage:
             self.notes.append,
         )
 
-    def there(self) -> list[str]:
+    def checkpoint_names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
 
 
@@ -79,12 +79,12 @@ async def test_one_is_taken_before_the_first_step_and_when_due(tmp_path: Path) -
     stage = Stage(tmp_path)
     async with stage.checkpoints as checkpoints:
         await checkpoints.first(state(0))
-        assert stage.there() == ["step-000000"]
+        assert stage.checkpoint_names() == ["step-000000"]
         for step in range(1, 31):
             await checkpoints.take_if_due(state(step))
     assert stage.policy.taken == [("policy", step) for step in (0, 10, 20, 30)]
     assert stage.critic.taken == [("critic", step) for step in (0, 10, 20, 30)]
-    assert stage.there() == ["step-000020", "step-000030"]
+    assert stage.checkpoint_names() == ["step-000020", "step-000030"]
     # A run that goes back may go back to the older one.
     assert stage.journal.forgotten == 20
     actual = latest(tmp_path)
@@ -101,7 +101,7 @@ async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_go
             await checkpoints.take_if_due(state(step).model_copy(update={"skipped_in_a_row": skipped}))
     # The one that was due at 20 is taken with the first step that is good.
     assert [step for _, step in stage.policy.taken] == [0, 10, 62]
-    assert stage.there() == ["step-000010", "step-000062"]
+    assert stage.checkpoint_names() == ["step-000010", "step-000062"]
     assert stage.checkpoints.last_step() == 62
     assert stage.journal.forgotten == 10
 
@@ -113,7 +113,7 @@ async def test_weights_that_are_not_finite_make_no_checkpoint(tmp_path: Path) ->
         for step in range(10, 60, 10):
             stage.critic.failures["take"] = NotFinite("weights are not finite")
             await checkpoints.take_if_due(state(step))
-    assert stage.there() == ["step-000000"]
+    assert stage.checkpoint_names() == ["step-000000"]
     assert stage.notes == ["checkpoint failed: weights are not finite; the last one is of step 0"] * 5
 
 
@@ -132,7 +132,7 @@ async def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
         await checkpoints.take_if_due(state(1))
         await asyncio.sleep(0.05)
         # Not there until all of it is.
-        [aside] = stage.there()
+        [aside] = stage.checkpoint_names()
         assert aside.startswith(".step-000001.")
         assert latest(tmp_path) is None
         # The next waits for it: there is one copy of the state.
@@ -143,14 +143,14 @@ async def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
         await second
         assert 0.1 <= checkpoints.waited_s() < 1
         assert checkpoints.waited_s() == 0
-    assert stage.there() == ["step-000001", "step-000002"]
+    assert stage.checkpoint_names() == ["step-000001", "step-000002"]
 
 
 async def test_in_the_foreground_training_waits(tmp_path: Path) -> None:
     stage = Stage(tmp_path, every=1, background=False)
     async with stage.checkpoints as checkpoints:
         await checkpoints.take_if_due(state(1))
-        assert stage.there() == ["step-000001"]
+        assert stage.checkpoint_names() == ["step-000001"]
         assert not stage.policy.copies
         assert not stage.critic.copies
 
@@ -160,7 +160,7 @@ async def test_never_means_never(tmp_path: Path) -> None:
     async with stage.checkpoints as checkpoints:
         await checkpoints.first(state(0))
         await checkpoints.take_if_due(state(10))
-    assert stage.there() == []
+    assert stage.checkpoint_names() == []
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ async def test_one_that_fails_is_told_and_costs_nothing_else(
         await checkpoints.take_if_due(state(3))
     assert stage.notes == [f"checkpoint failed: No space left on device; the last one is of step {last}"]
     # Nothing of it takes room any more.
-    assert stage.there() == [f"step-{n:06d}" for n in whole]
+    assert stage.checkpoint_names() == [f"step-{n:06d}" for n in whole]
 
 
 async def test_without_the_first_a_run_does_not_begin(tmp_path: Path) -> None:
@@ -237,15 +237,3 @@ async def test_a_run_that_fails_does_not_wait_for_the_writing(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="lost"):
         await run()
     assert latest(tmp_path) is None
-
-
-def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
-    from orchestrator.algorithm.rewards import RunningNormaliser
-
-    kept = state(3).model_copy(update={"kl_coef": 0.1 / 3, "normaliser": RunningNormaliser(7, 1e-17 / 3, 2 / 7)})
-    folder = tmp_path / "step-000003"
-    folder.mkdir()
-    (folder / "state.json").write_text(kept.model_dump_json(indent=1))
-    actual = latest(tmp_path)
-    assert actual is not None
-    assert actual.state == kept

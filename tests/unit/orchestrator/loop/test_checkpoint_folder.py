@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.loop.checkpoint_folder import clear, latest
 from orchestrator.policy.ranks import PolicyError
@@ -67,3 +68,13 @@ def test_a_run_that_gets_further_may_go_back_again() -> None:
 )
 def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended: bool) -> None:
     assert is_loss(error) is mended
+
+
+def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
+    kept = state(3).model_copy(update={"kl_coef": 0.1 / 3, "normaliser": RunningNormaliser(7, 1e-17 / 3, 2 / 7)})
+    folder = tmp_path / "step-000003"
+    folder.mkdir()
+    (folder / "state.json").write_text(kept.model_dump_json(indent=1))
+    actual = latest(tmp_path)
+    assert actual is not None
+    assert actual.state == kept

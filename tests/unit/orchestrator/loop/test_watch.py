@@ -32,16 +32,16 @@ BEGAN = Infos(
 
 
 class Services:
-    """Answers with `found`; fails with `failure` if there is one."""
+    """Answers with `present`; fails with `failure` if there is one."""
 
     def __init__(self) -> None:
-        self.found = BEGAN
+        self.present = BEGAN
         self.failure: Exception | None = None
 
     async def infos(self, timeout_s: float) -> Infos:
         if self.failure:
             raise self.failure
-        return self.found
+        return self.present
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ async def check(services: Any) -> None:
 
 async def test_services_that_stay_what_they_are_or_are_away_are_not_news(services: Any) -> None:
     # Training moves the rollout's version and the critic's step.
-    services.found = replace(BEGAN, rollout=rollout_pb2.RolloutInfo(model=model("policy"), policy_version=7))
+    services.present = replace(BEGAN, rollout=rollout_pb2.RolloutInfo(model=model("policy"), policy_version=7))
     await check(services)
     services.failure = ExceptionGroup("", [Unavailable("reward.Info: being replaced")])
     await check(services)
 
 
 async def test_a_reward_service_with_another_model_is_named_with_what_to_do(services: Any) -> None:
-    services.found = replace(BEGAN, reward=scored_by("stricter"))
+    services.present = replace(BEGAN, reward=scored_by("stricter"))
     with pytest.raises(ConfigError) as caught:
         await check(services)
     first, last = str(caught.value).splitlines()
@@ -76,7 +76,7 @@ async def test_what_goes_wrong_in_a_check_ends_the_block(services: Any) -> None:
     async def block() -> None:
         async with repeating(lambda: check(services), 0.02):
             reached.append("begun")
-            services.found = replace(BEGAN, reward=scored_by("stricter"))
+            services.present = replace(BEGAN, reward=scored_by("stricter"))
             await asyncio.sleep(30)
             reached.append("gone on")
 
@@ -87,7 +87,7 @@ async def test_what_goes_wrong_in_a_check_ends_the_block(services: Any) -> None:
 
 
 async def test_a_check_that_fails_at_the_beginning_lets_nothing_begin(services: Any) -> None:
-    services.found = replace(BEGAN, reward=scored_by("stricter"))
+    services.present = replace(BEGAN, reward=scored_by("stricter"))
     with pytest.raises(ConfigError):
         async with repeating(lambda: check(services), 30):
             raise AssertionError("begun")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from orchestrator.policy.trainer import PolicyBatch
-from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions, language_model
+from tests.plain import language_model
+from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, noisy
 
 

@@ -10,7 +10,8 @@ import torch
 
 from orchestrator.config.algorithm import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
-from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions, language_model
+from tests.plain import language_model
+from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 from tests.unit.priorities import own_priority, priorities
 

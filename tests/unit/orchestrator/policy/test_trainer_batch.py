@@ -14,7 +14,8 @@ from services.common.learner.minibatches import minibatches
 from services.common.models.loading import load_tokenizer
 from services.common.weight_transfer.manifest import Manifest
 from tests.models import EOS, make_policy, make_tokenizer
-from tests.unit.naive import RESPONSES, TOKENS, chosen, distributions, language_model
+from tests.plain import language_model
+from tests.unit.naive import RESPONSES, TOKENS, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 
 

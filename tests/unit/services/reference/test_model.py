@@ -10,7 +10,8 @@ import torch
 from services.common.models.distribution import Distribution
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
-from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions, language_model
+from tests.plain import language_model
+from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions
 
 
 def make(folder: Path, **options: Any) -> FrozenModel:

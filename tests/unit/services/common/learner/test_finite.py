@@ -7,7 +7,8 @@ import pytest
 
 from services.common.config.learner import LoraConfig, TensorParallelConfig
 from services.common.ranks.group import RankGroup
-from tests.unit.layouts import Bench, furthest
+from tests.plain import furthest
+from tests.unit.layouts import Bench
 
 pytestmark = pytest.mark.processes
 

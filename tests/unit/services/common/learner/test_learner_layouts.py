@@ -24,7 +24,8 @@ from services.common.models.distribution import Distribution
 from services.common.ranks.group import RankGroup, RanksLost
 from tests.computing import computing
 from tests.pairwise import covered
-from tests.unit.layouts import OPTIMIZER, Bench, Result, furthest, noise, pairs
+from tests.plain import furthest
+from tests.unit.layouts import OPTIMIZER, Bench, Result, noise, pairs
 from tests.unit.rank_processes import spawned
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,8 @@ from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal
 from services.common.ranks.ranks import Ranks
 from tests.models import make_policy
-from tests.unit.layouts import Bench, furthest
+from tests.plain import furthest
+from tests.unit.layouts import Bench
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
 
 RANK = 3

@@ -46,11 +46,11 @@ def state(learner: Learner) -> list[torch.Tensor]:
 def test_training_is_the_same_bit_for_bit_and_the_state_is_away_between_updates(
     policy_folder: Path, layout: dict[str, Any]
 ) -> None:
-    away, there = (make_learner(policy_folder, **layout, colocate=colocate) for colocate in (True, False))
+    away, kept = (make_learner(policy_folder, **layout, colocate=colocate) for colocate in (True, False))
     optimizer = away._engine.optimizer
     assert optimizer.offloaded_states == BOTH
     for step in range(4):
-        for learner in (away, there):
+        for learner in (away, kept):
             train(learner, slice(step, step + 1))
         assert optimizer.offloaded_states == BOTH
         # Views of the state on the device would keep its memory there.
@@ -59,10 +59,10 @@ def test_training_is_the_same_bit_for_bit_and_the_state_is_away_between_updates(
             assert not parameter._hp_mapping.optim_fragment
         pinned = [buffer.data_ptr() for buffer in optimizer.hp_params_pin_buffers]
         assert [master.data_ptr() for master in optimizer.single_partition_of_fp32_groups] == pinned
-    assert there._engine.optimizer.offloaded_states == set()
+    assert kept._engine.optimizer.offloaded_states == set()
     with away.optimizer_state.resident():
         assert optimizer.offloaded_states == set()
-    for mine, theirs in zip(state(away), state(there), strict=True):
+    for mine, theirs in zip(state(away), state(kept), strict=True):
         assert torch.equal(mine, theirs)
 
 

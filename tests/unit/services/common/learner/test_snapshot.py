@@ -15,7 +15,8 @@ from services.common.learner.snapshot import Snapshot
 from services.common.models.distribution import Distribution
 from services.common.ranks.group import RankGroup
 from services.common.wire.errors import InvalidArgument
-from tests.unit.layouts import OPTIMIZER, Bench, furthest, pairs
+from tests.plain import furthest
+from tests.unit.layouts import OPTIMIZER, Bench, pairs
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,8 @@ from services.common.learner.layout import LAYOUT, Layout
 from services.common.learner.tensor_parallel import check_divided, check_divisible
 from services.common.ranks.group import RankGroup
 from tests.models import make_policy
-from tests.unit.layouts import Bench, Result, furthest
+from tests.plain import furthest
+from tests.unit.layouts import Bench, Result
 from tests.unit.rank_processes import spawned
 from tests.unit.services.common.learner.test_learner_layouts import (
     ACCUMULATED,

@@ -26,7 +26,7 @@ PAIRS = [
     for prompt, response in zip(arrays(PROMPTS), arrays(RESPONSES), strict=True)
 ]
 LENGTHS = [2.0, 4.0, 1.0, 3.0]
-SOURCE = hashlib.sha256((Path(__file__).parents[3] / "scorers.py").read_bytes()).hexdigest()
+SOURCE = hashlib.sha256((Path(__file__).parents[4] / "scorers.py").read_bytes()).hexdigest()
 
 
 def make(**config: Any) -> Scorer:
@@ -35,7 +35,7 @@ def make(**config: Any) -> Scorer:
 
 
 def function(name: str) -> dict[str, str]:
-    return {"kind": "function", "function": f"tests.unit.scorers:{name}"}
+    return {"kind": "function", "function": f"tests.scorers:{name}"}
 
 
 @torch.no_grad()
@@ -90,23 +90,23 @@ def test_a_model_of_two_labels_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_function_sees_texts_and_labels() -> None:
-    scorer = make(**function("length"))
+    scorer = make(**function("count"))
     assert scorer.score(PAIRS).tolist() == LENGTHS
     assert scorer.score(PAIRS).dtype == np.float32
     assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
     prompt, response = arrays([[1], [13, 0]])
     hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
     assert make(**function("matches")).score([hit]).tolist() == [1]
-    name = "function:tests.unit.scorers:length"
+    name = "function:tests.scorers:count"
     assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE, weight=1)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", "tests.unit.scorers:too_few gave 3 scores for 4 pairs"),
-        ("not_finite", "tests.unit.scorers:not_finite gave a score that is not finite in float32"),
-        ("too_large", "tests.unit.scorers:too_large gave a score that is not finite in float32"),
+        ("too_few", "tests.scorers:too_few gave 3 scores for 4 pairs"),
+        ("not_finite", "tests.scorers:not_finite gave a score that is not finite in float32"),
+        ("too_large", "tests.scorers:too_large gave a score that is not finite in float32"),
     ],
 )
 def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
@@ -117,7 +117,7 @@ def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
 def test_functions_that_cannot_be_used() -> None:
     with pytest.raises(KeyError, match="nothing here"):
         make(**function("broken")).score(PAIRS)
-    with pytest.raises(ConfigError, match=r"tests\.unit\.scorers:absent"):
+    with pytest.raises(ConfigError, match=r"tests\.scorers:absent"):
         make(**function("absent"))
     with pytest.raises(ConfigError, match="math:sqrt has no Python source to identify it by"):
         make(kind="function", function="math:sqrt")
@@ -125,21 +125,21 @@ def test_functions_that_cannot_be_used() -> None:
 
 def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
     model = {"kind": "model", "model": str(reward_folder), "dtype": "float32"}
-    blend = make(kind="blend", parts=[{"weight": -0.5, "scorer": function("length")}, {"weight": 2, "scorer": model}])
+    blend = make(kind="blend", parts=[{"weight": -0.5, "scorer": function("count")}, {"weight": 2, "scorer": model}])
     alone = make(**model).score(PAIRS)
     assert blend.score(PAIRS).tolist() == pytest.approx((2 * alone - 0.5 * np.asarray(LENGTHS)).tolist(), abs=1e-6)
     assert blend.max_length == MAX_LENGTH
     assert blend.identity.name == "blend"
     assert [(part.name, part.weight) for part in blend.identity.parts] == [
-        ("function:tests.unit.scorers:length", -0.5),
+        ("function:tests.scorers:count", -0.5),
         (f"model:{reward_folder}", 2),
     ]
 
 
 def test_blends_nest_and_their_weights_belong_to_their_identity() -> None:
     def nested(outer: float, inner: float) -> Scorer:
-        part = {"kind": "blend", "parts": [{"weight": inner, "scorer": function("length")}]}
-        parts = [{"weight": outer, "scorer": part}, {"weight": 1, "scorer": function("length")}]
+        part = {"kind": "blend", "parts": [{"weight": inner, "scorer": function("count")}]}
+        parts = [{"weight": outer, "scorer": part}, {"weight": 1, "scorer": function("count")}]
         return make(kind="blend", parts=parts)
 
     # 3 * (2 * length) + length = 7 * length.
