@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from services.common.wire.pairs import Pair
@@ -18,8 +19,10 @@ def words(pairs: Sequence[Pair]) -> list[float]:
 
 
 def hangs(pairs: Sequence[Pair]) -> list[float]:
-    """Never returns for the prompt `w13`; else 1 for each pair."""
-    if any(pair.prompt == "w13" for pair in pairs):
+    """Never returns for the prompt `w13`, and makes the file that its label names, if any; else 1 for each pair."""
+    if hung := [pair for pair in pairs if pair.prompt == "w13"]:
+        for label in filter(None, [pair.label for pair in hung]):
+            Path(label).touch()
         threading.Event().wait()
     return [1.0] * len(pairs)
 

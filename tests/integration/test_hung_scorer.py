@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -41,23 +42,29 @@ def replica(quartet: Quartet) -> int:
     return int(running[0]) if running else 0
 
 
-async def score(quartet: Quartet, prompt: str) -> list[float]:
-    request = reward_pb2.ScoreRequest(texts=reward_pb2.TextPairs(prompts=[prompt], responses=["w7"]))
+async def score(quartet: Quartet, prompt: str, label: str = "") -> list[float]:
+    texts = reward_pb2.TextPairs(prompts=[prompt], responses=["w7"])
+    request = reward_pb2.ScoreRequest(texts=texts, labels=[label])
     reply = await quartet.call(METHOD, request, reward_pb2.ScoreResponse, "hangs")
     return list(unpack_floats(reply.scores, "scores").tolist())
 
 
 @pytest.mark.exhaustive  # the answer by units; a replica that Serve finds ill and replaces: test_faults.py
 @pytest.mark.timeout(300)
-async def test_a_hung_scorer_answers_its_callers_and_is_replaced(quartet: Quartet) -> None:
+async def test_a_hung_scorer_answers_its_callers_and_is_replaced(quartet: Quartet, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+
+    async def hangs() -> bool:
+        return reached.exists()
+
     quartet.deploy([application(quartet)], "hangs")
     try:
         serving.await_running(quartet.cluster, ("hangs",), print, 120)
         assert await score(quartet, "w5") == [1.0]
         before = replica(quartet)
         began = time.monotonic()
-        hung = asyncio.create_task(refused(score(quartet, "w13")))
-        await asyncio.sleep(1)
+        hung = asyncio.create_task(refused(score(quartet, "w13", str(reached))))
+        await eventually(hangs, 60)
         # Health answers while the pass runs.
         assert await quartet.health("hangs") == health_pb2.HealthCheckResponse.SERVING
         behind = asyncio.create_task(refused(score(quartet, "w5")))

@@ -1,6 +1,7 @@
 """Two ranks as Ray actors: the policy with ZeRO 3, both sending to the rollout replicas; the critic with ZeRO 2."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -18,6 +19,7 @@ from services.common.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from tests import plain
 from tests.cluster import Quartet, eventually
+from tests.computing import computing
 from tests.pushing import TIMEOUT_S, hold_critic, push
 
 PROMPTS, RESPONSES = plain.random_pairs(31, seed=22, longest=20)
@@ -68,11 +70,13 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     many = PolicyBatch(
         PROMPTS * 200, RESPONSES * 200, logprobs, logprobs, logprobs, [*batch.advantages] * 200, kl_coef=0.0
     )
+    actor: Any = learner._ranks._ranks[1]._actor  # type: ignore[attr-defined]
+    pid = await actor.__ray_call__.remote(lambda _: os.getpid())
     training = asyncio.ensure_future(learner.train(many, seed=0))
-    await asyncio.sleep(2)
+    await computing(pid, 120)
     assert not training.done()
     began = time.monotonic()
-    ray.kill(learner._ranks._ranks[1]._actor)  # type: ignore[attr-defined]
+    ray.kill(actor)
     with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died"):
         await training
     assert time.monotonic() - began < 60

@@ -174,8 +174,11 @@ async def test_a_member_that_thaws_is_back_with_the_next_push(stage: Stage) -> N
 async def test_all_members_lost_at_once_are_waited_for(stage: Stage) -> None:
     for name in "abc":
         stage.fleet.members[name].signal(signal.SIGKILL)
+    began = len(stage.fleet.phases)
     pushing = asyncio.create_task(stage.push(2))
-    await asyncio.sleep(1)
+    async with asyncio.timeout(30):
+        while stage.fleet.phases[began:].count("discover") < 2:  # none was left at the first look
+            await asyncio.sleep(0.05)
     await stage.fleet.add("d")
     assert (await pushing).replicas == ("d",)
     assert await stage.fleet.versions() == {"d": 2}

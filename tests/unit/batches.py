@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from services.common.serving.batcher import Batcher
 from services.common.serving.share import Share
 from services.common.wire.callers import Purpose
+from tests.unit.waiting import until
 
 
 class Numbers:
@@ -63,12 +64,6 @@ async def ask(batcher: Batcher[int, int], numbers: Sequence[int], whose: Share |
     work = Numbers(numbers, tokens)
     await batcher.submit(whose or share(), work)
     return work.out
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def busy(batcher: Batcher[int, int], doubler: Doubler) -> "asyncio.Task[Any]":

@@ -1,5 +1,6 @@
 """Helpers that start a critic in this process and call it."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,25 @@ async def checkpoint(
 ) -> int:
     request = pb.CheckpointRequest(name=name, last_step=last_step, lease=lease)
     return int((await getattr(critic, f"{which}Checkpoint")(request, Context())).last_step)
+
+
+class Restoration:
+    """The start of new ranks, with which a restoration begins; it waits for `gate`."""
+
+    def __init__(self, critic: Any) -> None:
+        self.begun, self.gate = asyncio.Event(), asyncio.Event()
+        start_ranks = critic._critic._start_ranks
+
+        def gated(config: CriticConfig) -> RankGroup:
+            ranks: RankGroup = start_ranks(config)
+            start = ranks.start
+
+            async def waits(*arguments: Any, **options: Any) -> None:
+                self.begun.set()
+                await self.gate.wait()
+                await start(*arguments, **options)
+
+            ranks.start = waits  # type: ignore[method-assign]
+            return ranks
+
+        critic._critic._start_ranks = gated

@@ -20,10 +20,13 @@ class Script:
     hangs: bool = False
     requests: list[Any] = field(default_factory=list)
     applications: list[str] = field(default_factory=list)
+    left_s: list[float] = field(default_factory=list)
+    """Until the deadline of each request, when it came."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         self.requests.append(request)
+        self.left_s.append(context.time_remaining())
         self.applications.append(dict(context.invocation_metadata())["application"])
         if self.failures:
             await context.abort(self.failures.pop(0), "said the script")

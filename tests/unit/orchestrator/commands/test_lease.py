@@ -12,15 +12,21 @@ from protos import common_pb2, critic_pb2
 from protos import rollout_pb2 as pb
 from services.common.serving.runs.lease import Fence
 from services.common.wire.errors import LeaseLost, Unavailable, leaves
+from tests.unit.virtual_time import in_virtual_time
 
 TTL_S = 1.2
+LOOK_S = 0.1
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class FakeService:
     """A critic or a rollout replica with the real fence."""
 
     def __init__(self) -> None:
-        self.fence = Fence()
+        self.fence = Fence(clock=now)
         self.claims = 0
         self.failures: list[Exception] = []
         self.lease = common_pb2.Lease()
@@ -57,34 +63,38 @@ class Stage:
         return holding(self.services, run_id, ttl_s=TTL_S, take_over=take_over, note=self.notes.append)
 
 
-@pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr(lease_module, "LOOK_S", 0.1)
-    return Stage()
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "LOOK_S", LOOK_S)
 
 
-async def test_a_run_holds_both_while_it_lives_and_gives_them_back(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_run_holds_both_while_it_lives_and_gives_them_back() -> None:
+    stage = Stage()
     async with stage.hold("a") as hold:
         lease = hold.lease
         assert lease == common_pb2.Lease(run_id="a", number=1)
-        await asyncio.sleep(2 * TTL_S)
-        for service in (stage.critic, stage.rollout):
-            service.fence.check(lease)
-            assert service.fence.held().left_s > 0
+        for _ in range(20):
+            await asyncio.sleep(TTL_S / 10)
+            for service in (stage.critic, stage.rollout):
+                service.fence.check(lease)
+                assert service.fence.held().left_s > 0
     assert stage.critic.fence.held().left_s == stage.rollout.fence.held().left_s == 0
     async with stage.hold("b") as hold:
         assert hold.lease.number == 2
     assert stage.notes == []
 
 
-async def test_a_run_without_a_critic_holds_the_replicas_alone(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_run_without_a_critic_holds_the_replicas_alone() -> None:
     stage = Stage(with_critic=False)
     async with stage.hold("a") as hold:
         assert hold.lease == common_pb2.Lease(run_id="a", number=1)
         await hold.begin_timeline(5)
         assert hold.lease.number == stage.rollout.lease.number == 2
-        await asyncio.sleep(TTL_S)
-        assert stage.rollout.fence.held().left_s > 0
+        for _ in range(20):
+            await asyncio.sleep(TTL_S / 10)
+            assert stage.rollout.fence.held().left_s > 0
         with pytest.raises(LeaseLost, match=r"run a is training with these services"):
             async with stage.hold("b"):
                 raise AssertionError("both at once")
@@ -92,7 +102,9 @@ async def test_a_run_without_a_critic_holds_the_replicas_alone(stage: Stage) -> 
     assert stage.critic.claims == 0
 
 
-async def test_a_second_live_run_is_told_at_its_start_and_the_first_goes_on(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_second_live_run_is_told_at_its_start_and_the_first_goes_on() -> None:
+    stage = Stage()
     async with stage.hold("a") as hold:
         with pytest.raises(LeaseLost, match=r"run a is training with these services: stop it first, .* --take-over"):
             async with stage.hold("b"):
@@ -101,36 +113,40 @@ async def test_a_second_live_run_is_told_at_its_start_and_the_first_goes_on(stag
     assert stage.notes == ["waiting up to 1 s: run a was alive a moment ago"]
 
 
-async def test_taking_over_ends_the_other_run_within_a_renewal(stage: Stage) -> None:
+@in_virtual_time
+async def test_taking_over_ends_the_other_run_within_a_renewal() -> None:
+    stage = Stage()
 
     async def both() -> None:
         async with stage.hold("a"), stage.hold("b", take_over=True) as hold:
             stage.critic.fence.check(hold.lease)
-            await asyncio.sleep(10)
+            await asyncio.sleep(10 * TTL_S)
 
     with pytest.raises(ExceptionGroup) as caught:
         await both()
     [error] = leaves(caught.value)
     assert isinstance(error, LeaseLost)
     assert "run a (lease 1) no longer holds this service: run b (lease 2) does" in str(error)
+    assert now() == pytest.approx(TTL_S / lease_module.RENEWALS)
 
 
-async def test_a_crashed_runs_services_are_free_after_its_time_and_at_once_for_itself(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_crashed_runs_services_are_free_after_its_time_and_at_once_for_itself() -> None:
+    stage = Stage()
     crashed = common_pb2.Lease(run_id="a", number=7)
     await stage.critic.claim(crashed, TTL_S, 1)
     await stage.rollout.claim(crashed, TTL_S, 1)
-    clock = asyncio.get_running_loop().time
-    began = clock()
     async with stage.hold("a") as hold:
-        assert (hold.lease.number, clock() - began < TTL_S) == (8, True)
+        assert (hold.lease.number, now()) == (8, 0)
     await stage.critic.claim(common_pb2.Lease(run_id="c", number=9), TTL_S, 1)
-    began = clock()
     async with stage.hold("b") as hold:
         assert hold.lease.number == 10
-        assert TTL_S / 2 < clock() - began < 5 * TTL_S
+        assert 0.99 * TTL_S < now() < TTL_S + 2 * LOOK_S
 
 
-async def test_a_claim_that_only_one_service_takes_is_given_back(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_claim_that_only_one_service_takes_is_given_back() -> None:
+    stage = Stage()
     stage.rollout.failures = [Unavailable("rollout: away")]
     with pytest.raises(Unavailable):
         async with stage.hold("a"):
@@ -138,7 +154,9 @@ async def test_a_claim_that_only_one_service_takes_is_given_back(stage: Stage) -
     assert stage.critic.fence.held().left_s == 0
 
 
-async def test_a_service_that_is_away_for_a_moment_costs_nothing(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_service_that_is_away_for_a_moment_costs_nothing() -> None:
+    stage = Stage()
     async with stage.hold("a"):
         claims = stage.rollout.claims
         stage.critic.failures = [Unavailable("critic: away")]
@@ -149,7 +167,9 @@ async def test_a_service_that_is_away_for_a_moment_costs_nothing(stage: Stage) -
             assert (service.holder, service.fence.held().left_s > 0) == ("a", True)
 
 
-async def test_a_run_that_goes_back_claims_a_higher_number_and_renews_that_one(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_run_that_goes_back_claims_a_higher_number_and_renews_that_one() -> None:
+    stage = Stage()
     async with stage.hold("a") as hold:
         before = hold.lease
         await hold.begin_timeline(5)
@@ -164,14 +184,18 @@ async def test_a_run_that_goes_back_claims_a_higher_number_and_renews_that_one(s
     assert stage.critic.fence.held().left_s == stage.rollout.fence.held().left_s == 0
 
 
-async def test_a_service_that_is_being_replaced_is_waited_for_when_the_run_goes_back(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_service_that_is_being_replaced_is_waited_for_when_the_run_goes_back() -> None:
+    stage = Stage()
     async with stage.hold("a") as hold:
         stage.critic.failures, stage.rollout.failures = [Unavailable("critic: away")], [Unavailable("rollout: away")]
         await hold.begin_timeline(5)
         assert stage.critic.lease.number == stage.rollout.lease.number == hold.lease.number == 2
 
 
-async def test_a_run_that_was_taken_over_from_does_not_come_back_by_going_back(stage: Stage) -> None:
+@in_virtual_time
+async def test_a_run_that_was_taken_over_from_does_not_come_back_by_going_back() -> None:
+    stage = Stage()
     taken = common_pb2.Lease(run_id="b", number=2)
     async with stage.hold("a") as hold:
         await stage.critic.claim(taken, TTL_S, 1, take_over=True)

@@ -20,6 +20,7 @@ from services.common.config.base import ConfigError
 from services.common.wire.errors import DeadlineExceeded, Unavailable
 from tests.unit.fake_run import FakeExperienceJournal
 from tests.unit.fakes import Fakes, make_config, make_prompts
+from tests.unit.waiting import settled
 
 STEPS = 5
 
@@ -70,11 +71,6 @@ class Bench:
 
         self.fakes.rollout.generate = generate  # type: ignore[method-assign]
         return event
-
-
-async def settled() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 async def test_lock_step_samples_nothing_ahead(policy_folder: Path) -> None:

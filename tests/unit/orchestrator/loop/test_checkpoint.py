@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,11 @@ from orchestrator.config.checkpoint import CheckpointConfig
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.policy.ranks import PolicyError
-from services.common.wire.errors import (
-    Internal,
-    NotFinite,
-    ServiceError,
-)
+from services.common.wire.errors import Internal, NotFinite, ServiceError
 from services.critic.client import CriticReset
+from tests.unit.fake_clock import Clock
 from tests.unit.train_states import state
+from tests.unit.waiting import settled, until
 
 
 class FakeLearner:
@@ -125,24 +124,26 @@ async def test_a_run_without_a_critic_checkpoints_its_policy_alone(tmp_path: Pat
     assert stage.critic.taken == []
 
 
-async def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, every=1)
+async def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, clock = Stage(tmp_path, every=1), Clock()
+    monkeypatch.setattr("orchestrator.loop.checkpoint.time", SimpleNamespace(monotonic=clock))
     async with stage.checkpoints as checkpoints:
         stage.critic.gate.clear()
         await checkpoints.take_if_due(state(1))
-        await asyncio.sleep(0.05)
+        await until(stage.policy.folders[0].is_dir)
+        await settled()
         # Not there until all of it is.
         [aside] = stage.checkpoint_names()
         assert aside.startswith(".step-000001.")
         assert latest(tmp_path) is None
         # The next waits for it: there is one copy of the state.
         second = asyncio.create_task(checkpoints.take_if_due(state(2)))
-        await asyncio.sleep(0.1)
+        await settled()
         assert len(stage.policy.taken) == 1
+        clock.now = 2.5
         stage.critic.gate.set()
         await second
-        assert 0.1 <= checkpoints.waited_s() < 1
-        assert checkpoints.waited_s() == 0
+        assert [checkpoints.waited_s() for _ in range(2)] == [2.5, 0]
     assert stage.checkpoint_names() == ["step-000001", "step-000002"]
 
 
@@ -151,8 +152,7 @@ async def test_in_the_foreground_training_waits(tmp_path: Path) -> None:
     async with stage.checkpoints as checkpoints:
         await checkpoints.take_if_due(state(1))
         assert stage.checkpoint_names() == ["step-000001"]
-        assert not stage.policy.copies
-        assert not stage.critic.copies
+        assert (stage.policy.copies, stage.critic.copies) == (False, False)
 
 
 async def test_never_means_never(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from orchestrator.loop.watch import check_unchanged, repeating
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from services.common.config.base import ConfigError
 from services.common.wire.errors import Unavailable, leaves
+from tests.unit.waiting import settled, until
 
 
 def model(path: str) -> common_pb2.ModelInfo:
@@ -93,17 +94,19 @@ async def test_a_check_that_fails_at_the_beginning_lets_nothing_begin(services: 
             raise AssertionError("begun")
 
 
-async def test_checks_end_with_the_block(services: Any) -> None:
-    made = 0
+async def test_checks_end_with_the_block() -> None:
+    events: list[str] = []
 
-    async def count() -> None:
-        nonlocal made
-        made += 1
+    async def third_hangs() -> None:
+        events.append("check")
+        if len(events) == 3:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                events.append("ended")
 
-    async with repeating(count, 0.01):
-        async with asyncio.timeout(10):
-            while made < 3:
-                await asyncio.sleep(0.01)
-    ended = made
-    await asyncio.sleep(0.05)
-    assert made == ended
+    async with asyncio.timeout(10), repeating(third_hangs, 0.001):
+        await until(lambda: len(events) == 3)
+    assert events == ["check", "check", "check", "ended"]
+    await settled()
+    assert len(events) == 4

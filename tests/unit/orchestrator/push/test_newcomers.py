@@ -13,6 +13,7 @@ from orchestrator.push.newcomers import admitting_newcomers
 from protos import common_pb2
 from services.common.weight_transfer.registry import Answer
 from services.common.wire.errors import Internal, LeaseLost, leaves
+from tests.unit.waiting import settled, until
 
 LEASE = common_pb2.Lease(run_id="ours", number=4)
 
@@ -74,14 +75,33 @@ async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> N
     assert leaves(caught.value) == [error]
 
 
+class QuietRegistry(FakeRegistry):
+    """A registry to which one replica applies, and then none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = False
+
+    async def remote(self) -> dict[str, int]:
+        if self.asked == 0:
+            return await super().remote()
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left = True
+        return {}
+
+
 async def test_a_run_that_ends_is_not_held_up() -> None:
-    registry = FakeRegistry()
+    registry = QuietRegistry()
     admitting = admitting_newcomers(FakePusher(), registry, LEASE, 30)  # type: ignore[arg-type]
     async with asyncio.timeout(5), admitting:
-        await asyncio.sleep(0.05)
-    asked = registry.asked
-    await asyncio.sleep(0.05)
-    assert registry.asked == asked > 0
+        await until(lambda: registry.asked == 2)
+        assert not registry.left
+    assert registry.left
+    await settled()
+    assert registry.asked == 2
 
 
 async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket() -> None:

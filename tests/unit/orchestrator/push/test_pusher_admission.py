@@ -9,6 +9,7 @@ from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.registry import Applicant, Ticket
 from services.common.wire.errors import Internal
 from tests.unit.fake_fleet import MANIFEST, FakeSource, Fleet, make_pusher
+from tests.unit.waiting import settled, until
 
 HERE = Place("m")
 
@@ -34,8 +35,10 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     pusher = make_pusher(fleet, patience_s=10)
     await pusher.push(1)
     fleet.remove("a")
+    began = len(fleet.phases)
     pushing = asyncio.create_task(pusher.push(2))
-    await asyncio.sleep(0.1)
+    await until(lambda: fleet.phases[began:] == ["discover"])
+    await settled()
     await pusher.admit({"new": Applicant(1, HERE)}, lobby)
     ticket = lobby.told["new"]
     assert ticket is not None
@@ -46,7 +49,8 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     # Lost in the middle of a push: the source holds the weights of version 3 already.
     fleet.afterwards = {"transfer": lambda: fleet.remove("new")}
     pushing = asyncio.create_task(pusher.push(3))
-    await asyncio.sleep(0.1)
+    await until(lambda: fleet.phases[-2:] == ["abort", "discover"])
+    await settled()
     await pusher.admit({"newer": Applicant(1, HERE)}, lobby)
     assert lobby.told["newer"] is None
     fleet.add(newer=1)

@@ -17,6 +17,7 @@ from services.common.wire.codec import Floats, pack_floats, pack_pairs, unpack_f
 from services.common.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from services.critic.replica import Critic
 from tests.unit.contexts import Context
+from tests.unit.waiting import settled, until
 
 
 class Model:
@@ -26,6 +27,8 @@ class Model:
         self.turn = asyncio.Lock()
         self.last_step = 0
         self.passes: list[int] = []
+        self.steps: list[int] = []
+        """That are trained, or wait for their turn."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -49,6 +52,7 @@ class Model:
         return [np.full(len(response), self.last_step, np.float32) for _, response in pairs]
 
     async def train(self, lease: common_pb2.Lease, step: int, *_: Any, **__: Any) -> dict[str, float]:
+        self.steps.append(step)
         async with self.turn:
             self.last_step = step
         return {"loss": 0.0}
@@ -66,6 +70,11 @@ def make(batch_s: float = 10) -> Any:
 
 def pairs(count: int) -> common_pb2.Pairs:
     return pack_pairs([np.ones(1, np.int32)] * count, [np.ones(1, np.int32)] * count)
+
+
+async def computing(critic: Any, calls: int) -> None:
+    """Returns when so many calls for values have come and a pass computes."""
+    await until(lambda: len(critic._batcher._open) == calls and critic._critic.passes)
 
 
 async def values(critic: Any, count: int, min_step: int | None = None) -> list[float]:
@@ -93,10 +102,12 @@ async def test_values_are_computed_in_passes_between_which_training_has_its_turn
     critic = make()
     critic._critic.gate.clear()
     asked = asyncio.create_task(values(critic, 12))
-    await asyncio.sleep(0.05)
+    await computing(critic, 1)
     training = asyncio.create_task(critic.Train(train(1, 2), Context()))
-    await asyncio.sleep(0.05)
+    await until(lambda: critic._critic.steps == [1])
+    await settled()
     assert not training.done()
+    assert critic._critic.last_step == 0
     critic._critic.gate.set()
     await training
     assert await asked == [0.0] * 4 + [1.0] * 8
@@ -108,9 +119,9 @@ async def test_values_asked_for_while_the_critic_trains_are_given_and_say_by_whi
     critic = make()
     critic._critic.gate.clear()
     asked = asyncio.create_task(values(critic, 12, min_step=0))
-    await asyncio.sleep(0.05)
+    await computing(critic, 1)
     training = asyncio.create_task(critic.Train(train(1, 2), Context()))
-    await asyncio.sleep(0.05)
+    await until(lambda: critic._critic.steps == [1])
     critic._critic.gate.set()
     await training
     assert await asked == [0.0] * 4 + [1.0] * 8
@@ -135,9 +146,9 @@ async def test_a_run_is_served_before_foreign_callers() -> None:
         asyncio.create_task(critic.Values(pb.ValuesRequest(pairs=pairs(16)), Context("judge", Purpose.FOREIGN)))
         for _ in range(3)
     ]
-    await asyncio.sleep(0.05)
+    await computing(critic, 3)
     run = asyncio.create_task(values(critic, 3))
-    await asyncio.sleep(0.05)
+    await computing(critic, 4)
     critic._critic.gate.set()
     await run
     # The pass that was under way, and its own.

@@ -12,6 +12,7 @@ from services.common.security.identity import Caller
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import NEWER, OLDER, OURS, adopt, checkpoint, claim, save, start, train
+from tests.unit.waiting import settled, until
 
 pytestmark = pytest.mark.processes
 
@@ -27,18 +28,23 @@ async def test_another_identity_that_repeats_the_runs_lease_changes_nothing(crit
 
 
 async def test_a_training_step_that_waits_when_another_run_takes_over_does_not_begin(critic: Any) -> None:
-    gate, ask = asyncio.Event(), critic._critic._ask
+    gate, ask, run_once = asyncio.Event(), critic._critic._ask, critic._critic._once.run
+    asked: list[int] = []
 
     async def gated(*arguments: Any, **options: Any) -> Any:
         await gate.wait()
         return await ask(*arguments, **options)
 
-    critic._critic._ask = gated
+    async def noted(step: int, *arguments: Any) -> Any:
+        asked.append(step)
+        return await run_once(step, *arguments)
+
+    critic._critic._ask, critic._critic._once.run = gated, noted
     first = asyncio.create_task(train(critic, 1))
+    await until(lambda: asked == [1])
     second = asyncio.create_task(train(critic, 2))
-    while critic._critic.last_step == 0:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await until(lambda: asked == [1, 2])
+    await settled()
     with pytest.raises(LeaseLost, match="run ours holds this service and is alive"):
         await claim(critic, NEWER)
     await claim(critic, NEWER, take_over=True)

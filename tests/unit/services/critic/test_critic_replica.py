@@ -23,6 +23,7 @@ from tests.unit.critic_calls import (
     OLDER,
     OURS,
     PAIRS,
+    Restoration,
     adopt,
     checkpoint,
     claim,
@@ -33,6 +34,7 @@ from tests.unit.critic_calls import (
     values,
 )
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
+from tests.unit.waiting import until
 
 pytestmark = pytest.mark.processes
 
@@ -169,11 +171,13 @@ async def test_a_wrong_checkpoint_costs_nothing(critic: Any, root: Path) -> None
 async def test_calls_during_a_restoration_are_to_be_repeated(critic: Any, root: Path) -> None:
     await checkpoint(critic, "Take", "critic")
     await checkpoint(critic, "Write", "critic")
+    restoration = Restoration(critic)
     restoring = asyncio.create_task(checkpoint(critic, "Restore", "critic"))
-    await asyncio.sleep(0.01)
+    await until(restoration.begun.is_set)
     with pytest.raises(Unavailable, match="a checkpoint is being restored"):
         await values(critic)
     await critic.check_health()
+    restoration.gate.set()
     await restoring
     await values(critic)
 
@@ -183,9 +187,13 @@ async def test_a_caller_that_goes_away_does_not_stop_a_restoration(critic: Any, 
     await checkpoint(critic, "Take", "critic", last_step=1)
     await checkpoint(critic, "Write", "critic")
     await train(critic, 2)
+    restoration = Restoration(critic)
     restoring = asyncio.create_task(checkpoint(critic, "Restore", "critic"))
-    await asyncio.sleep(0.01)
+    await until(restoration.begun.is_set)
     restoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restoring
+    restoration.gate.set()
     async with asyncio.timeout(30):
         while critic._critic.last_step == 2 or critic._critic._restoring.locked():
             await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ import pytest
 
 from services.common.wire.errors import FailedPrecondition
 from services.critic.once import Once
+from tests.unit.waiting import settled
 
 
 class Trainer:
@@ -45,11 +46,6 @@ def ask(once: Once[str], trainer: Trainer, step: int) -> "asyncio.Task[str]":
     return asyncio.create_task(once.run(step, b"batch", trainer(step), allowed))
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_the_same_step_trains_once(trainer: Trainer) -> None:
     once: Once[str] = Once()
     trainer.gate.set()
@@ -68,7 +64,7 @@ async def test_the_same_step_trains_once(trainer: Trainer) -> None:
 async def test_the_same_step_at_the_same_time_trains_once(trainer: Trainer) -> None:
     once: Once[str] = Once()
     asked = [ask(once, trainer, 1), ask(once, trainer, 1)]
-    await settle()
+    await settled()
     trainer.gate.set()
     assert await asyncio.gather(*asked) == ["trained 1", "trained 1"]
     assert trainer.begun == [1]
@@ -77,7 +73,7 @@ async def test_the_same_step_at_the_same_time_trains_once(trainer: Trainer) -> N
 async def test_a_step_that_several_wait_to_begin_trains_once_and_never_beside_another(trainer: Trainer) -> None:
     once: Once[str] = Once()
     asked = [ask(once, trainer, 1), ask(once, trainer, 2), ask(once, trainer, 2), ask(once, trainer, 2)]
-    await settle()
+    await settled()
     assert trainer.begun == [1]
     trainer.gate.set()
     assert await asyncio.gather(*asked) == ["trained 1", "trained 2", "trained 2", "trained 2"]
@@ -96,7 +92,7 @@ async def test_an_older_step_is_refused(trainer: Trainer) -> None:
 async def test_a_step_that_became_old_while_it_waited_is_refused(trainer: Trainer) -> None:
     once: Once[str] = Once()
     asked = [ask(once, trainer, 1), ask(once, trainer, 3), ask(once, trainer, 2)]
-    await settle()
+    await settled()
     trainer.gate.set()
     actual = await asyncio.gather(*asked, return_exceptions=True)
     assert [str(result) for result in actual[:2]] == ["trained 1", "trained 3"]
@@ -120,12 +116,12 @@ async def test_a_step_that_failed_may_be_tried_again(trainer: Trainer) -> None:
 async def test_a_caller_that_goes_away_does_not_stop_a_step(trainer: Trainer) -> None:
     once: Once[str] = Once()
     first = ask(once, trainer, 1)
-    await settle()
+    await settled()
     first.cancel()
     await asyncio.wait([first])
     assert first.cancelled()
     again = ask(once, trainer, 1)
-    await settle()
+    await settled()
     trainer.gate.set()
     assert await again == "trained 1"
     assert trainer.begun == [1]
@@ -147,7 +143,7 @@ async def test_another_batch_under_the_same_step_is_refused_and_not_answered_wit
 ) -> None:
     once: Once[str] = Once()
     first = ask(once, trainer, 5)
-    await settle()
+    await settled()
     for _ in ("while it trains", "afterwards"):
         with pytest.raises(FailedPrecondition, match="step: 5 was trained on another batch"):
             await once.run(5, b"another", trainer(5), allowed)
@@ -165,9 +161,9 @@ async def test_a_caller_that_lost_its_right_while_it_waited_begins_nothing(train
             raise FailedPrecondition("lease: lost")
 
     first = ask(once, trainer, 1)
-    await settle()
+    await settled()
     second = asyncio.create_task(once.run(2, b"batch", trainer(2), check))
-    await settle()
+    await settled()
     lost.append(True)
     trainer.gate.set()
     with pytest.raises(FailedPrecondition, match="lease: lost"):

@@ -20,6 +20,7 @@ from tests.unit.member_phases import (
     prepare,
     transfer,
 )
+from tests.unit.waiting import settled, until
 
 
 def commit(membership: int, version: int) -> dict[str, Any]:
@@ -134,11 +135,13 @@ async def test_asking_who_is_there_neither_waits_nor_changes_anything(
 ) -> None:
     await play(member, prepare(1))
     engine.hanging.add("receive")
-    slow = asyncio.create_task(play(member, transfer(1), timeout_s=0.3))
-    await asyncio.sleep(0.05)
-    assert await play(member, {"discover": pb.Discover()}, timeout_s=0.05) == good(3, 1)
-    assert "abort" not in names(engine)
-    await slow
+    slow = asyncio.create_task(play(member, transfer(1)))
+    await until(lambda: "receive" in names(engine))
+    assert await play(member, {"discover": pb.Discover()}) == good(3, 1)
+    await settled()
+    assert (member.busy, names(engine)) == (True, ["join", "pause", "receive"])
+    engine.free.set()
+    assert (await slow).ok
 
 
 async def test_a_replica_whose_weights_are_lost_says_so_until_a_push_brings_whole_ones(

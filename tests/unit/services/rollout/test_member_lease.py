@@ -20,6 +20,7 @@ from tests.unit.member_phases import (
     prepare,
     transfer,
 )
+from tests.unit.waiting import settled, until
 
 
 @pytest.mark.parametrize("lease", [common_pb2.Lease(), common_pb2.Lease(run_id="ours", number=3)])
@@ -59,14 +60,19 @@ async def test_a_claim_is_answered_when_no_phase_of_another_run_is_being_carried
 ) -> None:
     await play(member, prepare(1))
     engine.hanging.add("receive")
-    ours = asyncio.create_task(member.carry_out(pb.WeightPhase(timeout_s=0.3, lease=LEASE, **transfer(1))))
-    await asyncio.sleep(0.05)
+    ours = asyncio.create_task(member.carry_out(pb.WeightPhase(timeout_s=5, lease=LEASE, **transfer(1))))
+    await until(lambda: "receive" in names(engine))
     asked = common_pb2.Claim(ttl_s=60, take_over=True)
     first = await member.carry_out(pb.WeightPhase(timeout_s=0.05, lease=NEWER, claim=asked))
     assert (first.ok, first.error) == (False, "claim: TimeoutError: ")
     # Asked again with the lease that counts already, it still waits.
-    assert (await claim(member, NEWER, take_over=True)).ok
-    assert (await ours).error == "transfer: TimeoutError: "
+    again = asyncio.create_task(claim(member, NEWER, take_over=True))
+    await settled()
+    assert not again.done()
+    engine.failing["receive"] = RuntimeError("connection reset")
+    engine.free.set()
+    assert (await again).ok
+    assert (await ours).error == "transfer: RuntimeError: connection reset"
     assert names(engine) == ["join", "pause", "receive", "abort"]
 
 

@@ -7,6 +7,8 @@ import pytest
 from protos import rollout_pb2 as pb
 from services.rollout.member import WeightMember
 from tests.unit.member_phases import FakeEngine, good, names, play, prepare, transfer
+from tests.unit.virtual_time import in_virtual_time
+from tests.unit.waiting import settled, until
 
 
 async def test_a_roll_back_that_fails_or_hangs_is_reported_like_any_failure(
@@ -37,8 +39,8 @@ async def test_an_engine_that_is_stuck_in_a_broken_transfer_has_its_time_before_
     await play(member, prepare(1, stall_s=5))
     engine.hanging.add("abort")
     aborting = asyncio.create_task(play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05))
-    while names(engine).count("abort") < 2:  # the phase's own, and the roll-back's after its deadline
-        await asyncio.sleep(0.01)
+    # The phase's own, and the roll-back's after its deadline.
+    await until(lambda: names(engine).count("abort") == 2)
     report = await play(member, {"discover": pb.Discover()})
     assert (report.ok, report.error) == (False, "a push that failed is still being rolled back")
     assert (member.failure, member.busy) == ("", True)
@@ -48,33 +50,37 @@ async def test_an_engine_that_is_stuck_in_a_broken_transfer_has_its_time_before_
     assert member.failure == ""
 
 
+@in_virtual_time
 async def test_a_phase_whose_caller_is_gone_is_still_rolled_back_when_it_fails(
     engine: FakeEngine, member: WeightMember
 ) -> None:
     await play(member, prepare(1))
     engine.hanging.add("receive")
-    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.1))
-    while "receive" not in names(engine):
-        await asyncio.sleep(0.01)
+    lost = asyncio.create_task(play(member, transfer(1), timeout_s=5))
+    await until(lambda: "receive" in names(engine))
     lost.cancel()
     with pytest.raises(asyncio.CancelledError):
         await lost
-    assert member.busy
-    while "abort" not in names(engine):
-        await asyncio.sleep(0.01)
+    await asyncio.sleep(4)
+    assert (member.busy, "abort" in names(engine)) == (True, False)
+    await asyncio.sleep(2)
+    assert (member.busy, "abort" in names(engine)) == (False, True)
     assert await play(member, {"abort": pb.Abort(membership=1)}) == good(3, 0)
 
 
+@in_virtual_time
 async def test_a_push_whose_orchestrator_falls_silent_is_rolled_back(
     engine: FakeEngine, member: WeightMember
 ) -> None:
-    """After two deadlines of 0.05 s without a further phase; a phase in time puts that off."""
-    await play(member, prepare(1), timeout_s=0.05)
-    await play(member, transfer(1), timeout_s=10)
-    await asyncio.sleep(0.2)
+    """After two deadlines of 5 s without a further phase; a phase in time puts that off."""
+    await play(member, prepare(1), timeout_s=5)
+    await asyncio.sleep(9)
+    await play(member, transfer(1), timeout_s=100)
+    await asyncio.sleep(199)
+    await play(member, transfer(1), timeout_s=5)
+    await asyncio.sleep(9)
     assert "abort" not in names(engine)
-    await play(member, transfer(1), timeout_s=0.05)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(2)
     assert names(engine)[-1] == "abort"
     assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
 
@@ -83,11 +89,14 @@ async def test_an_abort_waits_for_the_phase_that_it_overtakes(engine: FakeEngine
     """A transfer that its caller has given up is still failing here: two roll-backs at once would cross."""
     await play(member, prepare(1))
     engine.hanging.add("receive")
-    lost = asyncio.create_task(play(member, transfer(1), timeout_s=0.2))
-    await asyncio.sleep(0.05)
-    assert member.busy
-    report = await play(member, {"abort": pb.Abort(membership=1)})
-    assert (await lost).error == "transfer: TimeoutError: "
-    assert report == good(3, 0)
+    lost = asyncio.create_task(play(member, transfer(1)))
+    await until(lambda: "receive" in names(engine))
+    aborting = asyncio.create_task(play(member, {"abort": pb.Abort(membership=1)}))
+    await settled()
+    assert (member.busy, "abort" in names(engine)) == (True, False)
+    engine.failing["receive"] = RuntimeError("connection reset")
+    engine.free.set()
+    assert (await lost).error == "transfer: RuntimeError: connection reset"
+    assert await aborting == good(3, 0)
     assert names(engine) == ["join", "pause", "receive", "abort"]
     assert not member.busy

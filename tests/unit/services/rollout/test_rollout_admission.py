@@ -29,6 +29,7 @@ from services.rollout.replica import Rollout
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.contexts import Context
 from tests.unit.member_phases import FakeEngine, claim, prepare, transfer
+from tests.unit.waiting import settled, until
 
 SLOTS = 16
 STEP_S = 0.05
@@ -87,7 +88,8 @@ async def test_twenty_thousand_prompts_are_refused_before_any_is_looked_at(rollo
 async def test_a_run_does_not_wait_for_thousands_of_foreign_prompts(rollout: Any) -> None:
     """The engine needs 25 s for them. Their calls are admitted, and eight samples of a run take two steps at most."""
     foreign = [asyncio.create_task(samples(rollout, ask(4000), Context("judge", Purpose.FOREIGN))) for _ in range(2)]
-    await asyncio.sleep(2 * STEP_S)
+    await until(lambda: rollout._admission.waiting_rows == 8000 and rollout._engine.asked)
+    await settled()
     began = time.perf_counter()
     assert await samples(rollout, ask(8), Context()) == 8
     took = time.perf_counter() - began

@@ -4,13 +4,16 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.common.wire.callers import Purpose
 from services.common.wire.errors import InvalidArgument, Unavailable
-from tests.unit.batches import Doubler, Numbers, ask, busy, make_batcher, queued, share, until
+from tests.unit.batches import Doubler, Numbers, ask, busy, make_batcher, queued, share
+from tests.unit.virtual_time import VirtualLoop
+from tests.unit.waiting import settled, until
 
 
 @pytest.fixture
@@ -190,16 +193,25 @@ async def test_a_check_that_hangs_is_unhealthy(doubler: Doubler) -> None:
     doubler.gate.set()
 
 
-async def test_the_deadline_begins_with_the_turn(doubler: Doubler) -> None:
+def test_the_deadline_begins_with_the_turn(doubler: Doubler, monkeypatch: pytest.MonkeyPatch) -> None:
     doubler.gate.set()
-    turn = asyncio.Lock()
-    batcher = make_batcher(doubler, batch_s=0.2, turn=turn)
-    async with turn:
-        asked = asyncio.create_task(ask(batcher, [1]))
-        await asyncio.sleep(0.4)
-        assert not doubler.batches
-        await batcher.check_health(lambda: None)
-    assert await asked == [2]
+    loop = VirtualLoop()
+    monkeypatch.setattr("services.common.serving.batcher.time", SimpleNamespace(monotonic=loop.time))
+
+    async def late_turn() -> None:
+        turn = asyncio.Lock()
+        batcher = make_batcher(doubler, batch_s=10, turn=turn)
+        async with turn:
+            asked = asyncio.create_task(ask(batcher, [1]))
+            await settled()
+            loop.now += 100
+            await settled()
+            assert (doubler.batches, asked.done()) == ([], False)
+            await batcher.check_health(lambda: None)
+        assert await asked == [2]
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(late_turn())
 
 
 async def test_a_batcher_that_is_stopped_answers_its_callers(doubler: Doubler) -> None:

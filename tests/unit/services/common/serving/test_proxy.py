@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -27,6 +26,7 @@ from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from services.rollout.client import RolloutClient
+from tests.unit.waiting import settled, until
 
 ROOT = Path(__file__).parents[5]
 FILES = (rollout_pb2, reward_pb2, reference_pb2, critic_pb2)
@@ -71,24 +71,27 @@ def test_the_port_lets_clients_ping_as_often_as_they_do() -> None:
     assert PINGS[1] < dict(OPTIONS)["grpc.keepalive_time_ms"]
 
 
+MORE_THAN_GRPC_BUFFERS = 64 << 20
+
+
 class Replica:
     """The replica's end of a stream, as Serve's proxy sees it: told of the caller's end while it is waited for."""
 
     def __init__(self) -> None:
-        self.sent = 0
-        self.ended = asyncio.Event()
+        self.asked = 0
+        self.ended = False
 
     def __aiter__(self) -> "Replica":
         return self
 
     async def __anext__(self) -> bytes:
-        try:
-            await asyncio.sleep(0.01)
-        except asyncio.CancelledError:
-            self.ended.set()
-            raise
-        self.sent += 1
-        return bytes(1 << 20)
+        self.asked += 1
+        if self.asked > 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended = True
+        return bytes(MORE_THAN_GRPC_BUFFERS)
 
 
 class Serving(NamedTuple):
@@ -101,10 +104,33 @@ class Serving(NamedTuple):
         return self.factory(service_method, streaming_type)
 
 
-async def leave_while_written_to(replica: Replica, *before: Any, within_s: float) -> bool:
+class Watch:
+    """Notes how far the proxy has come with a stream."""
+
+    def __init__(self, server: Any) -> None:
+        self.writing = self.written = self.over = False
+        self._make, server.service_handler_factory = server.service_handler_factory, self._factory
+
+    def _factory(self, service_method: str, streaming_type: gRPCStreamingType) -> Any:
+        stream = self._make(service_method=service_method, streaming_type=streaming_type)
+
+        async def watched(request: Any, context: Any) -> Any:
+            context.add_done_callback(self._end)
+            async for message in stream(request, context):
+                self.writing = True
+                yield message
+                self.written = True
+
+        return watched if streaming_type is gRPCStreamingType.UNARY_STREAM else stream
+
+    def _end(self, _: Any) -> None:
+        self.over = True
+
+
+async def leave_while_written_to(replica: Replica, *before: Any) -> None:
     """A caller that reads nothing, so that the proxy is stuck writing to it, and then goes away.
 
-    True if the replica learns of it in time.
+    Returns when the proxy has noticed, and has told the replica if it does so at all.
     """
 
     def factory(service_method: str, streaming_type: gRPCStreamingType) -> Any:
@@ -118,32 +144,33 @@ async def leave_while_written_to(replica: Replica, *before: Any, within_s: float
     router.update_routes({DeploymentID("Rollout", "rollout"): EndpointInfo("/rollout")})
     server = gRPCGenericServer(Serving(router, factory).make)
     port = open_port(server, 0, Port(local="open"))
-    for function in (*before, add_RolloutServicer_to_server):
+    for function in before:
         function(Mock(), server)
+    watch = Watch(server)
+    add_RolloutServicer_to_server(Mock(), server)  # type: ignore[no-untyped-call]
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = RolloutStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Generate(rollout_pb2.GenerateRequest(), metadata=(("application", "rollout"),))
-            async with asyncio.timeout(10):
-                while replica.sent < 2:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
+            await until(lambda: watch.writing)
+            await settled()
             call.cancel()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    await replica.ended.wait()
-            return replica.ended.is_set()
+            await until(lambda: watch.over)
+            await settled()
+            assert not watch.written
     finally:
         await server.stop(0)
 
 
 async def test_a_caller_that_leaves_while_it_is_written_to_ends_the_replicas_stream() -> None:
     replica = Replica()
-    assert await leave_while_written_to(replica, end_with_caller, within_s=30)
+    await leave_while_written_to(replica, end_with_caller)
+    assert replica.ended
 
 
 async def test_serve_alone_does_not_tell_the_replica() -> None:
     """The reason for end_with_caller. Should this fail, Serve does it by itself now, and end_with_caller can go."""
     replica = Replica()
-    assert not await leave_while_written_to(replica, within_s=0.5)
+    await leave_while_written_to(replica)
+    assert not replica.ended

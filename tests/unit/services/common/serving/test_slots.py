@@ -10,7 +10,7 @@ from services.common.config.limits import LimitsConfig
 from services.common.serving.share import Share
 from services.common.serving.slots import SURPLUS, Running, Slots
 from services.common.wire.callers import Purpose
-from tests.unit.batches import until
+from tests.unit.waiting import settled, until
 
 RUN, OTHER_RUN = Share("run", Purpose.TRAINING), Share("other run", Purpose.TRAINING)
 EVALUATION, FOREIGN = Share("run", Purpose.EVALUATION), Share("judge", Purpose.FOREIGN)
@@ -41,11 +41,6 @@ class Engine:
 
     def count(self, name: str) -> int:
         return sum(begun == name for begun, _ in self.begun)
-
-
-async def settled() -> None:
-    for _ in range(100):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture

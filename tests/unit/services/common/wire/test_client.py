@@ -69,16 +69,17 @@ async def test_unavailable_until_the_deadline() -> None:
 
 
 async def test_the_deadline_is_that_of_all_tries_together() -> None:
-    # The fifth try, at 0.75 to 1.5 s, hangs. A deadline of 3 s for each try would end at 3.75 s or later.
+    # The fifth try, at 0.75 s or later, hangs.
     call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 4, hangs=True)
     async with call.serve(script) as channel:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"^reward.Info: no answer within 3 s$"):
             await call.ask(channel, 3)
-        assert 2.9 < time.monotonic() - start < 3.75
+        assert time.monotonic() - start > 2.9
         async with asyncio.timeout(5):
             await script.cancelled.wait()
-    assert len(script.requests) >= 5
+    # The server is told what is left: a deadline of 3 s for each try would be 3 s at the fifth one too.
+    assert script.left_s[4] < 2.5
 
 
 async def test_cancelling_the_caller_ends_the_call_on_the_server() -> None:

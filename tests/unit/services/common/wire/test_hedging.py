@@ -13,7 +13,13 @@ from services.common.wire.codec import pack_floats
 from services.common.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 from services.common.wire.hedging import Patience, first_answer
 from services.reward.client import RewardClient
+from tests.unit.virtual_time import in_virtual_time
+from tests.unit.waiting import settled
 from tests.unit.wire import served
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Attempts:
@@ -26,7 +32,7 @@ class Attempts:
 
     async def __call__(self) -> Any:
         seconds, end = self._script[len(self.begun)]
-        self.begun.append(time.monotonic())
+        self.begun.append(now())
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
@@ -37,53 +43,61 @@ class Attempts:
         return end
 
 
-async def settled(attempts: Attempts) -> tuple[int, int]:
-    await asyncio.sleep(0.01)
+async def counted(attempts: Attempts) -> tuple[int, int]:
+    """How many have begun, and how many of them were cancelled."""
+    await settled()
     return len(attempts.begun), attempts.cancelled
 
 
+@in_virtual_time
 async def test_one_that_answers_in_time_stays_alone() -> None:
-    attempts = Attempts((0.05, "first"))
-    assert await first_answer(attempts, pause_s=0.2) == "first"
-    assert await settled(attempts) == (1, 0)
+    attempts = Attempts((2, "first"))
+    assert await first_answer(attempts, pause_s=3) == "first"
+    assert await counted(attempts) == (1, 0)
 
 
+@in_virtual_time
 async def test_a_silent_one_is_overtaken_and_cancelled() -> None:
-    attempts = Attempts((60, "first"), (0.05, "second"))
-    assert await first_answer(attempts, pause_s=0.1) == "second"
-    assert await settled(attempts) == (2, 1)
-    assert 0.09 < attempts.begun[1] - attempts.begun[0] < 0.3
+    attempts = Attempts((60, "first"), (2, "second"))
+    assert await first_answer(attempts, pause_s=3) == "second"
+    assert await counted(attempts) == (2, 1)
+    assert (attempts.begun, now()) == ([0, 3], 5)
 
 
+@in_virtual_time
 async def test_a_slow_one_is_not_given_up() -> None:
-    attempts = Attempts((0.3, "first"), (60, "second"), (60, "third"), (60, "fourth"))
-    assert await first_answer(attempts, pause_s=0.05) == "first"
-    assert await settled(attempts) == (3, 2)
+    attempts = Attempts((30, "first"), (60, "second"), (60, "third"), (60, "fourth"))
+    assert await first_answer(attempts, pause_s=5) == "first"
+    assert await counted(attempts) == (3, 2)
+    assert (attempts.begun, now()) == ([0, 5, 10], 30)
 
 
 @pytest.mark.parametrize("refusal", [Unavailable("gone"), ResourceExhausted("busy", 1.0)])
+@in_virtual_time
 async def test_a_refusal_leaves_it_to_the_others(refusal: Exception) -> None:
-    attempts = Attempts((0.3, "first"), (0.01, refusal))
-    assert await first_answer(attempts, pause_s=0.1, most=2) == "first"
+    attempts = Attempts((30, "first"), (1, refusal))
+    assert await first_answer(attempts, pause_s=10, most=2) == "first"
     alone = Attempts((0, refusal))
     with pytest.raises(type(refusal)):
-        await first_answer(alone, pause_s=0.1)
+        await first_answer(alone, pause_s=10)
     assert len(alone.begun) == 1
 
 
+@in_virtual_time
 async def test_any_other_error_is_the_answer() -> None:
-    attempts = Attempts((60, "first"), (0.01, InvalidArgument("no")))
+    attempts = Attempts((60, "first"), (1, InvalidArgument("no")))
     with pytest.raises(InvalidArgument):
-        await first_answer(attempts, pause_s=0.05)
-    assert await settled(attempts) == (2, 1)
+        await first_answer(attempts, pause_s=5)
+    assert await counted(attempts) == (2, 1)
 
 
+@in_virtual_time
 async def test_cancelling_the_caller_ends_all_attempts() -> None:
     attempts = Attempts((60, 1), (60, 2), (60, 3))
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await first_answer(attempts, pause_s=0.05)
-    assert await settled(attempts) == (3, 3)
+        async with asyncio.timeout(20):
+            await first_answer(attempts, pause_s=5)
+    assert await counted(attempts) == (3, 3)
 
 
 def test_patience_follows_what_is_usual_within_bounds() -> None:

@@ -30,7 +30,7 @@ class Stuck:
     """A process group whose every operation hangs until it is aborted, as NCCL's does when a member is gone."""
 
     def __init__(self) -> None:
-        self.aborted = threading.Event()
+        self.begun, self.aborted = threading.Event(), threading.Event()
         self.aborts = 0
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> "Stuck":
@@ -38,6 +38,7 @@ class Stuck:
         return self
 
     def wait(self, timeout: timedelta) -> None:
+        self.begun.set()
         if self.aborted.wait(timeout.total_seconds()):
             raise RuntimeError("NCCL communicator was aborted")
         raise RuntimeError("timed out")
@@ -151,7 +152,7 @@ def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
 
     sending = threading.Thread(target=send)
     sending.start()
-    time.sleep(0.1)
+    assert behind.stuck.begun.wait(5)
     group.close()
     sending.join(5)
     assert [str(error) for error in failures] == ["NCCL communicator was aborted"]
