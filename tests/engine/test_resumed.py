@@ -15,6 +15,7 @@ from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
 from tests.pushing import EngineHost, ModelSource, Phases, perturbed, push
+from tests.unit.waiting import settled
 
 LONGEST = 1024
 BATCHED = 300
@@ -47,6 +48,8 @@ class _Host(EngineHost, Phases):
         async with asyncio.TaskGroup() as group:
             for index in range(len(PROMPTS)):
                 group.create_task(begin(index))
+            # The short one is to be the last in the engine's queue, so that the others are ahead of it when it ends.
+            await settled()
             await self._engine.generate(0, PROMPTS[0], SHORT, 0)
             await change()
         return [reduce(following, each) for each in parts]
