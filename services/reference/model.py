@@ -9,7 +9,7 @@ import torch
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
 from services.common.models.offload import Residence
-from services.common.models.sequences import length_batches, pad_pairs
+from services.common.models.sequences import enough_tokens, length_batches, pad_pairs
 from services.common.wire.codec import Floats, Ints
 from services.reference.config import ReferenceConfig
 
@@ -55,7 +55,7 @@ class FrozenModel:
         prompts = [question.prompt_ids for question in questions]
         responses = [question.response_ids for question in questions]
         answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
-        for batch in length_batches(prompts, responses, self._batch_tokens):
+        for batch in length_batches(prompts, responses, self._batch_tokens, enough_tokens(self._device)):
             pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
             logprobs = distribution.logprobs(response_logits(self.model, pairs), pairs)
             for i, row in zip(batch, pairs.unpad(logprobs), strict=True):

@@ -14,6 +14,16 @@ from services.common.wire.codec import Ints
 Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
 """Divides prompts and responses into batches of at most that many tokens; yields the indices of each batch."""
 
+MOST_PADDING = 1 / 8
+"""Part of a batch that padding may be, where smaller batches are as efficient."""
+_ENOUGH = {"cpu": 128, "cuda": 4096}
+
+
+def enough_tokens(device: torch.device) -> int:
+    """Tokens from which on a pass is as efficient as a larger one. On a core with 20 million parameters a pass of 49
+    tokens did 1020 tokens per second, and passes of 98 to 3136 tokens 1180 to 1310; GPUs need more."""
+    return _ENOUGH.get(device.type, _ENOUGH["cuda"])
+
 
 @dataclass(frozen=True, slots=True)
 class PairTensors:
@@ -150,20 +160,27 @@ def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str 
     return torch.from_numpy(padded).to(device)
 
 
-def length_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+def length_batches(
+    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, enough: int | None = None
+) -> Iterator[list[int]]:
     """Indices of pairs of similar length, batch by batch, each of at most `max_tokens` after padding.
 
-    A single pair that is longer makes a batch of its own.
+    A single pair that is longer makes a batch of its own. A batch with `enough` tokens ends where one more pair would
+    make more than MOST_PADDING of it padding; without `enough` padding ends none.
     """
     order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
     batch: list[int] = []
-    wide_p = wide_t = 0
+    wide_p = wide_t = tokens = 0
     for index in order:
+        length = len(prompts[index]) + len(responses[index])
         next_p, next_t = max(wide_p, len(prompts[index])), max(wide_t, len(responses[index]))
-        if batch and (len(batch) + 1) * (next_p + next_t) > max_tokens:
+        padded = (len(batch) + 1) * (next_p + next_t)
+        wasteful = enough is not None and tokens >= enough and tokens + length < (1 - MOST_PADDING) * padded
+        if batch and (padded > max_tokens or wasteful):
             yield batch
-            batch, next_p, next_t = [], len(prompts[index]), len(responses[index])
+            batch, tokens, next_p, next_t = [], 0, len(prompts[index]), len(responses[index])
         batch.append(index)
+        tokens += length
         wide_p, wide_t = next_p, next_t
     if batch:
         yield batch

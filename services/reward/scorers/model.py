@@ -12,7 +12,7 @@ from services.common.config.base import ConfigError
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
-from services.common.models.sequences import length_batches, pad_pairs
+from services.common.models.sequences import enough_tokens, length_batches, pad_pairs
 from services.common.wire.codec import Floats
 from services.common.wire.identity import model_hash, tokenizer_hash
 from services.common.wire.pairs import Pair
@@ -55,7 +55,7 @@ class ModelScorer:
         responses = [scored.response_ids for scored in pairs]
         scores = np.empty(len(pairs), np.float32)
         with self._residence.use():
-            for batch in length_batches(prompts, responses, self.batch_tokens):
+            for batch in length_batches(prompts, responses, self.batch_tokens, enough_tokens(self._device)):
                 padded = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
                 scores[batch] = self._model.scores(padded).cpu().numpy()
         normalised: Floats = (scores - self._mean) / self._std

@@ -112,6 +112,20 @@ def test_length_batches_by_hand() -> None:
     ]
 
 
+def test_a_batch_with_enough_tokens_ends_before_more_than_an_eighth_is_padding() -> None:
+    # Responses of 1, 1, 7, 8, 8 and 9 tokens after prompts of 1: 2, 2, 8, 9, 9 and 10 tokens.
+    prompts = [ids(1)] * 6
+    responses = [ids(*range(length)) for length in (1, 1, 7, 8, 8, 9)]
+    # The first two have 4; with the third 12 of 24 would be padding. The others have 36 of 40.
+    assert list(length_batches(prompts, responses, 100, enough=4)) == [[0, 1], [2, 3, 4, 5]]
+    # 4 are not enough, so the third joins; with the fourth 15 of 36 would be padding.
+    assert list(length_batches(prompts, responses, 100, enough=5)) == [[0, 1, 2], [3, 4, 5]]
+    assert list(length_batches(prompts, responses, 100, enough=100)) == [[0, 1, 2, 3, 4, 5]]
+    assert list(length_batches(prompts, responses, 100)) == [[0, 1, 2, 3, 4, 5]]
+    # The limit still holds.
+    assert list(length_batches(prompts, responses, 18, enough=4)) == [[0, 1], [2, 3], [4], [5]]
+
+
 def test_packed_batches_by_hand() -> None:
     # Lengths 5, 2, 3, in order 2, 3, 5.
     prompts, responses = [ids(1), ids(1), ids(1, 1)], [ids(1, 1, 1, 1), ids(1), ids(1)]
