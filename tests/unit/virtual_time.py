@@ -10,7 +10,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is `now`, in seconds, which a test may move forward."""
+    """An event loop whose time is `now`, in seconds, which a test may move forward."""
 
     def __init__(self, *, jumps: bool = False) -> None:
         """With `jumps`, time passes by itself: it jumps to the next timer as soon as nothing else is to be done. That

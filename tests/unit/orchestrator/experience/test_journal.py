@@ -1,5 +1,6 @@
 """The journal of experience on disk."""
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,18 @@ def test_a_number_that_is_not_finite_is_told_and_sampled_again(
     assert "step 1 is sampled again" in notes[0]
 
 
-def test_a_full_disk_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
+def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
-    (tmp_path / "journal" / ".step-000001.msgpack.writing").symlink_to("/dev/full")
+    allowed, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+    try:
+        kept.write(1, collected())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, most))
+    assert "File too large" in notes[0]
     kept.write(1, collected())
-    assert "No space left on device" in notes[0]
+    assert len(notes) == 1
 
 
 def test_what_follows_a_step_that_is_kept_again_is_of_another_past(tmp_path: Path, policy_folder: Path) -> None:

@@ -28,7 +28,7 @@ class Model:
         self.last_step = 0
         self.passes: list[int] = []
         self.steps: list[int] = []
-        """That are trained, or wait for their turn."""
+        """Steps that are trained, or wait for their turn."""
         self.gate = asyncio.Event()
         self.gate.set()
 

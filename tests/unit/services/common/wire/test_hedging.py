@@ -44,7 +44,7 @@ class Attempts:
 
 
 async def counted(attempts: Attempts) -> tuple[int, int]:
-    """How many have begun, and how many of them were cancelled."""
+    """Numbers of attempts that have begun, and of those that were cancelled."""
     await settled()
     return len(attempts.begun), attempts.cancelled
 
