@@ -11,6 +11,7 @@ async def until(condition: Callable[[], Any]) -> None:
     end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end, "not within ten seconds"
+        time.sleep(0.001)  # leaves the core to others; asyncio.sleep would wait for virtual time
         await asyncio.sleep(0)
 
 

@@ -113,7 +113,7 @@ def test_what_a_reader_writes_is_its_own() -> None:
 
 
 def test_memory_that_is_elsewhere_or_of_another_size_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="ipc wants learner and replicas on one machine"):
+    with pytest.raises(RuntimeError, match="ipc needs the learner and the replicas on one machine"):
         Segment.attach(1, 100)
     segment = Segment.create(100)
     with pytest.raises(RuntimeError, match="shares 100 bytes where 101"):
@@ -122,7 +122,7 @@ def test_memory_that_is_elsewhere_or_of_another_size_is_refused() -> None:
 
 
 def test_more_than_there_is_room_for_is_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match=r"no room for \d+ MiB of weights .*; enlarge it, or set weight_backend"):
+    with pytest.raises(RuntimeError, match=r"no room for \d+ MiB of weights .*; enlarge it, or set orchestrator.weights.backend"):
         Segment.create(1 << 50)
 
 
