@@ -75,6 +75,10 @@ def _environment() -> dict[str, str]:
         # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",
+        # By default Serve's controller looks after its deployments, and each process hands out metrics, ten times a
+        # second, on cores that the models could use.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
         # By default gRPC writes 205 bytes for each broken TLS handshake into a file that is not rotated.
         "GRPC_VERBOSITY": "ERROR",
         "RAY_USAGE_STATS_ENABLED": "0",
