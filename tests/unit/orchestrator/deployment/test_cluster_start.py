@@ -65,8 +65,9 @@ def test_a_head_that_ray_gave_up_on_is_started_again(folder: Path) -> None:
 
 def test_it_is_given_up_when_the_time_is_over(folder: Path) -> None:
     fails(folder, 99, SLOW)
+    # The last head may be ended before it has said why it is slow.
     with pytest.raises(
-        cluster.ClusterError, match=r"^Ray (ended with status 1|was not ready within \d+ s):\n.*timed out"
+        cluster.ClusterError, match=r"^Ray (ended with status 1:\n.*timed out|was not ready within \d+ s:)"
     ):
         cluster.start(print, timeout_s=3)
     assert int((folder / "starts").read_text()) > 1
