@@ -36,8 +36,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, mask: Tens
     - k2 gives E[(log pi - log ref) grad log pi], the gradient of KL(pi || ref). Use this one.
     - k3 gives E[(1 - r) grad log pi], the gradient of the other direction, KL(ref || pi).
 
-    k3 holds r at e^20 or less, without overflow, or gradient through a larger r. With a `mask` the result is zero
-    off it, and NaN there stays out of the backward pass. ValueError on an unknown kind.
+    k3 takes e^20 for a larger r: no overflow, and no gradient through that r. With a `mask` the result is zero off
+    it, and NaN there stays out of the backward pass. ValueError on an unknown kind.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     check_masked(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)

@@ -23,10 +23,11 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     make(aside, target)
     try:
         write(aside)
-        remove(target)
-        rename(aside, target)
-    finally:
+    except BaseException:
         remove(aside)
+        raise
+    remove(target)
+    rename(aside, target)
 
 
 def replace_model(target: Path, write: Callable[[Path], None]) -> None:
@@ -83,18 +84,21 @@ def replace_file(path: Path, contents: bytes) -> None:
 
 
 def write_private(path: Path, contents: bytes, *, replace: bool = True) -> None:
-    """Replaces a file by one with mode 0600, which no other user can read, not even while it is written.
+    """Writes a file with mode 0600, which no other user can read and which appears complete or not at all.
 
     Raises:
         FileExistsError: the file exists and `replace` is false.
     """
-    # Two processes may write it at the same time, and the first is to win where nothing is replaced.
+    # Two processes may write it at the same time: each has an aside of its own, and the first to link it wins.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     _write_new(aside, contents, 0o600)
+    if replace:
+        rename(aside, path)
+        return
     try:
-        rename(aside, path) if replace else os.link(aside, path)
+        os.link(aside, path)
     finally:
-        aside.unlink(missing_ok=True)
+        aside.unlink()
 
 
 def make_private(folder: Path) -> Path:

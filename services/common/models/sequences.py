@@ -20,8 +20,8 @@ _ENOUGH = {"cpu": 128, "cuda": 4096}
 
 
 def enough_tokens(device: torch.device) -> int:
-    """Tokens from which on a pass is as efficient as a larger one. On a core with 20 million parameters a pass of 49
-    tokens did 1020 tokens per second, and passes of 98 to 3136 tokens 1180 to 1310; GPUs need more."""
+    """Tokens from which on a pass is about as efficient as a larger one. `python -m benchmarks.pass_size` measures it
+    on a core; the number for GPUs is a guess that was not measured."""
     return _ENOUGH.get(device.type, _ENOUGH["cuda"])
 
 

@@ -140,7 +140,7 @@ def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
     """The ServiceError for a gRPC error; its message begins with the name of the call."""
     code = error.code()  # type: ignore[attr-defined]
     details = error.details()  # type: ignore[attr-defined]
-    if code is grpc.StatusCode.INTERNAL and REPLICA_LOST.search(details or ""):
+    if code is grpc.StatusCode.INTERNAL and REPLICA_LOST.match(details or ""):
         return Unavailable(f"{call}: {REPLICA_DIED}")
     kind = _BY_CODE.get(code, Internal)
     if kind is FailedPrecondition:
