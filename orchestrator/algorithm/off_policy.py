@@ -85,8 +85,8 @@ def dis_loss(
     """-sum of r A, divided by `denominator`, over tokens whose r = exp(new_logprobs - logprobs) is in the band.
 
     Double-sided importance sampling of SAO (arXiv:2607.07508, eq. 3): the behaviour is the only policy that r is
-    relative to, and tokens outside the band have no gradient, whatever the sign of their advantage. The clip fractions
-    are the shares of tokens below and above the band, and approx_kl is to the behaviour. [B, T] -> each [].
+    relative to, and tokens outside the band have no gradient, whatever the sign of their advantage. The clip
+    fractions are the shares of tokens below and above the band, and approx_kl is to the behaviour. [B, T] -> each [].
     ValueError on a band that does not hold 1.
     """
     low, high = _band("dis", band)

@@ -16,7 +16,7 @@ Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
 
 MOST_PADDING = 1 / 8
 """Part of a batch that padding may be, where smaller batches are as efficient."""
-_ENOUGH = {"cpu": 128, "cuda": 4096}
+_ENOUGH = {"cpu": 256, "cuda": 4096}
 
 
 def enough_tokens(device: torch.device) -> int:
