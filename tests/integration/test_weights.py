@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
 
 PROMPTS, _ = plain.random_pairs(32, seed=21, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
+LENGTHS = (100, 73, 47, 31)
 
 
 @pytest.fixture(scope="module")
@@ -84,36 +86,37 @@ async def test_a_push_brings_every_replica_to_the_same_bytes(quartet: Quartet) -
 async def sampled_across(
     quartet: Quartet, source: ModelSource, version: int, *, in_flight: str = "keep"
 ) -> tuple[list[Sample], int]:
-    """Samples of 100 tokens from before a push until after it, and how many were asked for again.
+    """Samples from before a push until after it, and how many were asked for again.
 
-    Calls follow one another until the push has ended, so that it meets samples on their way however long it takes,
-    and one more follows. Fails if a call loses a sample.
+    Calls follow one another until the push has ended, and one more follows. Those of different LENGTHS end at
+    different times, so that the push meets samples on their way whenever it comes. Fails if a call loses a sample.
     """
     begun, pushed = asyncio.Event(), asyncio.Event()
     samples: list[Sample] = []
     repeated: list[int] = []
 
-    async def call() -> None:
-        stream = quartet.services.rollout.generate(PROMPTS * 4, LONG, timeout_s=60, on_repeat=repeated.append)
+    async def call(length: int) -> None:
+        sampling = replace(LONG, max_new_tokens=length)
+        stream = quartet.services.rollout.generate(PROMPTS * 2, sampling, timeout_s=60, on_repeat=repeated.append)
         came = []
         async for some in stream:
             came += some
             begun.set()
-        assert sorted(sample.index for sample in came) == list(range(len(PROMPTS) * 4))
+        assert sorted(sample.index for sample in came) == list(range(len(PROMPTS) * 2))
+        assert {len(sample.response_ids) for sample in came} == {length}
         samples.extend(came)
 
-    async def listen() -> None:
+    async def listen(length: int) -> None:
         while not pushed.is_set():
-            await call()
-        await call()
+            await call(length)
+        await call(length)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(2):
-            group.create_task(listen())
+        for length in LENGTHS:
+            group.create_task(listen(length))
         await begun.wait()
         await push(quartet.services.rollout, source, version, in_flight=in_flight)
         pushed.set()
-    assert {len(sample.response_ids) for sample in samples} == {100}
     return samples, sum(repeated)
 
 
@@ -124,7 +127,7 @@ async def test_responses_in_the_engine_are_finished_under_the_new_weights(quarte
     samples, _ = await sampled_across(quartet, source, version)
     assert {tuple(v for v, _, _ in s.spans) for s in samples} >= {(version - 1, version), (version,)}
     for s in samples:
-        assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), 100]
+        assert [0, *(end for _, _, end in s.spans)] == [*(start for _, start, _ in s.spans), len(s.response_ids)]
 
 
 # What an engine makes of a push that aborts is in tests/engine/test_resumed.py, what the client does in units.
@@ -140,7 +143,8 @@ async def test_responses_in_the_engine_may_be_waited_for_or_given_up(quartet: Qu
     resumed = [sample for sample in samples if sample.kept]
     assert bool(resumed) == (in_flight == "abort")
     for sample in resumed:
-        assert sample.spans == ((version - 1, 0, sample.kept), (version, sample.kept, 100))
+        length = len(sample.response_ids)
+        assert sample.spans == ((version - 1, 0, sample.kept), (version, sample.kept, length))
     assert {len(sample.spans) for sample in samples if not sample.kept} == {1}
 
 
