@@ -13,7 +13,7 @@ from protos import common_pb2, reward_pb2
 from services.common.config.limits import LimitsConfig
 from services.common.serving.admission import Admission
 from services.common.serving.batcher import Batcher
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.callers import Purpose, declared
 from services.critic.config import CriticConfig
 from services.critic.replica import Critic
@@ -131,7 +131,7 @@ def rollout() -> Any:
     """A rollout replica whose engine takes no time."""
     made, limits = _bare(Rollout), RolloutConfig.model_fields["limits"].default
     made._engine, made._replica = _Engine(), "replica"
-    made._admission, made._slots = Admission(limits), Slots(256, limits, quantum=2048)
+    made._admission, made._slots = Admission(limits), EngineSlots(256, limits, quantum=2048)
     return made
 
 

@@ -33,7 +33,7 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.learner.minibatches import minibatches
-from services.common.learner.shards import Part
+from services.common.learner.shards import Pass
 from services.common.models.device import default_device
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
@@ -136,7 +136,7 @@ def batching(
     """
     lengths = [even] * samples if even else _uneven(samples)
     batch, size = _batch(lengths), tokens // (PROMPT + max(lengths))
-    arrival = [Part(tuple(range(samples)[first : first + size])) for first in range(0, samples, size)]
+    arrival = [Pass(tuple(range(samples)[first : first + size])) for first in range(0, samples, size)]
     with _model(hidden, layers) as folder:
         padded, packed = (
             PolicyConfig(model=folder, optimizer=OPTIMIZER, micro_batch_tokens=tokens, packing=packing)
@@ -157,13 +157,13 @@ def batching(
         _ratio(f"{left} / {right}", speeds[left], speeds[right])
 
 
-def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Part] | None = None) -> Side:
+def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | None = None) -> Side:
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
     trainer = PolicyTrainer(config, PPOConfig(minibatch_size=len(batch.prompts)), Distribution(1.0))
     rows, tokens = range(len(batch.prompts)), sum(len(response) for response in batch.responses)
 
     def side() -> None:
-        chosen = parts or trainer._learner.parts(batch.prompts, batch.responses)
+        chosen = parts or trainer._learner.passes(batch.prompts, batch.responses)
         trainer._learner.step([trainer._micro(batch, rows, part, tokens, 1.0) for part in chosen], trainer._loss)
 
     return side

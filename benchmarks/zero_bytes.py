@@ -10,7 +10,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from services.common.config.learner import REDUCE_ELEMENTS, LearnerConfig, OptimizerConfig
-from services.common.learner.learner import Learner
+from services.common.learner.learner import RankLearner
 from services.common.ranks.ranks import Ranks
 from services.common.ranks.rendezvous import reach_store, serve_store
 
@@ -69,7 +69,7 @@ def _held(stage: Stage, folder: str, place: Ranks) -> Held:
     config = LearnerConfig(
         model=folder, dtype="bfloat16", zero_stage=stage, optimizer=OptimizerConfig(learning_rate=1e-3)
     )
-    learner = Learner(load_causal(folder, "bfloat16"), config, place)
+    learner = RankLearner(load_causal(folder, "bfloat16"), config, place)
     ids = torch.arange(16)[None]
     alive: dict[int, int] = {}
 
@@ -84,7 +84,7 @@ def _held(stage: Stage, folder: str, place: Ranks) -> Held:
     return _divided(learner, alive)
 
 
-def _divided(learner: Learner, alive: dict[int, int]) -> Held:
+def _divided(learner: RankLearner, alive: dict[int, int]) -> Held:
     zero = learner.model.optimizer
     optimizer = zero.optimizer
     # Stage 3 gives AdamW one master partition at a time; the others name them all in its groups.

@@ -17,7 +17,7 @@ from services.common.config.limits import LimitsConfig
 from services.common.serving.admission import MOST_ONGOING, Admission
 from services.common.serving.batcher import Batcher
 from services.common.serving.door.failed_calls import shorten_failed_calls
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.codec import Ints
 from services.common.wire.errors import FailedPrecondition
 from services.critic.replica import Critic
@@ -110,7 +110,7 @@ class EmulatedRollout(Rollout.func_or_class):  # type: ignore[misc, name-defined
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._engine = Engine(sleep)
         self._member = Member(self._engine, self._replica)
-        self._admission, self._slots = Admission(LIMITS), Slots(sleep.batch, LIMITS, quantum=LONGEST)
+        self._admission, self._slots = Admission(LIMITS), EngineSlots(sleep.batch, LIMITS, quantum=LONGEST)
         self._max_phase_s, self._model = 60.0, MODEL
 
 

@@ -34,7 +34,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSize:
     """The sizes of a model that determine its memory."""
 
     parameters: int
@@ -44,7 +44,7 @@ class Shape:
     vocabulary: int
 
     @classmethod
-    def of(cls, config: Any) -> "Shape":
+    def of(cls, config: Any) -> "ModelSize":
         """Sizes from a transformers configuration of a causal language model. Allocates nothing."""
         from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Footprint:
     """One process and the GPU memory that it needs."""
 
     name: str
@@ -91,7 +91,7 @@ SAMPLING, TRAINING = PHASES = ("sampling", "training")
 """The phases of a step of which processes with `colocate` need one only."""
 
 
-def learner_bytes(config: LearnerConfig, shape: Shape, *, logits: bool) -> int:
+def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
     """Peak memory of one rank of a learner. `logits` is True for a language model, False for a value model."""
     width, tokens = BYTES[config.dtype], config.micro_batch_tokens
     copies = config.ranks // config.tensor_parallel.size
@@ -112,7 +112,7 @@ def learner_bytes(config: LearnerConfig, shape: Shape, *, logits: bool) -> int:
     return weights + gradients + optimizer + activations + head + CONTEXT
 
 
-def resting_bytes(config: LearnerConfig, shape: Shape) -> int:
+def resting_bytes(config: LearnerConfig, shape: ModelSize) -> int:
     """Memory of one rank of a learner with `colocate` between its updates: its weights, and for a critic a forward
     pass. Such a learner is on ZeRO 1 or 2, where every rank has all weights."""
     width = BYTES[config.dtype]
@@ -120,14 +120,14 @@ def resting_bytes(config: LearnerConfig, shape: Shape) -> int:
     return number * width + shape.layer(config.micro_batch_tokens, width) + CONTEXT
 
 
-def frozen_bytes(shape: Shape, dtype: str, tokens: int, *, logits: bool) -> int:
+def frozen_bytes(shape: ModelSize, dtype: str, tokens: int, *, logits: bool) -> int:
     """Memory of a reference or reward model with passes of `tokens` tokens."""
     width = BYTES[dtype]
     head = tokens * shape.vocabulary * width + CHUNKS if logits else 0
     return shape.parameters * width + shape.layer(tokens, width) + head + CONTEXT
 
 
-def engine_bytes(config: RolloutConfig, shape: Shape, gpu: int) -> int:
+def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int) -> int:
     """Memory of one worker of a rollout replica, on a GPU of `gpu` bytes."""
     if config.kv_cache_mib is None:
         return int(gpu * config.gpu_memory_utilization)
@@ -139,7 +139,7 @@ def engine_bytes(config: RolloutConfig, shape: Shape, gpu: int) -> int:
     return shape.parameters * width // size + cache + step + sampling + GRAPHS + CONTEXT
 
 
-def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], Shape]) -> list[Part]:
+def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
     parts = []
     for application in deployment.raw.get("applications") or []:
@@ -150,7 +150,8 @@ def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], Shape])
             if section is None or not share:
                 continue
             workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else 1
-            one = Part(name, share / workers, service_bytes(section, gpu, shape_at), *released(section, shape_at))
+            size = service_bytes(section, gpu, shape_at)
+            one = Footprint(name, share / workers, size, *released(section, shape_at))
             parts += [one] * workers * _replicas(entry)
     learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
@@ -159,7 +160,7 @@ def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], Shape])
             size = learner_bytes(config, shape_at(config.model), logits=name == "policy")
             if name == "policy" and deployment.orchestrator.weights.backend == "cuda-ipc":
                 size += shape_at(config.model).parameters * BYTES[config.dtype]  # the copy that replicas read
-            parts += [Part(name, config.num_gpus, size, *released(config, shape_at))] * config.ranks
+            parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at))] * config.ranks
     return parts
 
 
@@ -169,7 +170,7 @@ def _replicas(entry: Mapping[str, Any]) -> int:
     return int(number) if str(number).isdigit() else AUTO_REPLICAS
 
 
-def released(section: Config, shape_at: Callable[[str], Shape]) -> tuple[int, str]:
+def released(section: Config, shape_at: Callable[[str], ModelSize]) -> tuple[int, str]:
     """The memory that a process with `colocate` gives to others, and in which phase; without it none."""
     if isinstance(section, RolloutConfig) and section.colocate:
         return (section.kv_cache_mib or 0) << 20, TRAINING
@@ -179,7 +180,7 @@ def released(section: Config, shape_at: Callable[[str], Shape]) -> tuple[int, st
     return 0, ""
 
 
-def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], Shape]) -> int:
+def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize]) -> int:
     """Memory of one process of a service."""
     if isinstance(section, RolloutConfig):
         return engine_bytes(section, shape_at(section.model), gpu)
@@ -205,19 +206,19 @@ def problems(deployment: Deployment, configs: Mapping[str, Any]) -> Iterator[str
     gib = deployment.orchestrator.gpu_gib
     if gib is None or None in configs.values():
         return
-    shape_at = functools.cache(lambda path: Shape.of(configs[path]))
+    shape_at = functools.cache(lambda path: ModelSize.of(configs[path]))
     for problem in shortage(parts_of(deployment, int(gib * GIB), shape_at), int(gib * GIB)):
         yield f"orchestrator.gpu_gib: {problem}"
 
 
-def most_on_one(parts: Sequence[Part], phase: str = SAMPLING) -> tuple[Part, ...]:
+def most_on_one(parts: Sequence[Footprint], phase: str = SAMPLING) -> tuple[Footprint, ...]:
     """The processes that need most memory in a phase, of all that Ray may put on one GPU: shares of 1 together."""
     return max(
         _sets(list(Counter(parts).items()), 1.0), key=lambda chosen: sum(part.during(phase) for part in chosen)
     )
 
 
-def _sets(parts: list[tuple[Part, int]], room: float) -> Iterator[tuple[Part, ...]]:
+def _sets(parts: list[tuple[Footprint, int]], room: float) -> Iterator[tuple[Footprint, ...]]:
     """Every set of processes, given with their numbers, whose shares fit into `room`; one with a larger share than a
     GPU is alone. Processes that are alike count once, as there may be many replicas."""
     if not parts:
@@ -233,7 +234,7 @@ def _sets(parts: list[tuple[Part, int]], room: float) -> Iterator[tuple[Part, ..
         yield (part,)
 
 
-def shortage(parts: Sequence[Part], gpu: int) -> Iterator[str]:
+def shortage(parts: Sequence[Footprint], gpu: int) -> Iterator[str]:
     """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum."""
     shared = [part for part in parts if part.share > 0]
     phase = max(PHASES, key=lambda phase: sum(part.during(phase) for part in most_on_one(shared, phase)))

@@ -1,6 +1,6 @@
 """Sends the policy's weights, on the ranks of its learner."""
 
-from services.common.learner.learner import Learner
+from services.common.learner.learner import RankLearner
 from services.common.models.device import gpu_uuid
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place, has_room, machine
@@ -10,7 +10,7 @@ from services.common.weight_transfer.sender import Sender, make_sender
 class WeightSending:
     """A rank's part in sending the learner's weights to the rollout replicas. Sending ranks are 0 to senders - 1."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: RankLearner) -> None:
         self._learner = learner
         self._sender: Sender | None = None
         self._backend = ""

@@ -12,10 +12,10 @@ from orchestrator.algorithm.off_policy import correction_weights, dis_loss, segm
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.sending import WeightSending
 from services.common.config.learner import PolicyConfig
-from services.common.learner.learner import Learner, Snapshots
+from services.common.learner.learner import RankLearner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
-from services.common.learner.shards import Part
+from services.common.learner.shards import Pass
 from services.common.models.background import in_background
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, load_tokenizer, response_logits
@@ -78,7 +78,7 @@ class PolicyTrainer:
         self._ppo = ppo
         self._distribution = distribution
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
-        self._learner = Learner(add_adapters(model, config.lora), config, ranks)
+        self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
         self._computed: list[tuple[_Micro, torch.Tensor]] = []
         """Log-probs that the last update computed, if its batch came without."""
         self._lengths: list[int] = []
@@ -108,11 +108,11 @@ class PolicyTrainer:
         self, prompts: Sequence[Ints], responses: Sequence[Ints], distribution: Distribution
     ) -> list[Floats]:
         by_row: dict[int, Floats] = {}
-        for part in self._learner.parts(prompts, responses):
-            rows = part.rows
+        for each in self._learner.passes(prompts, responses):
+            rows = each.rows
             pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
             logits = response_logits(self._learner.model, pairs)
-            if part.counts:
+            if each.counts:
                 logprobs = distribution.logprobs(logits, pairs)
                 by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
         return self._learner.shared(by_row, [len(response) for response in responses])
@@ -155,10 +155,10 @@ class PolicyTrainer:
 
     def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], tokens: int, weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
-        return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
+        return [self._micro(batch, chosen, each, tokens, weight) for each in self._learner.passes(prompts, responses)]
 
-    def _micro(self, batch: PolicyBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
-        rows = [chosen[i] for i in part.rows]
+    def _micro(self, batch: PolicyBatch, chosen: Sequence[int], one: Pass, tokens: int, weight: float) -> _Micro:
+        rows = [chosen[i] for i in one.rows]
         pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
 
         def spread(values: Sequence[Floats]) -> torch.Tensor:
@@ -166,9 +166,9 @@ class PolicyTrainer:
 
         marks = None if batch.trained is None else [batch.trained[i] for i in rows]
         return _Micro(
-            rows=rows if part.counts else (),
+            rows=rows if one.counts else (),
             pairs=pairs,
-            mask=pairs.trained(marks, counts=part.counts),
+            mask=pairs.trained(marks, counts=one.counts),
             logprobs=spread(batch.logprobs),
             old_logprobs=None if batch.old_logprobs is None else spread(batch.old_logprobs),
             ref_logprobs=None if batch.ref_logprobs is None else spread(batch.ref_logprobs),

@@ -12,7 +12,7 @@ from orchestrator.push.group import PushGroup
 from orchestrator.push.prover import Prover
 from orchestrator.push.replicas import Misfit, Replicas
 from orchestrator.push.source import WeightSource, both
-from orchestrator.push.staged import Staged
+from orchestrator.push.staged import StagedPush
 from orchestrator.push.tickets import Delivery, make_ticket
 from orchestrator.push.transport import SHARED
 from orchestrator.tracing.spans import UNTRACED, Spans
@@ -86,7 +86,7 @@ class WeightPusher:
         async with self._turn:
             return await self._deliver(await self._begin(version, held=True))
 
-    async def stage(self, version: int) -> Staged:
+    async def stage(self, version: int) -> StagedPush:
         """Copies the learner's weights as `version`. From its return on the learner may train.
 
         Raises:
@@ -102,7 +102,7 @@ class WeightPusher:
             await staged.gathering
             return staged
 
-    async def deliver(self, staged: Staged) -> PushReport:
+    async def deliver(self, staged: StagedPush) -> PushReport:
         """Brings every replica to the weights staged last; the learner may train meanwhile.
 
         Raises:
@@ -121,7 +121,7 @@ class WeightPusher:
         async with self._turn:
             await self._replicas.rest(at_most_s)
 
-    async def _begin(self, version: int, *, held: bool) -> Staged:
+    async def _begin(self, version: int, *, held: bool) -> StagedPush:
         began = time.monotonic()
         with self._track("discover", version=version):
             await self._group.learn()
@@ -130,9 +130,9 @@ class WeightPusher:
         self._ahead, self._count = True, self._count + 1
         gather = self._source.gather(self._count)
         gathering = asyncio.ensure_future(self._track.timing("stage", gather, version=version))
-        return Staged(version, self._count, began, answers, gathering, held)
+        return StagedPush(version, self._count, began, answers, gathering, held)
 
-    async def _deliver(self, staged: Staged) -> PushReport:
+    async def _deliver(self, staged: StagedPush) -> PushReport:
         try:
             if self._group.backend in SHARED:  # the others send each bucket as soon as it is gathered
                 await staged.gathering
@@ -150,7 +150,7 @@ class WeightPusher:
         self._ahead = False
         return self._pushed
 
-    async def _attempts(self, staged: Staged) -> tuple[str, int]:
+    async def _attempts(self, staged: StagedPush) -> tuple[str, int]:
         """Tries the push several times; returns the checksum and the number of the attempt that succeeded."""
         answers, version = staged.answers, staged.policy_version
         for attempt in range(1, self._config.attempts + 1):
@@ -178,7 +178,7 @@ class WeightPusher:
             log.warning("the learner could not abandon membership %d: %s", membership, error)
         return answers
 
-    async def _attempt(self, staged: Staged, answers: list[pb.WeightReport]) -> str:
+    async def _attempt(self, staged: StagedPush, answers: list[pb.WeightReport]) -> str:
         group, replicas = self._group, self._replicas
         await group.meet(answers)
         members, prepare = group.members, group.prepare()

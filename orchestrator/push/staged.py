@@ -7,7 +7,7 @@ from protos import rollout_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedPush:
     """Weights that are being copied, or were copied, out of the learner."""
 
     policy_version: int

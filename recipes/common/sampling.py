@@ -10,7 +10,7 @@ from services.common.wire.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class EncodedPair:
     """A pair as text and as tokens."""
 
     pair: Pair
@@ -24,12 +24,12 @@ class Sample:
         return self.prompt_ids + self.response_ids
 
 
-def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
+def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[EncodedPair]:
     """The tokens of pairs whose responses were written rather than sampled."""
     prompts = tokenizer([pair.prompt for pair in pairs]).input_ids
     responses = tokenizer([pair.response for pair in pairs], add_special_tokens=False).input_ids
     return [
-        Sample(pair, prompt_ids, response_ids + [EOS_ID] * pair.ended)
+        EncodedPair(pair, prompt_ids, response_ids + [EOS_ID] * pair.ended)
         for pair, prompt_ids, response_ids in zip(pairs, prompts, responses, strict=True)
     ]
 
@@ -40,9 +40,9 @@ def sample(
     prompts: Sequence[str],
     max_new_tokens: int,
     batch_size: int = 512,
-) -> list[Sample]:
+) -> list[EncodedPair]:
     """One response per prompt, in order, at temperature 1 from the whole distribution (torch's generator)."""
-    samples: list[Sample] = []
+    samples: list[EncodedPair] = []
     for start in range(0, len(prompts), batch_size):
         texts = list(prompts[start : start + batch_size])
         prompt_ids = tokenizer(texts).input_ids
@@ -51,7 +51,7 @@ def sample(
         for text, ids, row in zip(texts, prompt_ids, outputs.tolist(), strict=True):
             response_ids = _finished(row[inputs.input_ids.shape[1] :])
             response = tokenizer.decode(response_ids, skip_special_tokens=True)
-            samples.append(Sample(Pair(text, response, ended=EOS_ID in response_ids), ids, response_ids))
+            samples.append(EncodedPair(Pair(text, response, ended=EOS_ID in response_ids), ids, response_ids))
     return samples
 
 

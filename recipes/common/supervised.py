@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.common.batch import pad_right
-from recipes.common.sampling import Sample, encode
+from recipes.common.sampling import EncodedPair, encode
 from recipes.common.schedule import Schedule
 from recipes.common.training import fit
 from services.common.wire.pairs import Pair
@@ -15,7 +15,7 @@ IGNORED = -100
 """Label of a token that the loss leaves out, by transformers' convention."""
 
 
-def labels_of(samples: Sequence[Sample], ids: Tensor, mask: Tensor) -> Tensor:
+def labels_of(samples: Sequence[EncodedPair], ids: Tensor, mask: Tensor) -> Tensor:
     """Training labels [N, T] for right-padded ids [N, T]: the response's tokens, and IGNORED elsewhere."""
     labels = ids.masked_fill(mask == 0, IGNORED)
     for row, sample in enumerate(samples):

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from recipes.common.llama import MAX_LENGTH, tiny_policy
-from recipes.common.sampling import Sample, sample
+from recipes.common.sampling import EncodedPair, sample
 from recipes.common.schedule import Schedule
 from recipes.common.stages import Stages
 from recipes.common.supervised import fine_tune
@@ -63,19 +63,19 @@ def _respond(
     prompts: Sequence[Prompt],
     settings: Settings,
     rng: random.Random,
-) -> list[Sample]:
+) -> list[EncodedPair]:
     texts = [prompt.text for prompt in rng.choices(prompts, k=settings.measured)]
     return sample(policy, tokenizer, texts, settings.max_new_tokens)
 
 
-def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> None:
+def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> None:
     scores = judge(model, samples)
     model.config.reward_mean = scores.mean().item()
     model.config.reward_std = scores.std().item()
 
 
 def _measure(
-    model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[Sample]
+    model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[EncodedPair]
 ) -> dict[str, float]:
     chosen = judge(model, [preference.chosen for preference in preferences])
     rejected = judge(model, [preference.rejected for preference in preferences])

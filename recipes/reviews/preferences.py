@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.common.sampling import Sample, encode, sample
+from recipes.common.sampling import EncodedPair, encode, sample
 from recipes.reviews import gold
 from recipes.reviews.grammar import Prompt, Style, write_review
 from recipes.reviews.settings import Settings
@@ -21,14 +21,14 @@ ROUND = 512
 class Preference:
     """Two responses to one prompt, as labelled by a reader who errs."""
 
-    chosen: Sample
-    rejected: Sample
+    chosen: EncodedPair
+    rejected: EncodedPair
     margin: float
     """Gold score of chosen minus rejected: negative where the reader erred."""
 
 
 def prefer(
-    first: Sequence[Sample], second: Sequence[Sample], sharpness: float, rng: random.Random
+    first: Sequence[EncodedPair], second: Sequence[EncodedPair], sharpness: float, rng: random.Random
 ) -> list[Preference]:
     """One preference for each two samples of unequal gold score, in order.
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from recipes.common.batch import pad_right
 from recipes.common.llama import tiny_config
-from recipes.common.sampling import Sample
+from recipes.common.sampling import EncodedPair
 from recipes.common.schedule import Schedule
 from recipes.common.training import fit
 from recipes.reviews.preferences import Preference
@@ -25,7 +25,7 @@ def reward_model_from(policy: LlamaForCausalLM, settings: Settings) -> LlamaForS
     return model
 
 
-def raw_scores(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> Tensor:
+def raw_scores(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> Tensor:
     """Scores [N]: the head's output at the last token of each of N samples."""
     ids, mask = pad_right([sample.ids for sample in samples])
     hidden = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
@@ -34,7 +34,7 @@ def raw_scores(model: LlamaForSequenceClassification, samples: Sequence[Sample])
     return scores
 
 
-def judge(model: LlamaForSequenceClassification, samples: Sequence[Sample]) -> Tensor:
+def judge(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> Tensor:
     """`raw_scores` [N] of a model that is not being trained."""
     with torch.no_grad():
         return raw_scores(model, samples)

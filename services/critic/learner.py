@@ -15,7 +15,7 @@ from services.common.wire.errors import FailedPrecondition, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.once import Once
 from services.critic.root import Root
-from services.critic.staged import BatchPart, Staged, digest
+from services.critic.staged import BatchPart, StagedBatch, digest
 from services.critic.trainer import CriticTrainer
 
 StartRanks = Callable[[CriticConfig], RankGroup]
@@ -32,7 +32,7 @@ class CriticModel:
         self._root = Root(config.root)
         self.fence = Fence(self._root.folder / f".lease-{application}.json")
         self._once: Once[dict[str, float]] = Once()
-        self._staged = Staged(config.train_limits)
+        self._staged = StagedBatch(config.train_limits)
         self._at = Moment()
         """The moment of the weights. A step that is being trained counts only when it is done."""
         self._start_ranks = start_ranks or ranks_of
@@ -109,12 +109,12 @@ class CriticModel:
         return await self._ask(CriticTrainer.values, prompts, responses)
 
     def stage(self, lease: common_pb2.Lease, step: int, row: int, part: BatchPart) -> None:
-        """Holds a part of the batch of `step`, as Staged.add does."""
+        """Holds a part of the batch of `step`, as StagedBatch.add does."""
         self.fence.check(lease)
         self._staged.add(Moment(lease.number, step), row, part)
 
     def staged(self, lease: common_pb2.Lease, step: int, rows: int) -> list[BatchPart]:
-        """The parts of the batch of `step`, as Staged.whole gives them."""
+        """The parts of the batch of `step`, as StagedBatch.whole gives them."""
         self.fence.check(lease)
         return self._staged.whole(Moment(lease.number, step), rows)
 
@@ -203,7 +203,7 @@ class CriticModel:
             await self._answer(ranks.start(CriticTrainer, self._config, timeout_s=timeout_s))
             await self._answer(ranks.call(Snapshots.restore, timeout_s, folder))
             self._once.restored(step)
-            self._staged = Staged(self._config.train_limits)
+            self._staged = StagedBatch(self._config.train_limits)
             self._at = Moment(lease.number, step)
             self._ranks, self._taken, self._written = ranks, "", ""
 

@@ -97,7 +97,7 @@ def digest(parts: Sequence[BatchPart], schedule: Iterable[int]) -> bytes:
     return total.digest()
 
 
-class Staged:
+class StagedBatch:
     """Holds the parts of the newest step's batch. They stay after the step, so that its Train may be repeated, until
     a part of a later step comes.
 

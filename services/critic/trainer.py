@@ -8,10 +8,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from services.common.learner.learner import Learner, Snapshots
+from services.common.learner.learner import RankLearner, Snapshots
 from services.common.learner.lora import add_adapters
 from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
-from services.common.learner.shards import Part
+from services.common.learner.shards import Pass
 from services.common.models.background import in_background
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.numerics import masked_sum, value_loss
@@ -69,7 +69,7 @@ class CriticTrainer:
         torch.manual_seed(config.seed)
         model = load_value(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         add_adapters(model.body, config.lora)
-        self._learner = Learner(model, config, ranks)
+        self._learner = RankLearner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
         self.snapshots = Snapshots(self._learner, self._write, exported=False)
         self._taken: list[BatchPart] = []
@@ -89,11 +89,11 @@ class CriticTrainer:
     def values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """The values V(prefix) before each response token, [T] for each pair."""
         valued: dict[int, Floats] = {}
-        for part in self._learner.parts(prompts, responses):
-            rows = part.rows
+        for each in self._learner.passes(prompts, responses):
+            rows = each.rows
             pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
             values = self._model.values(pairs)
-            if part.counts:
+            if each.counts:
                 valued |= dict(zip(rows, pairs.unpad(values), strict=True))
         return self._learner.shared(valued, [len(response) for response in responses])
 
@@ -124,15 +124,15 @@ class CriticTrainer:
 
     def _micro_batches(self, batch: CriticBatch, chosen: Sequence[int], tokens: int, weight: float) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
-        return [self._micro(batch, chosen, part, tokens, weight) for part in self._learner.parts(prompts, responses)]
+        return [self._micro(batch, chosen, each, tokens, weight) for each in self._learner.passes(prompts, responses)]
 
-    def _micro(self, batch: CriticBatch, chosen: Sequence[int], part: Part, tokens: int, weight: float) -> _Micro:
-        rows = [chosen[i] for i in part.rows]
+    def _micro(self, batch: CriticBatch, chosen: Sequence[int], one: Pass, tokens: int, weight: float) -> _Micro:
+        rows = [chosen[i] for i in one.rows]
         pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
         marks = None if batch.trained is None else [batch.trained[i] for i in rows]
         return _Micro(
             pairs=pairs,
-            mask=pairs.trained(marks, counts=part.counts),
+            mask=pairs.trained(marks, counts=one.counts),
             values=pairs.spread([batch.values[i] for i in rows]),
             returns=pairs.spread([batch.returns[i] for i in rows]),
             tokens=tokens,

@@ -6,7 +6,7 @@ import numpy as np
 
 from protos import rollout_pb2 as pb
 from services.common.serving.share import Share
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.codec import unpack_longs
 from services.common.wire.errors import InvalidArgument
 from services.common.wire.ragged import Ragged
@@ -42,7 +42,7 @@ class Call:
         self._parts: list[Part] = []
 
     async def answers(
-        self, slots: Slots, share: Share, heartbeat_s: float = HEARTBEAT_S
+        self, slots: EngineSlots, share: Share, heartbeat_s: float = HEARTBEAT_S
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields every sample once, in messages with those that finished since the last: at most one per LINGER_S,
         and one without samples after `heartbeat_s`. Each has all parts that came meanwhile.

@@ -17,7 +17,7 @@ from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
 from services.common.serving.servicer import translated, translated_stream
 from services.common.serving.share import Share
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.codec import PackedSequences
 from services.common.wire.errors import FailedPrecondition, InvalidArgument
 from services.common.wire.ragged import Ragged
@@ -52,7 +52,7 @@ class Rollout(HealthMixin):
         engine = await VLLMEngine.start(config)
         self._engine: Engine = engine
         self._admission = Admission(config.limits)
-        self._slots = Slots(config.max_num_seqs, config.limits, quantum=engine.max_length)
+        self._slots = EngineSlots(config.max_num_seqs, config.limits, quantum=engine.max_length)
         context = serve.get_replica_context()
         self._replica = str(context.replica_tag)
         # One handle is kept, since each new one makes a router that asks Serve's controller.

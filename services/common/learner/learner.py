@@ -27,7 +27,7 @@ MODEL = "model"
 """Subfolder of a snapshot for the model."""
 
 
-class Learner(TrainedModule):
+class RankLearner(TrainedModule):
     """A trained module with its saved models and its snapshots.
 
     For example a run that checkpoints every 10 steps calls `take_snapshot(folder, 10)` between two steps and
@@ -138,7 +138,7 @@ class Learner(TrainedModule):
 class Snapshots:
     """The methods of a trainer that save and restore its learner. All ranks get the same calls in the same order."""
 
-    def __init__(self, learner: Learner, write: WriteModel, *, exported: bool) -> None:
+    def __init__(self, learner: RankLearner, write: WriteModel, *, exported: bool) -> None:
         """`write` writes the model; if `exported`, snapshots hold the model too."""
         self._learner = learner
         self._write = write
@@ -149,7 +149,7 @@ class Snapshots:
         return str(self._learner.save(folder, self._write))
 
     def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
-        """Copies the state after `step`, for `write_snapshot` to write, as Learner.take_snapshot does."""
+        """Copies the state after `step`, for `write_snapshot` to write, as RankLearner.take_snapshot does."""
         self._learner.take_snapshot(Path(folder), step, self._exported, copies=copies)
 
     def write_snapshot(self) -> None:

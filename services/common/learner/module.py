@@ -14,7 +14,7 @@ from services.common.learner.ema import Average
 from services.common.learner.finite import agreed, check_weights
 from services.common.learner.lora import weight_buckets, weights_of
 from services.common.learner.optimizer import OptimizerState, rate_factor
-from services.common.learner.shards import Part, shards
+from services.common.learner.shards import Pass, shards
 from services.common.learner.tensor_parallel import (
     check_divided,
     check_divisible,
@@ -68,7 +68,7 @@ class TrainedModule:
             self._engine.enable_backward_allreduce = False
         if size > 1:
             check_divided(module)
-            # DeepSpeed would compare the first batch across ranks by pickling it; `parts` makes the batches equal.
+            # DeepSpeed would compare the first batch across ranks by pickling it; `passes` makes the batches equal.
             self._engine.first_dataloader_check.remove()
         # The ranks with other sequences than this one. With tensor parallelism some ranks share their sequences.
         self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
@@ -112,12 +112,12 @@ class TrainedModule:
         return device
 
     def step(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, float]:
-        """Takes one optimizer step over one minibatch, given in parts.
+        """Takes one optimizer step over one minibatch, given as micro-batches.
 
         Args:
-            micro_batches: this rank's parts from `parts`, equally many on all ranks.
-            loss: computes the loss and metrics of one part, divided by the token count of the whole minibatch over
-                all parts and ranks; both are summed here, except metrics named `..._max`.
+            micro_batches: one for each of this rank's `passes`, equally many on all ranks.
+            loss: computes the loss and metrics of one micro-batch, divided by the token count of the whole minibatch
+                over all micro-batches and ranks; both are summed here, except metrics named `..._max`.
 
         Returns:
             The metrics over all ranks, `grad_norm` before clipping, and the `learning_rate` used. Empty if the norm
@@ -134,7 +134,7 @@ class TrainedModule:
         return self._data.joined(numbers, self.device) | {NORM: norm, "learning_rate": rate}
 
     def _accumulate(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, torch.Tensor]:
-        """Accumulates the gradient of all parts inside DeepSpeed; returns this rank's sums of the metrics."""
+        """Accumulates the gradient of all micro-batches inside DeepSpeed; returns this rank's sums of the metrics."""
         totals: dict[str, torch.Tensor] = {}
         for index, micro in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
@@ -172,15 +172,15 @@ class TrainedModule:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
         check_weights(self.module, self._ranks, self.device)
 
-    def parts(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Part]:
-        """Divides pairs among the ranks; returns this rank's parts, of at most micro_batch_tokens tokens, equally
+    def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Pass]:
+        """Divides pairs among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens, equally
         many on all ranks."""
         ranks, limit = self._data, self._config.micro_batch_tokens
         batches = packed_batches if self._config.packing else length_batches
         return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
 
     def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
-        """The model's input for the pairs of one part: packed or padded, on this rank's device."""
+        """The model's input for the pairs of one pass: packed or padded, on this rank's device."""
         make = concatenate_pairs if self._config.packing else pad_pairs
         return make(prompts, responses, self.device)
 

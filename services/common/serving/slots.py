@@ -25,7 +25,9 @@ _ANY = 1 << 30
 class Running(Generic[Answer]):
     """The rows of one call: waiting, running or done."""
 
-    def __init__(self, slots: "Slots", share: Share, rows: int, start: Callable[[int], Awaitable[Answer]]) -> None:
+    def __init__(
+        self, slots: "EngineSlots", share: Share, rows: int, start: Callable[[int], Awaitable[Answer]]
+    ) -> None:
         self._slots = slots
         self.share = share
         self.start = start
@@ -70,7 +72,7 @@ class Running(Generic[Answer]):
             task.cancelled() or task.exception()  # read, so that asyncio does not log it as never retrieved
 
 
-class Slots:
+class EngineSlots:
     """Starts rows as others end: training first, then evaluation, then others; callers take turns.
 
     Training may start SURPLUS rows per slot. Other purposes leave training its reserve, and a foreign caller gets no

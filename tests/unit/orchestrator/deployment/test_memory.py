@@ -14,8 +14,8 @@ from orchestrator.deployment.memory import (
     GRAPHS,
     SAMPLING,
     TRAINING,
-    Part,
-    Shape,
+    Footprint,
+    ModelSize,
     engine_bytes,
     frozen_bytes,
     learner_bytes,
@@ -28,7 +28,7 @@ from services.common.config.learner import LearnerConfig
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import load
 
-SMALL = Shape(parameters=1000, layers=2, hidden=4, intermediate=16, vocabulary=50)
+SMALL = ModelSize(parameters=1000, layers=2, hidden=4, intermediate=16, vocabulary=50)
 
 
 class Configs:
@@ -70,7 +70,7 @@ def test_shapes_are_counted_without_allocating(
         num_key_value_heads=groups,
         tie_word_embeddings=tied,
     )
-    assert Shape.of(config) == Shape(parameters, layers, hidden, intermediate, config.vocab_size)
+    assert ModelSize.of(config) == ModelSize(parameters, layers, hidden, intermediate, config.vocab_size)
 
 
 def test_a_learner_holds_sixteen_bytes_a_parameter_and_its_activations(configs: Configs) -> None:
@@ -110,10 +110,10 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
 
 
 QWEN = {
-    "0.5B": Shape(494_032_768, 24, 896, 4864, 151_936),
-    "1.5B": Shape(1_543_714_304, 28, 1536, 8960, 151_936),
-    "3B": Shape(3_085_938_688, 36, 2048, 11_008, 151_936),
-    "7B": Shape(7_615_616_512, 28, 3584, 18_944, 152_064),
+    "0.5B": ModelSize(494_032_768, 24, 896, 4864, 151_936),
+    "1.5B": ModelSize(1_543_714_304, 28, 1536, 8960, 151_936),
+    "3B": ModelSize(3_085_938_688, 36, 2048, 11_008, 151_936),
+    "7B": ModelSize(7_615_616_512, 28, 3584, 18_944, 152_064),
 }
 
 
@@ -134,8 +134,12 @@ def test_the_sums_at_the_head_of_the_file_for_one_gpu(size: str, lora: bool, exp
 
 
 def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:
-    rollout, policy = Part("rollout", 0.4, 20 * GIB), Part("policy", 0.3, 40 * GIB)
-    critic, reward, whole = Part("critic", 0.7, 50 * GIB), Part("reward", 0.1, 5 * GIB), Part("w", 1, 60 * GIB)
+    rollout, policy = Footprint("rollout", 0.4, 20 * GIB), Footprint("policy", 0.3, 40 * GIB)
+    critic, reward, whole = (
+        Footprint("critic", 0.7, 50 * GIB),
+        Footprint("reward", 0.1, 5 * GIB),
+        Footprint("w", 1, 60 * GIB),
+    )
     assert most_on_one([rollout, policy, critic, reward, whole]) == (policy, critic)
     assert most_on_one([rollout, policy, reward]) == (rollout, policy, reward)
     assert most_on_one([]) == ()
@@ -145,20 +149,20 @@ def test_the_worst_that_shares_allow_is_what_has_to_fit() -> None:
         "raise their num_gpus so that fewer share it, or make them need less"
     ]
     # What asks for no GPU computes elsewhere.
-    assert list(shortage([Part("reference", 0, 99 * GIB)], GIB)) == []
+    assert list(shortage([Footprint("reference", 0, 99 * GIB)], GIB)) == []
 
 
 def test_many_alike_are_counted_and_not_tried_out_one_by_one() -> None:
     """2 to the power of 60 sets would never be done."""
-    parts = [Part("rollout", 0.25, GIB)] * 40 + [Part("policy", 0.5, 3 * GIB)] * 20
-    assert most_on_one(parts) == (Part("policy", 0.5, 3 * GIB),) * 2
-    assert most_on_one([Part("tensor parallel", 2.0, GIB)]) == (Part("tensor parallel", 2.0, GIB),)
+    parts = [Footprint("rollout", 0.25, GIB)] * 40 + [Footprint("policy", 0.5, 3 * GIB)] * 20
+    assert most_on_one(parts) == (Footprint("policy", 0.5, 3 * GIB),) * 2
+    assert most_on_one([Footprint("tensor parallel", 2.0, GIB)]) == (Footprint("tensor parallel", 2.0, GIB),)
 
 
 def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
-    rollout = Part("rollout", 0.4, 20 * GIB, 15 * GIB, TRAINING)
-    policy = Part("policy", 0.3, 40 * GIB, 30 * GIB, SAMPLING)
-    reward = Part("reward", 0.3, 2 * GIB)
+    rollout = Footprint("rollout", 0.4, 20 * GIB, 15 * GIB, TRAINING)
+    policy = Footprint("policy", 0.3, 40 * GIB, 30 * GIB, SAMPLING)
+    reward = Footprint("reward", 0.3, 2 * GIB)
     together = [rollout, policy, reward]
     assert [sum(part.during(phase) for part in together) // GIB for phase in (SAMPLING, TRAINING)] == [32, 47]
     assert list(shortage(together, 47 * GIB)) == []

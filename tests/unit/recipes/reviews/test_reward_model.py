@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.common.llama import tiny_policy
-from recipes.common.sampling import Sample, encode
+from recipes.common.sampling import EncodedPair, encode
 from recipes.common.shape import Shape
 from recipes.common.tokenizer import EOS_ID, word_tokenizer
 from recipes.reviews.grammar import WORDS
@@ -21,7 +21,7 @@ PROMPT = "write a short review of the phone for students :"
 TINY = Shape(hidden=16, layers=1, heads=2)
 
 
-def as_sample(response: str, ended: bool = True) -> Sample:
+def as_sample(response: str, ended: bool = True) -> EncodedPair:
     (encoded,) = encode([Pair(PROMPT, response, ended=ended)], word_tokenizer(WORDS, max_length=128))
     return encoded
 
@@ -53,8 +53,8 @@ def test_a_raw_score_is_the_head_at_the_last_token_whatever_the_padding() -> Non
     torch.manual_seed(0)
     policy = tiny_policy(len(WORDS) + 4, TINY)
     model = reward_model_from(policy, Settings(shape=TINY)).eval()
-    short = Sample(Pair("", ""), [1, 5], [6, 0])  # ends in a padding token of its own
-    long = Sample(Pair("", ""), [1, 5], [6, 7, 8, 9, EOS_ID])
+    short = EncodedPair(Pair("", ""), [1, 5], [6, 0])  # ends in a padding token of its own
+    long = EncodedPair(Pair("", ""), [1, 5], [6, 7, 8, 9, EOS_ID])
     together = judge(model, [short, long])
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([short.ids])).last_hidden_state

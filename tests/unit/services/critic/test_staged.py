@@ -15,7 +15,7 @@ from services.common.serving.runs.timeline import Moment
 from services.common.wire.codec import PackedPairs, pack_floats, pack_metrics, pack_pairs
 from services.common.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from services.critic.client import CriticClient, CriticReset
-from services.critic.staged import BatchPart, Staged, digest
+from services.critic.staged import BatchPart, StagedBatch, digest
 from tests.unit.wire import served
 
 STEP = Moment(4, 7)
@@ -37,7 +37,7 @@ def places(parts: Sequence[BatchPart]) -> list[int]:
 
 
 def test_parts_come_in_any_order_and_make_one_batch() -> None:
-    staged = Staged(LIMITS)
+    staged = StagedBatch(LIMITS)
     for first, rows in ((5, 1), (0, 3), (3, 2)):
         staged.add(STEP, first, part(first, rows))
     whole = BatchPart.joined(staged.whole(STEP, 6))
@@ -47,7 +47,7 @@ def test_parts_come_in_any_order_and_make_one_batch() -> None:
 
 
 def test_a_part_that_comes_again_divided_otherwise_replaces_what_came() -> None:
-    staged = Staged(LIMITS)
+    staged = StagedBatch(LIMITS)
     staged.add(STEP, 0, part(0, 4))
     for first in (0, 2):
         staged.add(STEP, first, part(first, 2))
@@ -59,7 +59,7 @@ def test_a_part_that_comes_again_divided_otherwise_replaces_what_came() -> None:
 
 
 def test_a_batch_with_a_gap_or_of_another_size_is_not_a_batch() -> None:
-    staged = Staged(LIMITS)
+    staged = StagedBatch(LIMITS)
     staged.add(STEP, 0, part(0, 2))
     staged.add(STEP, 3, part(3, 2))
     for rows in (2, 4, 5):
@@ -70,7 +70,7 @@ def test_a_batch_with_a_gap_or_of_another_size_is_not_a_batch() -> None:
 
 
 def test_only_the_newest_steps_parts_are_held() -> None:
-    staged = Staged(LIMITS)
+    staged = StagedBatch(LIMITS)
     staged.add(STEP, 0, part(0, 2))
     later, restored = Moment(4, 8), Moment(5, 3)
     for moment in (later, restored):
@@ -84,7 +84,7 @@ def test_only_the_newest_steps_parts_are_held() -> None:
 
 
 def test_a_batch_is_bounded_as_a_whole() -> None:
-    staged = Staged(LIMITS)
+    staged = StagedBatch(LIMITS)
     staged.add(STEP, 0, part(0, 6))
     with pytest.raises(ResourceExhausted, match="pairs: 9 rows in all, but a batch may hold 8"):
         staged.add(STEP, 6, part(6, 3))
@@ -122,7 +122,7 @@ class Keeping(CriticServicer):  # type: ignore[misc]
     """Keeps the parts as the critic does, and answers with the number of pairs that it would train on."""
 
     def __init__(self) -> None:
-        self.staged = Staged(LimitsConfig())
+        self.staged = StagedBatch(LimitsConfig())
         self.sent: list[int] = []
         self.batch: BatchPart | None = None
 

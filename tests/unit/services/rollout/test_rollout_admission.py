@@ -14,7 +14,7 @@ from protos import rollout_pb2 as pb
 from services.common.config.limits import LimitsConfig
 from services.common.security.identity import Caller
 from services.common.serving.admission import Admission
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.callers import Purpose
 from services.common.wire.codec import pack_sequences
 from services.common.wire.errors import (
@@ -62,7 +62,11 @@ def rollout() -> Any:
     made = object.__new__(Rollout.func_or_class)  # type: ignore[attr-defined]
     limits = LimitsConfig()
     made._engine = Engine()
-    made._admission, made._slots, made._replica = Admission(limits), Slots(SLOTS, limits, quantum=128), "replica"
+    made._admission, made._slots, made._replica = (
+        Admission(limits),
+        EngineSlots(SLOTS, limits, quantum=128),
+        "replica",
+    )
     made._member = WeightMember(made._engine, "replica", host="127.0.0.1")
     return made
 

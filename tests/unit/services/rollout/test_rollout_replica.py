@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.common.config.limits import LimitsConfig
-from services.common.serving.slots import Slots
+from services.common.serving.slots import EngineSlots
 from services.common.wire.codec import pack_longs
 from services.common.wire.errors import InvalidArgument, Unavailable
 from services.common.wire.ragged import Ragged
@@ -64,7 +64,7 @@ def call(engine: Any, count: int = 4, seeds: bytes | None = None, begun: Sequenc
 
 
 def start(engine: Any, count: int = 4, begun: Sequence[Sequence[int]] = (), **options: float) -> Any:
-    return call(engine, count, begun=begun).answers(Slots(8, LimitsConfig(), quantum=64), share(), **options)
+    return call(engine, count, begun=begun).answers(EngineSlots(8, LimitsConfig(), quantum=64), share(), **options)
 
 
 async def indices(answers: Any) -> list[int]:
@@ -188,7 +188,7 @@ async def test_cancelling_reaches_the_engine() -> None:
 async def test_seeds_of_a_request() -> None:
     for data, seeds in ((b"", [None, None]), (pack_longs([0, 2**63 - 1]), [0, 2**63 - 1])):
         engine = FakeEngine()
-        answers = call(engine, 2, data).answers(Slots(8, LimitsConfig(), quantum=64), share())
+        answers = call(engine, 2, data).answers(EngineSlots(8, LimitsConfig(), quantum=64), share())
         first = asyncio.create_task(anext(answers))
         await engine.begun(2)
         assert [engine.asked[row][2] for row in (0, 1)] == seeds

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from services.common.config.learner import LearnerConfig, OptimizerConfig
-from services.common.learner.learner import Learner
+from services.common.learner.learner import RankLearner
 from services.common.learner.optimizer import rate_factor
 from services.common.wire.errors import InvalidArgument
 
@@ -56,11 +56,11 @@ def squared_error(model: Callable[[Tensor], Tensor]) -> Callable[[Micro], tuple[
     return loss
 
 
-def make_learner(folder: Path, optimizer: OptimizerConfig = OPTIMIZER, **options: Any) -> Learner:
-    return Learner(network(), LearnerConfig(model=str(folder), optimizer=optimizer, **options))
+def make_learner(folder: Path, optimizer: OptimizerConfig = OPTIMIZER, **options: Any) -> RankLearner:
+    return RankLearner(network(), LearnerConfig(model=str(folder), optimizer=optimizer, **options))
 
 
-def train(learner: Learner, minibatches: Sequence[Sequence[Micro]]) -> list[dict[str, float]]:
+def train(learner: RankLearner, minibatches: Sequence[Sequence[Micro]]) -> list[dict[str, float]]:
     return [learner.step(micro_batches, squared_error(learner.model)) for micro_batches in minibatches]
 
 

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
 from services.common.config.base import ConfigError
 from services.common.config.learner import LearnerConfig
-from services.common.learner.learner import Learner
+from services.common.learner.learner import RankLearner
 from tests.unit.services.common.learner.test_learner import batches, make_learner, parts, squared_error
 
 pytestmark = pytest.mark.processes  # they train for seconds
@@ -23,18 +23,18 @@ LAYOUTS = [
 ]
 
 
-def cast(learner: Learner, batch: Any) -> list[Any]:
+def cast(learner: RankLearner, batch: Any) -> list[Any]:
     dtype = next(learner.module.parameters()).dtype
     return [(x.to(dtype), target) for x, target in parts(batch, 2, 4)]
 
 
-def train(learner: Learner, steps: slice) -> None:
+def train(learner: RankLearner, steps: slice) -> None:
     for batch in batches(4)[steps]:
         with learner.optimizer_state.resident():
             learner.step(cast(learner, batch), squared_error(learner.model))
 
 
-def state(learner: Learner) -> list[torch.Tensor]:
+def state(learner: RankLearner) -> list[torch.Tensor]:
     """Weights, their fp32 masters, and both moments."""
     optimizer = learner._engine.optimizer
     moments = [t for held in optimizer.optimizer.state.values() for t in held.values() if torch.is_tensor(t)]

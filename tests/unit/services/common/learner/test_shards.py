@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.common.learner.shards import Part, shards
+from services.common.learner.shards import Pass, shards
 from services.common.models.sequences import packed_batches
 from tests.unit.layouts import pairs
 
@@ -46,9 +46,9 @@ def test_a_rank_without_a_sequence_repeats_the_shortest_uncounted() -> None:
     prompts = [np.ones(2, np.int32)] * 2
     responses = [np.ones(9, np.int32), np.ones(3, np.int32)]
     assert shards(prompts, responses, max_tokens=1, world_size=3) == [
-        [Part((1,))],
-        [Part((0,))],
-        [Part((1,), counts=False)],
+        [Pass((1,))],
+        [Pass((0,))],
+        [Pass((1,), counts=False)],
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.config.limits import LimitsConfig
 from services.common.serving.share import Share
-from services.common.serving.slots import SURPLUS, Running, Slots
+from services.common.serving.slots import SURPLUS, EngineSlots, Running
 from services.common.wire.callers import Purpose
 from tests.unit.waiting import settled, until
 
@@ -23,7 +23,7 @@ class Engine:
         self.begun: list[tuple[str, int]] = []
         self.ends: dict[tuple[str, int], asyncio.Future[str]] = {}
 
-    def call(self, slots: Slots, share: Share, rows: int, name: str = "") -> Running[str]:
+    def call(self, slots: EngineSlots, share: Share, rows: int, name: str = "") -> Running[str]:
         name = name or f"{share.name}/{share.purpose.name}"
 
         async def start(row: int) -> str:
@@ -49,11 +49,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def slots() -> Slots:
-    return Slots(8, LimitsConfig(), quantum=4)
+def slots() -> EngineSlots:
+    return EngineSlots(8, LimitsConfig(), quantum=4)
 
 
-async def test_training_has_all_slots_and_the_next_rows_ready(engine: Engine, slots: Slots) -> None:
+async def test_training_has_all_slots_and_the_next_rows_ready(engine: Engine, slots: EngineSlots) -> None:
     running = engine.call(slots, RUN, 100)
     await settled()
     assert len(engine.begun) == 8 * SURPLUS
@@ -67,7 +67,7 @@ async def test_training_has_all_slots_and_the_next_rows_ready(engine: Engine, sl
 
 
 async def test_others_leave_training_its_reserve_and_a_foreign_caller_has_its_share(
-    engine: Engine, slots: Slots
+    engine: Engine, slots: EngineSlots
 ) -> None:
     foreign = engine.call(slots, FOREIGN, 1000)
     await settled()
@@ -93,7 +93,7 @@ async def test_others_leave_training_its_reserve_and_a_foreign_caller_has_its_sh
     assert engine.ends == {}
 
 
-async def test_two_runs_share_the_slots_however_large_their_calls(engine: Engine, slots: Slots) -> None:
+async def test_two_runs_share_the_slots_however_large_their_calls(engine: Engine, slots: EngineSlots) -> None:
     large = engine.call(slots, RUN, 1000)
     await settled()
     small = [engine.call(slots, OTHER_RUN, 4, f"small {index}") for index in range(4)]
@@ -105,7 +105,7 @@ async def test_two_runs_share_the_slots_however_large_their_calls(engine: Engine
         await running.close()
 
 
-async def test_a_call_that_is_closed_frees_what_it_had(engine: Engine, slots: Slots) -> None:
+async def test_a_call_that_is_closed_frees_what_it_had(engine: Engine, slots: EngineSlots) -> None:
     running = engine.call(slots, RUN, 100)
     await settled()
     await running.close()
@@ -118,7 +118,7 @@ async def test_a_call_that_is_closed_frees_what_it_had(engine: Engine, slots: Sl
     assert (len(done), after.left) == (3, 0)
 
 
-async def test_silence_is_an_empty_answer(engine: Engine, slots: Slots) -> None:
+async def test_silence_is_an_empty_answer(engine: Engine, slots: EngineSlots) -> None:
     running = engine.call(slots, RUN, 1)
     assert await running.finished(0.01) == []
     assert running.left == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from services.common.learner.learner import Learner
+from services.common.learner.learner import RankLearner
 from services.common.models.loading import load_causal, shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
@@ -102,7 +102,7 @@ def test_adapters_push_the_models_own_weights(policy_folder: Path) -> None:
     config = PolicyConfig(
         model=str(policy_folder), optimizer=OptimizerConfig(learning_rate=1e-3), lora=LoraConfig(rank=2)
     )
-    learner = Learner(add_adapters(load_causal(str(policy_folder), "float32"), config.lora), config, None)
+    learner = RankLearner(add_adapters(load_causal(str(policy_folder), "float32"), config.lora), config, None)
     shapes = learner.shapes()
     assert all(tensor.device == torch.device("meta") for tensor in shapes.values())
     expected(policy_folder).check(Manifest.of(shapes, 1 << 20))
