@@ -178,7 +178,7 @@ async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
         receiving.append(asyncio.create_task(receive(ticket)))
 
     began = time.perf_counter()
-    await pusher.admit({member.name: Applicant(1, Place(machine(), ("GPU-0",)))}, deliver)
+    await pusher.add_newcomers({member.name: Applicant(1, Place(machine(), ("GPU-0",)))}, deliver)
     await receiving[0]
     return time.perf_counter() - began
 

@@ -143,7 +143,8 @@ def train(
             accept_changed_services=accept_changed_services,
         )
     )
-    _say(f"metrics, samples and the trained policy are in {folder}")
+    policy = deployment.orchestrator.save or folder / "policy"
+    _say(f"metrics are in {folder}, the trained policy is in {policy}")
 
 
 @app.command()
@@ -215,9 +216,10 @@ def _is_actionable(error: BaseException) -> bool:
     # Imported here because they load Ray and torch, which takes seconds that an error need not wait for.
     from orchestrator.deployment.cluster import ClusterError
     from orchestrator.deployment.listeners import PortError
+    from orchestrator.loop.mismatch import MismatchError
     from orchestrator.policy.ranks import PolicyError
 
-    return isinstance(error, ClusterError | PortError | PolicyError)
+    return isinstance(error, ClusterError | MismatchError | PortError | PolicyError)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ A room is a package. The docstring of its `__init__.py` ends with two sentences,
     May import config and tracing. commands and loop import it.
 
 Names are those beside the room: its siblings, then its parent's, up to the top-level packages. `nothing`, `all` and
-`all but ...` may stand for names, and within services/ `services` for the four of them. Every room may import protos.
+`all but ...` may stand for names, and within services/ `services` for the four of them. A room may import all and use
+few; where `all` import it, each of its siblings does. Every room may import protos.
 """
 
 import ast
@@ -41,10 +42,12 @@ class Names:
             return cls(frozenset(), others=True, excepted=frozenset(words[2:]) - _FILLING)
         return cls(frozenset(words) - _FILLING - {"nothing"})
 
-    def wrong(self, actual: set[str]) -> list[str]:
-        """The actual names that the sentence does not allow, and the names in it that are not among the actual."""
+    def wrong(self, actual: set[str], siblings: frozenset[str] = frozenset()) -> list[str]:
+        """The actual names that the sentence does not allow, and the names in it that are not among the actual; `all`
+        names the siblings."""
         if self.others:
-            return sorted(actual & self.excepted)
+            missing = siblings - self.excepted - actual
+            return sorted(actual & self.excepted) + [f"{name} (not needed)" for name in sorted(missing)]
         allowed = self.named | (SERVICES if "services" in self.named else frozenset())
         missing = self.named - actual - ({"services"} if actual & SERVICES else frozenset())
         return sorted(actual - allowed) + [f"{name} (not needed)" for name in sorted(missing)]
@@ -72,7 +75,16 @@ def complaints(graph: ImportGraph, room: str, docstring: str) -> list[str]:
     ours = {name_beside(room, m) for m in outward if not graph.is_module_squashed(m)} - {"protos"}
     told = [f"{room} imports {name}" for name in Names.of(imports[1]).wrong(ours)]
     importers = {name_beside(room, m) for m in inward}
-    return told + [f"{room} is imported by {name}" for name in Names.of(imported[1]).wrong(importers)]
+    wrong = Names.of(imported[1]).wrong(importers, siblings(graph, room))
+    return told + [f"{room} is imported by {name}" for name in wrong]
+
+
+def siblings(graph: ImportGraph, room: str) -> frozenset[str]:
+    """Names of the packages and modules beside a room."""
+    parent, _, own = room.rpartition(".")
+    return (
+        frozenset(each.rpartition(".")[2] for each in graph.find_children(parent)) - {own} if parent else frozenset()
+    )
 
 
 class Docstrings(Contract):

@@ -76,8 +76,8 @@ class LocalSource:
     async def abandon(self, membership: int) -> None:
         await self._on_all("abandon", membership)
 
-    async def admit(self, membership: int, world_size: int) -> None:
-        await self._on_all("admit", membership, world_size)
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
+        await self._on_all("add_newcomers", membership, world_size)
 
     def leave(self) -> None:
         """Breaks the transfer off, as a `midway`."""

@@ -16,7 +16,7 @@ from benchmarks.lag.task import PROMPTS, VOCABULARY, make_model, sample, score
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
@@ -105,12 +105,11 @@ class Behaviour:
         samples = sample(self._model, [prompt.prompt_ids for prompt in prompts], version, self._tokens)
         values = critic.values([prompt.prompt_ids for prompt in prompts], [each.response_ids for each in samples])
         nothing = np.empty(0, np.float32)
-        return Batch.of(
-            [
-                Experience(each.index, prompt, each, score(len(each.response_ids)), nothing, valued)
-                for prompt, each, valued in zip(prompts, samples, values, strict=True)
-            ]
-        )
+        experiences = [
+            Experience(each.index, prompt, each, score(len(each.response_ids)), nothing, valued)
+            for prompt, each, valued in zip(prompts, samples, values, strict=True)
+        ]
+        return Batch.of(Collected(experiences, 0.0, 0.0))
 
 
 def train(setting: Setting, seed: int) -> list[float]:

@@ -1,6 +1,6 @@
 """The losses after which a run resumes from its last checkpoint, and the limit on such restarts."""
 
-from orchestrator.learners.learner import LOST
+from orchestrator.learners.learner import LOSSES
 from services.common.wire.errors import DeadlineExceeded, LeaseLost, Unavailable, leaves
 
 
@@ -25,4 +25,4 @@ def is_loss(error: BaseException) -> bool:
     errors = leaves(error)
     if any(isinstance(leaf, LeaseLost) for leaf in errors):
         return False
-    return any(isinstance(leaf, (*LOST, Unavailable, DeadlineExceeded)) for leaf in errors)
+    return any(isinstance(leaf, (*LOSSES, Unavailable, DeadlineExceeded)) for leaf in errors)

@@ -38,10 +38,10 @@ from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
 from orchestrator.policy.ranks import Policy
-from orchestrator.push.newcomers import admitting_newcomers, registered
+from orchestrator.push.newcomers import adding_newcomers, registered
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
-from orchestrator.tracing.activity import parts_of
+from orchestrator.tracing.activity import parts_with
 from orchestrator.tracing.file import TraceFile
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
@@ -195,10 +195,10 @@ class Run:
                 collector = self._collector(services, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)
                 record = Record(log, self.progress, config.steps)
-                waits = Waits(spans, parts_of([each.name for each in learners]))
+                waits = Waits(spans, parts_with([each.name for each in learners]))
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, waits)
-                newcomers = admitting_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
+                newcomers = adding_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
                 async with newcomers, watching_services(services, now), taken:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)

@@ -104,7 +104,7 @@ class PPOConfig(Config):
     It has an effect if it is less than loop.max_staleness. Null: no token is left out."""
 
     @property
-    def passes_of_critic(self) -> int:
+    def epochs_of_critic(self) -> int:
         """Passes over each batch for the critic."""
         return self.critic_epochs or self.epochs
 

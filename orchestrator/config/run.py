@@ -110,7 +110,7 @@ class OrchestratorConfig(Config):
     @property
     def critic_optimizer_steps(self) -> int:
         """Optimizer steps of the critic in the whole run, if there is one."""
-        return self.optimizer_steps // self.ppo.epochs * self.ppo.passes_of_critic
+        return self.optimizer_steps // self.ppo.epochs * self.ppo.epochs_of_critic
 
     @property
     def longest_generate_s(self) -> float:

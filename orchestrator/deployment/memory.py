@@ -139,7 +139,7 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int) -> int:
     return shape.parameters * width // size + cache + step + sampling + GRAPHS + CONTEXT
 
 
-def parts_of(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
+def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
     parts = []
     for application in deployment.raw.get("applications") or []:
@@ -207,7 +207,7 @@ def problems(deployment: Deployment, configs: Mapping[str, Any]) -> Iterator[str
     if gib is None or None in configs.values():
         return
     shape_at = functools.cache(lambda path: ModelSize.of(configs[path]))
-    for problem in shortage(parts_of(deployment, int(gib * GIB), shape_at), int(gib * GIB)):
+    for problem in shortage(footprints(deployment, int(gib * GIB), shape_at), int(gib * GIB)):
         yield f"orchestrator.gpu_gib: {problem}"
 
 

@@ -53,8 +53,8 @@ def check_scorer(before: str, scores: Scores) -> str:
     now = f"{scores.scorer} ({scores.model_hash[:12]})"
     if before not in ("", now):
         raise ConfigError(
-            f"reward.scorer: {before} gave the scores of this run until now, {now} gives them now: deploy the one "
-            "before again and `quartet train --resume`, or go on with the new one by "
+            f"reward.scorer: {before} gave the scores of this run until now, {now} gives them now: deploy the "
+            "former again and `quartet train --resume`, or go on with the new one by "
             "--resume --accept-changed-services"
         )
     return now

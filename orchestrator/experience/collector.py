@@ -120,12 +120,8 @@ class Collector:
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
-        experiences = collected.experiences
-        pairs = Pairs.of(
-            [e.number for e in experiences], [e.prompt for e in experiences], [e.sample for e in experiences]
-        )
-        values = await self._values(pairs, critic_step)
-        valued = zip(experiences, values, strict=True)
+        values = await self._values(collected.pairs, critic_step)
+        valued = zip(collected.experiences, values, strict=True)
         return replace(collected, experiences=[replace(e, values=v.values, after=v.after) for e, v in valued])
 
     @property
@@ -170,8 +166,8 @@ class Collector:
             reference = group.create_task(self._references(pairs))
             critic = group.create_task(self._values(pairs, critic_step))
             policy = group.create_task(self._own(pairs))
-        judged = (task.result() for task in (scores, reference, critic, policy))
-        rows = zip(numbers, prompts, samples, *judged, strict=True)
+        answers = (task.result() for task in (scores, reference, critic, policy))
+        rows = zip(numbers, prompts, samples, *answers, strict=True)
         return [
             Experience(number, prompt, sample, float(score), row, valued.values, valued.after, own)
             for number, prompt, sample, score, row, valued, own in rows

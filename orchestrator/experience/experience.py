@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
+from orchestrator.experience.pairs import Pairs
 from services.common.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 
@@ -57,7 +59,7 @@ class Finished:
     """Moment of the last answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Collected:
     """One batch of experience, in the order of the samples' numbers."""
 
@@ -79,6 +81,12 @@ class Collected:
         asked, sampled = min((e.asked for e in rows), default=0), max((e.sampled for e in rows), default=0)
         complete = max((e.complete for e in rows), default=0)
         return cls([each.experience for each in rows], sampled - asked, complete - sampled, repeated)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The samples with their prompts, encoded once."""
+        rows = self.experiences
+        return Pairs.of([e.number for e in rows], [e.prompt for e in rows], [e.sample for e in rows])
 
     @property
     def valued(self) -> bool:

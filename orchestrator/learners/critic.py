@@ -29,7 +29,7 @@ class CriticLearner:
             update.values,
             update.returns,
             trained=update.batch.trained,
-            epochs=ppo.passes_of_critic,
+            epochs=ppo.epochs_of_critic,
             minibatch_size=ppo.minibatch_size,
             seed=update.seed,
             last_step=last_step,

@@ -10,7 +10,7 @@ from orchestrator.policy.trainer import PolicyBatch
 from services.common.wire.codec import Floats
 from services.critic.client import CriticReset
 
-LOST = (PolicyError, CriticReset)
+LOSSES = (PolicyError, CriticReset)
 """Errors that say that a learner has lost its training, so that the run has to go back to its last checkpoint."""
 
 
@@ -31,7 +31,7 @@ class Update:
 
 
 class Learner(Protocol):
-    """A model that a run trains, checkpoints and restores. Methods raise an error of LOST if its training is lost."""
+    """A model that a run trains, checkpoints and restores. Methods raise one of LOSSES if its training is lost."""
 
     @property
     def name(self) -> str:

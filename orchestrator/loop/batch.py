@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected, Experience
 from orchestrator.policy.trainer import PolicyBatch
 from services.common.models.numerics import response_mask
 from services.common.models.sequences import pad_rows
@@ -20,26 +20,35 @@ from services.common.wire.ragged import Ragged
 class Batch:
     """B samples, whose responses have at most T tokens. Columns are padded on the right."""
 
-    experiences: Sequence[Experience]
+    collected: Collected
+    """The samples, with everything that the services answered."""
     prompts: Ragged
     """Token ids, B sequences."""
     responses: Ragged
     """Token ids, B sequences."""
     lengths: Tensor
     """Tokens of each response, [B] int64."""
+    old_logprobs: list[Floats] | None
+    """The learner's log-probs before the update as B arrays [t]; None if they are not known (yet)."""
     oldest_trained: int | None
     """The oldest version whose tokens are trained on; None: tokens of any version are."""
 
     @classmethod
-    def of(cls, experiences: Sequence[Experience], oldest_trained: int | None = None) -> Self:
-        """The columns of these samples, in their order."""
-        responses = Ragged.of([e.sample.response_ids for e in experiences])
-        lengths = torch.from_numpy(responses.lengths).long()
-        prompts = Ragged.of([e.prompt.prompt_ids for e in experiences])
-        return cls(experiences, prompts, responses, lengths, oldest_trained)
+    def of(cls, collected: Collected, oldest_trained: int | None = None) -> Self:
+        """The columns of these samples, in their order; with the old log-probs if all of them came with theirs."""
+        pairs = collected.pairs
+        lengths = torch.from_numpy(pairs.responses.lengths).long()
+        early = [e.old_logprobs for e in collected.experiences]
+        old_logprobs = early if all(len(row) for row in early) else None
+        return cls(collected, pairs.prompt_ids, pairs.responses, lengths, old_logprobs, oldest_trained)
 
     def __len__(self) -> int:
         return len(self.experiences)
+
+    @property
+    def experiences(self) -> list[Experience]:
+        """The B samples."""
+        return self.collected.experiences
 
     @cached_property
     def sampled(self) -> Tensor:
@@ -95,12 +104,6 @@ class Batch:
         return torch.tensor([e.score for e in self.experiences])
 
     @property
-    def old_logprobs(self) -> list[Floats] | None:
-        """The learner's log-probs before the update as B arrays [t]; None unless every sample came with its own."""
-        rows = [e.old_logprobs for e in self.experiences]
-        return rows if all(len(row) for row in rows) else None
-
-    @property
     def truncated(self) -> float:
         """Share of responses that the length limit cut off."""
         return sum(e.truncated for e in self.experiences) / len(self.experiences)
@@ -113,16 +116,14 @@ class Batch:
         """Cuts [B, T] into B arrays [t], the inverse of `padded`."""
         return [row[:length].numpy() for row, length in zip(column, self.lengths.tolist(), strict=True)]
 
-    def for_policy(
-        self, old_logprobs: list[Floats] | None, advantages: Sequence[Floats], kl_coef: float
-    ) -> PolicyBatch:
-        """The batch for the policy's update, with what was computed of it. All tokens are trained on unless some are
+    def for_policy(self, advantages: Sequence[Floats], kl_coef: float) -> PolicyBatch:
+        """The batch for the policy's update, with its advantages. All tokens are trained on unless some are
         masked."""
         return PolicyBatch(
             prompts=self.prompts,
             responses=self.responses,
             logprobs=[e.sample.logprobs for e in self.experiences],
-            old_logprobs=old_logprobs,
+            old_logprobs=self.old_logprobs,
             ref_logprobs=self.reference_rows,
             advantages=advantages,
             kl_coef=kl_coef,

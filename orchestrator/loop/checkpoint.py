@@ -12,7 +12,7 @@ from typing import Self
 
 from orchestrator.config.checkpoint import CheckpointConfig
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.learners.learner import LOST, Learner
+from orchestrator.learners.learner import LOSSES, Learner
 from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, latest, number
 from orchestrator.loop.state import TrainState
 from services.common.folders import make, remove, rename, write
@@ -63,7 +63,7 @@ class Checkpoints:
         one is kept; the one that is due is taken after the next good step.
 
         Raises:
-            Errors of LOST: a learner is lost.
+            Errors of LOSSES: a learner is lost.
         """
         self._due = self._due or (self._config.every > 0 and state.step % self._config.every == 0)
         if not self._due or state.skipped_in_a_row:
@@ -75,7 +75,7 @@ class Checkpoints:
             await self._take(state)
             if not self._config.background:
                 await self._settled()
-        except* LOST:
+        except* LOSSES:
             raise
         except* ServiceError as group:
             self._failed(group.exceptions[0])
@@ -133,14 +133,15 @@ class Checkpoints:
             return
         try:
             await writing
-        except* (ServiceError, *LOST, OSError) as group:
+        except* (ServiceError, *LOSSES, OSError) as group:
             if required:
                 raise
             self._failed(group.exceptions[0])
 
     def _failed(self, error: BaseException) -> None:
         last = self.last_step()
-        self._note(f"checkpoint failed: {error}; the last one is of step {'none' if last is None else last}")
+        kept = "there is none yet" if last is None else f"the last one is of step {last}"
+        self._note(f"checkpoint failed: {error}; {kept}")
 
     async def __aenter__(self) -> Self:
         """Removes incomplete folders of a killed run."""

@@ -1,9 +1,55 @@
-"""Metrics of a step besides its losses, and the bound on its samples' age. Pure functions."""
+"""The report of a step: its stages' seconds, metrics besides its losses, and the bound on its samples' age."""
 
+import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 from orchestrator.experience.experience import Collected
 from orchestrator.loop.state import TrainState
+from orchestrator.tracing.waits import Waits
+
+AWAITED = {"logprobs": "logprobs", "train": "training", "publish": "push", "evaluate": "evaluation"}
+"""Stage of a step -> what the loop waits for in it. The stage `take` waits for several things, which Waits.for_batch
+tells apart."""
+
+
+class StepReport:
+    """Measures one step: the seconds of its stages, what the loop waits for in them, and metrics by name."""
+
+    def __init__(self, waits: Waits) -> None:
+        """Begins the step. `waits` records what the loop waits for."""
+        self._waits = waits
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Context of a stage; a stage that comes twice counts the sum."""
+        began = time.monotonic()
+        try:
+            with self._waits(AWAITED[name]) if name in AWAITED else nullcontext():
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+
+    def seconds(self, stage: str) -> float:
+        """Seconds of a stage so far."""
+        return self._seconds[stage]
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of this step."""
+        self._metrics |= metrics
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics, with `seconds/<stage>` for each stage."""
+        return self._metrics | {f"seconds/{stage}": spent for stage, spent in self._seconds.items()}
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._began
 
 
 class StaleSample(RuntimeError):

@@ -10,7 +10,6 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import check_own_logprobs
-from orchestrator.experience.experience import Collected
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from orchestrator.learners.learner import Learner, Update
@@ -23,11 +22,11 @@ from orchestrator.loop.estimate import (
     make_controller,
     measure_distance,
 )
-from orchestrator.loop.measures import check_ages, ledger, speeds, staleness
+from orchestrator.loop.measures import StepReport, check_ages, ledger, speeds, staleness
 from orchestrator.loop.mismatch import MismatchWatch
 from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
-from orchestrator.monitoring.record import Record, Stopwatch
+from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import NotFinite
@@ -73,7 +72,7 @@ class Trainer:
         self._evaluator = evaluator
         self._record = record
         self._waits = waits
-        self._watch = MismatchWatch(config.loop, config.policy.dtype, record.note)
+        self._mismatch = MismatchWatch(config.loop, config.policy.dtype, record.note)
 
     async def run(self, state: TrainState, save_to: Path, *, resumed: bool = False) -> None:
         """Trains from `state` to the configured number of steps and saves the policy.
@@ -90,10 +89,9 @@ class Trainer:
         await self._pusher.push(state.policy_version)
         with self._record.running(state.step):
             if self._evaluator and not resumed:
-                watch = Stopwatch()
-                with watch("evaluate"):
-                    metrics = await self._evaluate(state)
-                self._record.before_training(metrics | {"seconds/evaluate": watch["evaluate"]})
+                report = StepReport(self._waits)
+                await self._evaluate(state, report)
+                self._record.before_training(report.metrics())
             self._waits.begin()
             if not resumed:
                 with self._waits("checkpoint"):
@@ -114,52 +112,49 @@ class Trainer:
 
     async def _step(self, state: TrainState, stream: Stream, publishing: Publishing) -> TrainState:
         """Carries out one step: takes experience, estimates advantages, updates the learners, publishes."""
-        watch = Stopwatch()
-        with watch("take"):
-            collected = await self._take(state, stream)
-        await publishing.rest()
-        with watch("logprobs"), self._waits("logprobs"):
-            batch, old_logprobs = await self._valued(state, stream, collected)
-        update, estimate = self._estimate(state, batch, old_logprobs)
-        with watch("train"), self._waits("training"):
-            learned = await self._update(update)
-        distance = await self._distance(batch, old_logprobs, state.policy_version)
-        done = self._done(state, collected, estimate, distance, learned)
-        with watch("publish"), self._waits("push"):
+        report = StepReport(self._waits)
+        batch = await self._take(state, stream, publishing, report)
+        update, estimate = self._estimate(state, batch)
+        learned = await self._update(update, report)
+        distance = await self._distance(batch, state.policy_version)
+        done = self._advanced(state, batch, estimate, distance, learned)
+        with report.stage("publish"):
             await publishing.publish(done.policy_version)
-        metrics = estimate.metrics | distance.metrics | learned | ledger(state, done, collected)
-        metrics |= staleness(state.policy_version, collected)
-        metrics |= speeds(collected, watch["train"], self._config.ppo.epochs)
+        report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
+        report.add(staleness(state.policy_version, batch.collected))
+        report.add(speeds(batch.collected, report.seconds("train"), self._config.ppo.epochs))
         if self._evaluator and self._is_evaluated(done.step):
-            with watch("publish"), self._waits("push"):
+            with report.stage("publish"):
                 await publishing.settled()
-            with watch("evaluate"):
-                metrics |= await self._evaluate(done)
-        metrics |= {
-            "seconds/push": publishing.seconds,
-            "seconds/checkpoint": self._checkpoints.waited_s(),
-        } | watch.seconds()
-        self._record.step(done.step, metrics | self._waits.step(done.step))
-        self._watch.check(done.step, metrics)
-        self._end_if_stuck(done)
+            await self._evaluate(done, report)
+        report.add({"seconds/push": publishing.seconds, "seconds/checkpoint": self._checkpoints.waited_s()})
+        self._log(done, report)
         return done
 
-    def _done(
+    def _advanced(
         self,
         state: TrainState,
-        collected: Collected,
+        batch: Batch,
         estimate: Advantages,
         distance: Distance,
         learned: dict[str, float],
     ) -> TrainState:
-        count, controller = len(collected.experiences), make_controller(self._config.ppo, state.kl_coef)
+        """The state after the step that trained on this batch."""
+        controller = make_controller(self._config.ppo, state.kl_coef)
         return state.advanced(
-            kl_coef=(controller if distance.kl is None else controller.update(distance.kl, count)).coef,
+            kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
             normaliser=estimate.normaliser,
-            asked=count + collected.repeated,
-            used=[experience.number for experience in collected.experiences],
+            asked=len(batch) + batch.collected.repeated,
+            used=[experience.number for experience in batch.experiences],
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
+
+    def _log(self, done: TrainState, report: StepReport) -> None:
+        """Logs the step. MismatchError or NotFinite if the run has to end after it."""
+        metrics = report.metrics() | {"seconds/step": report.elapsed_s}
+        self._record.step(done.step, metrics | self._waits.step(done.step))
+        self._mismatch.check(done.step, metrics)
+        self._end_if_stuck(done)
 
     def _end_if_stuck(self, state: TrainState) -> None:
         """Raises NotFinite after too many steps in a row that changed nothing."""
@@ -174,48 +169,46 @@ class Trainer:
             + ("" if last is None else " goes on from there, for instance with a lower learning rate")
         )
 
-    async def _take(self, state: TrainState, stream: Stream) -> Collected:
-        """The next batch. StaleSample if one of its tokens is older than the configured bound."""
-        with self._waits.for_batch() as numbers:
-            taken = await stream.take(state.step + 1, critic_step=state.critic_step)
-            numbers.update(experience.number for experience in taken.experiences)
-        check_ages(taken, state.step + 1, state.policy_version, self._config.loop.max_staleness)
-        return taken
-
-    async def _valued(
-        self, state: TrainState, stream: Stream, collected: Collected
-    ) -> tuple[Batch, list[Floats] | None]:
-        """The batch with the critic's values, and the policy's own log-probs of it, both from before the update; no
-        log-probs where the update computes them itself."""
-        batch = Batch.of(collected.experiences, self._config.ppo.oldest_trained(state.policy_version))
-        async with asyncio.TaskGroup() as group:
-            valued = group.create_task(stream.complete(state.step + 1, collected, critic_step=state.critic_step))
-            own = group.create_task(self._old_logprobs(batch))
-        if (logprobs := own.result()) is not None:
-            check_own_logprobs(logprobs)
-        return replace(batch, experiences=valued.result().experiences), logprobs
+    async def _take(self, state: TrainState, stream: Stream, publishing: Publishing, report: StepReport) -> Batch:
+        """The next batch, with the critic's values and the policy's own log-probs from before the update; without
+        log-probs where the update computes them itself. StaleSample if one of its tokens is older than the
+        configured bound."""
+        step, version = state.step + 1, state.policy_version
+        with report.stage("take"), self._waits.for_batch() as numbers:
+            collected = await stream.take(step, critic_step=state.critic_step)
+            numbers.update(experience.number for experience in collected.experiences)
+        check_ages(collected, step, version, self._config.loop.max_staleness)
+        await publishing.rest()
+        batch = Batch.of(collected, self._config.ppo.oldest_trained(version))
+        with report.stage("logprobs"):
+            async with asyncio.TaskGroup() as group:
+                valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
+                own = group.create_task(self._old_logprobs(batch))
+        return replace(batch, collected=valued.result(), old_logprobs=own.result())
 
     async def _old_logprobs(self, batch: Batch) -> list[Floats] | None:
-        if (early := batch.old_logprobs) is not None or not self._config.ppo.needs_old_logprobs(len(batch)):
-            return early
-        own = self._policy.logprobs(batch.prompts, batch.responses)
-        return await self._waits.on("policy").timing("logprobs", own)
+        """The policy's own log-probs from before the update; None where the update computes them itself."""
+        own = batch.old_logprobs
+        if own is None and self._config.ppo.needs_old_logprobs(len(batch)):
+            asked = self._policy.logprobs(batch.prompts, batch.responses)
+            own = await self._waits.on("policy").timing("logprobs", asked)
+        if own is not None:
+            check_own_logprobs(own)
+        return own
 
-    async def _distance(self, batch: Batch, old_logprobs: list[Floats] | None, version: int) -> Distance:
-        """Measures the batch by the log-probs from before the update; None: by those that the update computed."""
-        if old_logprobs is None:
-            old_logprobs = await self._policy.trained_logprobs()
-            check_own_logprobs(old_logprobs)
-        return measure_distance(batch, batch.padded(old_logprobs), self._config.ppo, version)
+    async def _distance(self, batch: Batch, version: int) -> Distance:
+        """Measures the batch by the policy's log-probs from before the update, by whichever pass they came."""
+        if (own := batch.old_logprobs) is None:
+            own = await self._policy.trained_logprobs()
+            check_own_logprobs(own)
+        return measure_distance(batch, batch.padded(own), self._config.ppo, version)
 
-    def _estimate(
-        self, state: TrainState, batch: Batch, old_logprobs: list[Floats] | None
-    ) -> tuple[Update, Advantages]:
-        """The batch for the learners: the experience, the policy's own log-probs of it, and its advantages."""
+    def _estimate(self, state: TrainState, batch: Batch) -> tuple[Update, Advantages]:
+        """The update for the learners, from the batch and the advantages of its tokens."""
         ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
-        padded = None if old_logprobs is None else batch.padded(old_logprobs)
+        padded = None if batch.old_logprobs is None else batch.padded(batch.old_logprobs)
         estimate = estimate_advantages(batch, padded, ppo, kl_coef, state.normaliser)
-        trained = batch.for_policy(old_logprobs, estimate.advantages, kl_coef)
+        trained = batch.for_policy(estimate.advantages, kl_coef)
         step = state.step + 1
         if not batch.mask.any():
             self._record.note(
@@ -225,15 +218,16 @@ class Trainer:
         seed = self._config.seed * 1_000_003 + step
         return Update(step, seed, trained, [e.values for e in batch.experiences], estimate.returns), estimate
 
-    async def _update(self, update: Update) -> dict[str, float]:
+    async def _update(self, update: Update, report: StepReport) -> dict[str, float]:
         """Trains all learners at the same time, as none needs another's new weights; their metrics."""
-        async with asyncio.TaskGroup() as group:
-            trained = {
-                each.prefix: group.create_task(
-                    self._waits.on(each.name).timing("train", each.train(update), step=update.step)
-                )
-                for each in self._learners
-            }
+        with report.stage("train"):
+            async with asyncio.TaskGroup() as group:
+                trained = {
+                    each.prefix: group.create_task(
+                        self._waits.on(each.name).timing("train", each.train(update), step=update.step)
+                    )
+                    for each in self._learners
+                }
         return {
             f"{prefix}/{name}": value for prefix, task in trained.items() for name, value in task.result().items()
         }
@@ -242,7 +236,7 @@ class Trainer:
         every = self._config.evaluation.every
         return every > 0 and (step % every == 0 or step == self._config.steps)
 
-    async def _evaluate(self, state: TrainState) -> dict[str, float]:
+    async def _evaluate(self, state: TrainState, report: StepReport) -> None:
         assert self._evaluator is not None
-        with self._waits("evaluation"):
-            return await self._evaluator.evaluate(state.step, state.policy_version)
+        with report.stage("evaluate"):
+            report.add(await self._evaluator.evaluate(state.step, state.policy_version))

@@ -81,6 +81,7 @@ async def check_unchanged(services: Services, began: Mapping[str, PartIdentity])
     changed = changes(began, identities(infos), "when the run began")
     if changed:
         raise ConfigError(
-            "\n".join(changed) + "\nthe run ends here, as its samples would no longer be comparable: deploy those "
-            "again and `quartet train --resume`, or go on with the new ones by --resume --accept-changed-services"
+            "\n".join(changed) + "\nthe run ends here, as its samples would no longer be comparable: deploy the "
+            "services as they were and `quartet train --resume`, or go on with the new ones by "
+            "--resume --accept-changed-services"
         )

@@ -1,6 +1,5 @@
 """Reports of a run: each step's metrics to the log, and a line to the user."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -38,29 +37,3 @@ class Record:
     def note(self, text: str) -> None:
         """Shows a message to the user."""
         self._progress.note(text)
-
-
-class Stopwatch:
-    """Seconds per stage of one step: `with watch("push"): ...` adds `seconds/push`."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._stages: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Times the block and adds it to `stage`."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._stages[stage] = self._stages.get(stage, 0.0) + time.monotonic() - began
-
-    def __getitem__(self, stage: str) -> float:
-        """Seconds spent in `stage` so far."""
-        return self._stages[stage]
-
-    def seconds(self) -> dict[str, float]:
-        """The metrics `seconds/<stage>` for each stage, and `seconds/step` since the watch was made."""
-        stages = {f"seconds/{stage}": spent for stage, spent in self._stages.items()}
-        return stages | {"seconds/step": time.monotonic() - self._began}

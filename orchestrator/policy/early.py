@@ -8,7 +8,7 @@ from services.common.wire.codec import Floats, Ints
 from services.common.wire.ragged import Ragged
 
 
-class Scoring(Protocol):
+class LogprobSource(Protocol):
     """The method of the policy learner that is used here."""
 
     async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
@@ -23,7 +23,7 @@ class EarlyLogprobs:
     is lock-step.
     """
 
-    def __init__(self, policy: Scoring) -> None:
+    def __init__(self, policy: LogprobSource) -> None:
         self._policy = policy
         self._turn = asyncio.Lock()
         self._waiting: list[_Asked] = []

@@ -131,10 +131,12 @@ class Policy:
         weights = self._weights
         await self._told(self._ranks.beside(weights.senders, WeightSending.abandon, weights.control_s, membership))
 
-    async def admit(self, membership: int, world_size: int) -> None:
-        """Sends the weights of the last push to newcomers, see WeightSending.admit."""
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
+        """Sends the weights of the last push to newcomers, see WeightSending.add_newcomers."""
         weights = self._weights
-        call = self._ranks.beside(weights.senders, WeightSending.admit, weights.timeout_s, membership, world_size)
+        call = self._ranks.beside(
+            weights.senders, WeightSending.add_newcomers, weights.timeout_s, membership, world_size
+        )
         await self._told(call)
 
     async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:

@@ -74,11 +74,11 @@ class WeightSending:
         sender, _ = self._ready()
         sender.abandon(membership)
 
-    def admit(self, membership: int, world_size: int) -> None:
+    def add_newcomers(self, membership: int, world_size: int) -> None:
         """On the sending ranks: sends the weights of the last push to a group of newcomers. May overlap any other
         call."""
         sender, _ = self._ready()
-        sender.admit(membership, world_size)
+        sender.add_newcomers(membership, world_size)
 
     def leave(self) -> None:
         """On the sending ranks: closes the sender and frees the memory that it shares."""

@@ -52,7 +52,7 @@ async def registered(application: str) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def admitting_newcomers(
+async def adding_newcomers(
     pusher: WeightPusher, registry: Any, lease: common_pb2.Lease, ttl_s: float
 ) -> AsyncIterator[None]:
     """Context in which newcomers to the rollout application get the last pushed version.
@@ -88,7 +88,8 @@ async def _open_registry(application: str) -> Any:
         except NAME_ERRORS:
             if clock() >= end:
                 raise ServiceError(
-                    f"the registry of an earlier run that trained the application {application!r} does not end"
+                    f"another run that trains the application {application!r} has not ended after {GONE_S:g} s; stop "
+                    "it or try again"
                 ) from None
             with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
                 ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))
@@ -107,7 +108,7 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
         try:
             # The wait for applicants has no deadline; it ends with the run.
             applicants = await registry.applicants.remote()
-            await pusher.admit(applicants, deliver)
+            await pusher.add_newcomers(applicants, deliver)
         except LeaseLost:
             raise
         except _TRANSIENT_ERRORS as error:

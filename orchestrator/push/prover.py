@@ -16,13 +16,13 @@ log = logging.getLogger("quartet")
 
 Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
 
-PATIENCE = 3
+PUSHES_WITHOUT_PROOF = 3
 """Most proofs in a row that may be missing, because a replica died meanwhile or had no time."""
 
 
 class PushDisproved(ServiceError):
-    """A replica that took a push computes with other weights, or gave no proof in PATIENCE pushes. A repetition would
-    not help."""
+    """A replica that took a push computes with other weights, or gave no proof in PUSHES_WITHOUT_PROOF pushes. A
+    repetition would not help."""
 
 
 class ProbeLearner(Protocol):
@@ -79,7 +79,7 @@ class Prover:
 
         Raises:
             PushDisproved: a member computes with other weights; the message says by how much its log-probs differ.
-                Or the last PATIENCE pushes had no proof.
+                Or the last PUSHES_WITHOUT_PROOF pushes had no proof.
         """
         if not self._is_due(members) or self._scoring is None or self._scored != push:
             self._unproved += 1
@@ -114,9 +114,12 @@ class Prover:
             self._proved, self._unproved, self._owed = set(reasons), 0, 0
             return
         self._owed += 1
-        if self._owed >= PATIENCE:
+        if self._owed >= PUSHES_WITHOUT_PROOF:
             told = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-            raise PushDisproved(f"version {version}: no proof in {self._owed} pushes in a row: {told}")
+            raise PushDisproved(
+                f"version {version}: no proof in {self._owed} pushes in a row: {told}; see whether these replicas "
+                "are busy or dead, or raise weights.timeout_s"
+            )
         log.warning("version %d: no proof yet of %s", version, missing)
 
 

@@ -14,7 +14,7 @@ from orchestrator.push.replicas import Misfit, Replicas
 from orchestrator.push.source import WeightSource, both
 from orchestrator.push.staged import StagedPush
 from orchestrator.push.tickets import Delivery, make_ticket
-from orchestrator.push.transport import SHARED
+from orchestrator.push.transport import SHARED_BACKENDS
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.registry import Applicant
@@ -134,7 +134,7 @@ class WeightPusher:
 
     async def _deliver(self, staged: StagedPush) -> PushReport:
         try:
-            if self._group.backend in SHARED:  # the others send each bucket as soon as it is gathered
+            if self._group.backend in SHARED_BACKENDS:  # the others send each bucket as soon as it is gathered
                 await staged.gathering
             with self._track("deliver", version=staged.policy_version):
                 checksum, attempt = await self._attempts(staged)
@@ -208,14 +208,14 @@ class WeightPusher:
         return await self._replicas.discover(self._group.manifest, self._let_newcomers_in)
 
     async def _let_newcomers_in(self) -> None:
-        """Pauses so that `admit` can let in a first replica."""
+        """Pauses so that `add_newcomers` can let in a first replica."""
         self._turn.release()
         try:
             await asyncio.sleep(LOOK_S)
         finally:
             await self._turn.acquire()
 
-    async def admit(self, applicants: Mapping[str, Applicant], deliver: Delivery) -> None:
+    async def add_newcomers(self, applicants: Mapping[str, Applicant], deliver: Delivery) -> None:
         """Brings newcomers, given by name, to the version that was pushed last.
 
         `deliver` gives each its Ticket. It gives None before the first push, while a push waits for a first replica,
@@ -239,4 +239,4 @@ class WeightPusher:
                 proof = await self._prover.of_members(self._scores) if self._prover else None
                 ticket = make_ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
                 await deliver(dict.fromkeys(members, ticket))
-                await self._source.admit(prepare.membership, prepare.world_size)
+                await self._source.add_newcomers(prepare.membership, prepare.world_size)

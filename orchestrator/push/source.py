@@ -41,7 +41,7 @@ class WeightSource(Protocol):
     async def abandon(self, membership: int) -> None:
         """Ends the transfer to this membership, so that no replica waits for another that is gone."""
 
-    async def admit(self, membership: int, world_size: int) -> None:
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
         """Sends the weights of the last push to a group of newcomers, also while the learner trains."""
 
 

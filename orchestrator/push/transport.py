@@ -6,7 +6,7 @@ from services.common.config.base import ConfigError
 from services.common.weight_transfer.place import Place
 
 AUTO = "auto"
-SHARED = ("ipc", "cuda-ipc")
+SHARED_BACKENDS = ("ipc", "cuda-ipc")
 """The backends whose receivers read the learner's copy, which therefore has to be complete first."""
 
 

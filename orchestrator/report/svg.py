@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 Metrics = Sequence[Mapping[str, float]]
-Values = NDArray[np.float64]
+Column = NDArray[np.float64]
 
 PALETTE = ("blue", "orange", "green", "purple", "sky", "amber", "yellow", "grey")
 """Names of CSS variables, `--blue` and so on, to which the page gives values for its light and dark schemes."""
@@ -93,19 +93,19 @@ class Chart:
     panels: tuple[Panel, ...]
 
 
-def series(metrics: Metrics, name: str) -> tuple[Values, Values]:
+def series(metrics: Metrics, name: str) -> tuple[Column, Column]:
     """Steps and values of a metric, both of shape [n], where it was recorded and is finite."""
     points = [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
     steps, values = np.array(points, np.float64).reshape(-1, 2).T
     return steps, values
 
 
-def means(values: Values, group: int) -> Values:
+def means(values: Column, group: int) -> Column:
     """Means over `group` neighbours in the last axis: [..., n] -> [..., ceil(n / group)]."""
     starts = np.arange(0, values.shape[-1], group)
     if group == 1 or not len(starts):
         return values
-    sums: Values = np.add.reduceat(values, starts, axis=-1)
+    sums: Column = np.add.reduceat(values, starts, axis=-1)
     return sums / np.diff(np.append(starts, values.shape[-1]))
 
 

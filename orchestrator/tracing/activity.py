@@ -30,15 +30,15 @@ AWAITED = {
     "checkpoint": "checkpoint",
 }
 """A wait of the loop -> the part that it waits for."""
-OWN = "own"
+OWN_WORK = "own"
 """The loop's own work."""
-_BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
+_WORKS_BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
 """A wait for the policy -> the part that works beside it: on the values, or on the critic."""
-_BEFORE = {"rollout": "push", "scoring": "rollout"}
+_HANDED_OVER_BY = {"rollout": "push", "scoring": "rollout"}
 """Part -> the part that hands it its work without the loop."""
 
 
-def parts_of(learners: Collection[str]) -> list[str]:
+def parts_with(learners: Collection[str]) -> list[str]:
     """The parts of a run that trains these models: all of PARTS, or all but the critic."""
     return [part for part in PARTS if part != "critic" or part in learners]
 
@@ -50,7 +50,7 @@ class Stretch:
     part: str
     """One of PARTS, or LOOP."""
     doing: str
-    """WORKING, or the part that it waits for; for LOOP a key of AWAITED, or OWN."""
+    """WORKING, or the part that it waits for; for LOOP a key of AWAITED, or OWN_WORK."""
     began: float
     ended: float
 
@@ -86,7 +86,7 @@ def _moments(window: Window) -> Iterator[tuple[float, float, Mapping[str, int], 
     now = window.began
     for moment, change, its in sorted(changes, key=lambda each: each[0]):
         if moment > now:
-            yield now, moment, working, max(waits, key=_began).name if waits else OWN
+            yield now, moment, working, max(waits, key=_began).name if waits else OWN_WORK
             now = moment
         if its is None:
             continue
@@ -105,11 +105,11 @@ def _began(span: Span) -> float:
 def _doing(part: str, working: Mapping[str, int], waiting: str) -> str:
     if working[part]:
         return WORKING
-    if part in _BEFORE and working[_BEFORE[part]]:
-        return _BEFORE[part]
+    if part in _HANDED_OVER_BY and working[_HANDED_OVER_BY[part]]:
+        return _HANDED_OVER_BY[part]
     awaited = AWAITED.get(waiting, LOOP)
-    if waiting in _BESIDE_POLICY and not working["policy"]:
-        awaited = _BESIDE_POLICY[waiting] if working[_BESIDE_POLICY[waiting]] else LOOP
+    if waiting in _WORKS_BESIDE_POLICY and not working["policy"]:
+        awaited = _WORKS_BESIDE_POLICY[waiting] if working[_WORKS_BESIDE_POLICY[waiting]] else LOOP
     return LOOP if awaited == part else awaited
 
 

@@ -28,15 +28,15 @@ _TAIL = 1 << 16
 class TraceFile:
     """Appends spans to a trace file, and goes on with that of a resumed run."""
 
-    def __init__(self, path: Path, note: Callable[[str], None], epoch: float | None = None) -> None:
+    def __init__(self, path: Path, note: Callable[[str], None], clock_zero_s: float | None = None) -> None:
         """
         Args:
             path: the file; it is made if it does not exist, and mended if a crash cut it short.
             note: gets a message when the file cannot be written; the run goes on without it.
-            epoch: seconds since 1970 at which the spans' clock read 0; by default that of `time.monotonic`.
+            clock_zero_s: seconds since 1970 at which the spans' clock read 0; by default that of `time.monotonic`.
         """
         self._path, self._note = path, note
-        self._epoch = time.time() - time.monotonic() if epoch is None else epoch
+        self._clock_zero_s = time.time() - time.monotonic() if clock_zero_s is None else clock_zero_s
         self._pids = {track: pid for pid, track in enumerate(TRACKS, 1)}
         self._known: set[tuple[str, int]] = set()
         self._file: io.BufferedRandom | None = None
@@ -77,7 +77,7 @@ class TraceFile:
         return [*new, event]
 
     def _microseconds(self, clock: float) -> int:
-        return round((self._epoch + clock) * 1e6)
+        return round((self._clock_zero_s + clock) * 1e6)
 
     def _give_up(self, error: OSError) -> None:
         self._note(f"{self._path} cannot be written ({error}); the run goes on without it")

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from orchestrator.tracing.activity import AWAITED, LOOP, OWN, TRACK_PARTS, WORKING, Stretch
+from orchestrator.tracing.activity import AWAITED, LOOP, OWN_WORK, TRACK_PARTS, WORKING, Stretch
 from orchestrator.tracing.spans import Window
 
 WALL = "seconds/wall"
 """Metric: seconds from the end of the step before to the end of this one."""
-LOOPS = (*AWAITED, OWN)
+LOOPS = (*AWAITED, OWN_WORK)
 """Names of the parts into which the loop's wall clock is divided."""
 
 

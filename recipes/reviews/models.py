@@ -17,7 +17,7 @@ from recipes.common.training import quiet_and_seeded
 from recipes.reviews import gold
 from recipes.reviews.grammar import WORDS, Prompt, write_review
 from recipes.reviews.preferences import Preference, collect
-from recipes.reviews.reward_model import judge, reward_model_from, train_reward_model
+from recipes.reviews.reward_model import reward_model_from, reward_scores, train_reward_model
 from recipes.reviews.settings import Settings
 from services.common.wire.pairs import Pair
 
@@ -69,7 +69,7 @@ def _respond(
 
 
 def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> None:
-    scores = judge(model, samples)
+    scores = reward_scores(model, samples)
     model.config.reward_mean = scores.mean().item()
     model.config.reward_std = scores.std().item()
 
@@ -77,11 +77,11 @@ def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[EncodedP
 def _measure(
     model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[EncodedPair]
 ) -> dict[str, float]:
-    chosen = judge(model, [preference.chosen for preference in preferences])
-    rejected = judge(model, [preference.rejected for preference in preferences])
+    chosen = reward_scores(model, [preference.chosen for preference in preferences])
+    rejected = reward_scores(model, [preference.rejected for preference in preferences])
     truth = torch.tensor([preference.margin > 0 for preference in preferences])
     golds = torch.tensor(gold.score([sample.pair for sample in samples]))
-    together = torch.stack([judge(model, samples), golds])
+    together = torch.stack([reward_scores(model, samples), golds])
     return {
         "reward_accuracy": ((chosen > rejected) == truth).float().mean().item(),
         "reward_gold_correlation": torch.corrcoef(together)[0, 1].item(),

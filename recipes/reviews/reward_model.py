@@ -34,7 +34,7 @@ def raw_scores(model: LlamaForSequenceClassification, samples: Sequence[EncodedP
     return scores
 
 
-def judge(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> Tensor:
+def reward_scores(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> Tensor:
     """`raw_scores` [N] of a model that is not being trained."""
     with torch.no_grad():
         return raw_scores(model, samples)

@@ -12,7 +12,7 @@ from services.rollout.sample import Part, Sample, Sampling
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
     from services.common.weight_transfer.manifest import Manifest
 
-LOST = -1
+NO_VERSION = -1
 """Version of an engine whose weights are incomplete. It is below every min_version, so the engine gets no
 requests."""
 
@@ -21,7 +21,7 @@ class Engine(Protocol):
     """Samples, and takes new weights. All methods run on one event loop."""
 
     version: int
-    """Policy version that serves now; LOST after a push failed that had taken the model apart."""
+    """Policy version that serves now; NO_VERSION after a push failed that had taken the model apart."""
     checksum: str
     """Checksum of the last push's bytes; empty before the first push."""
     checksums: dict[int, str]
@@ -91,7 +91,7 @@ class Engine(Protocol):
 
     async def abort(self) -> bool:
         """Drops the received weights and resumes generation. False if the old weights are gone too: the engine then
-        stays paused at version LOST."""
+        stays paused at version NO_VERSION."""
 
     def shutdown(self) -> None:
         """Ends the engine and its processes."""

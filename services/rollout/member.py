@@ -16,7 +16,7 @@ from services.rollout.interface import Engine, joining_info
 
 log = logging.getLogger("quartet")
 
-PATIENCE = 2.0
+LEARNER_SILENCE = 2.0
 """Multiple of the last phase's deadline for which an open push waits for a further phase."""
 LONGEST_REST_S = 24 * 3600.0
 """Longest rest for which a run may ask."""
@@ -113,7 +113,7 @@ class WeightMember:
             return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
         finally:
             if self._open or self._resting_s:
-                seconds = self._resting_s if name == "rest" else PATIENCE * phase.timeout_s
+                seconds = self._resting_s if name == "rest" else LEARNER_SILENCE * phase.timeout_s
                 self._patience = asyncio.create_task(self._expire(seconds))
 
     def _discover(self, message: pb.Discover) -> pb.WeightReport:

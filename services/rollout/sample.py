@@ -12,7 +12,7 @@ from protos import rollout_pb2 as pb
 from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
 from services.common.wire.errors import InvalidArgument
 
-Spans = tuple[tuple[int, int, int], ...]
+VersionSpans = tuple[tuple[int, int, int], ...]
 """(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that version 7
 sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
 MOST_STOPS = 256
@@ -106,7 +106,7 @@ class Sample:
     logprobs: Floats
     """log pi(y_t | prefix) of the sampling policy at the sampling temperature, [T]."""
     finish_reason: FinishReason
-    spans: Spans
+    spans: VersionSpans
     """Versions that sampled it."""
     kept: int = 0
     """Number of its first tokens that were kept from replicas that did not finish it."""
@@ -164,7 +164,7 @@ class Part:
     """Token ids, [T]."""
     logprobs: Floats
     """Log-probs of the sampling policy, as of a sample, [T]."""
-    spans: Spans
+    spans: VersionSpans
     """Versions that sampled it, counted from its own first token."""
 
     def to_wire(self) -> pb.Part:
@@ -194,7 +194,7 @@ def following(part: Part, rest: Rest) -> Rest:
     Spans (7, 0, 3) and then (7, 0, 2), (8, 2, 4) become (7, 0, 5), (8, 5, 7).
     """
     count = len(part.response_ids)
-    shifted: Spans = tuple((version, count + start, count + end) for version, start, end in rest.spans)
+    shifted: VersionSpans = tuple((version, count + start, count + end) for version, start, end in rest.spans)
     return replace(
         rest,
         response_ids=np.concatenate([part.response_ids, rest.response_ids]),
@@ -203,12 +203,12 @@ def following(part: Part, rest: Rest) -> Rest:
     )
 
 
-def cut(spans: Spans, start: int) -> Spans:
+def cut(spans: VersionSpans, start: int) -> VersionSpans:
     """The spans of the tokens from `start` on, counted from there."""
     return tuple((version, max(s - start, 0), e - start) for version, s, e in spans if e > start)
 
 
-def _merged(spans: Spans) -> Spans:
+def _merged(spans: VersionSpans) -> VersionSpans:
     merged: list[tuple[int, int, int]] = []
     for version, start, end in spans:
         if merged and merged[-1][0] == version:
@@ -217,9 +217,9 @@ def _merged(spans: Spans) -> Spans:
     return tuple(merged)
 
 
-def _spans_to_wire(spans: Spans) -> list[pb.VersionSpan]:
+def _spans_to_wire(spans: VersionSpans) -> list[pb.VersionSpan]:
     return [pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in spans]
 
 
-def _spans_from_wire(spans: Iterable[pb.VersionSpan]) -> Spans:
+def _spans_from_wire(spans: Iterable[pb.VersionSpan]) -> VersionSpans:
     return tuple((span.policy_version, span.start, span.end) for span in spans)

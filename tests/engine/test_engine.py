@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
-from services.rollout.interface import LOST
+from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
@@ -124,7 +124,7 @@ async def test_a_streaming_push_that_breaks_off_serves_no_request_until_it_is_re
     with pytest.raises(PushFailed, match=r"version 81 after 1 attempts: only: transfer: \w+"):
         await push(loaded.engine, source, 81, streaming=True)
     [lost] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
-    assert lost.policy_version == LOST
+    assert lost.policy_version == NO_VERSION
     await push(loaded.engine, source, 82, streaming=True)
     await loaded.check(version=82)
     perturbed(loaded.model, seed=104)

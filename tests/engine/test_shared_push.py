@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protos import rollout_pb2 as pb
-from services.rollout.interface import LOST
+from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
@@ -63,7 +63,7 @@ async def test_weights_that_change_while_they_are_loaded_are_never_served(engine
     with pytest.raises(Exception, match="the learner wrote other weights while these were loaded"):
         await pusher.push(70)
     [lost] = await rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
-    assert lost.policy_version == LOST
+    assert lost.policy_version == NO_VERSION
     # The next push mends it.
     await make_pusher(rollout, source).push(71)
     assert await greedy(engine) == plain.greedy(loaded, PROMPTS, GREEDY.max_new_tokens)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from orchestrator.deployment import serving
-from orchestrator.push.newcomers import admitting_newcomers, registered
+from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
 from services.rollout.sample import Sampling
 from tests import plain
@@ -96,8 +96,8 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
     loop = Loop(quartet, max(report.policy_version for report in reports))
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(registered("rollout"))
-        admitting = admitting_newcomers(loop.pusher, registry, quartet.services.rollout.lease, 0)
-        await stack.enter_async_context(admitting)
+        adding = adding_newcomers(loop.pusher, registry, quartet.services.rollout.lease, 0)
+        await stack.enter_async_context(adding)
         running = asyncio.create_task(loop.run())
         await loop.further()
         loop.longest = 0.0

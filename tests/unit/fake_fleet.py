@@ -104,8 +104,8 @@ class FakeSource:
     async def abandon(self, membership: int) -> None:
         self.calls.append(("abandon", membership))
 
-    async def admit(self, membership: int, world_size: int) -> None:
-        self.calls.append(("admit", membership, world_size))
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
+        self.calls.append(("add_newcomers", membership, world_size))
         if self.failures:
             raise self.failures.pop(0)
 

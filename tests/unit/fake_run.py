@@ -19,7 +19,7 @@ from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
 from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
-from orchestrator.tracing.activity import parts_of
+from orchestrator.tracing.activity import parts_with
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Span, Spans
 from orchestrator.tracing.waits import Waits
@@ -209,7 +209,7 @@ class Stage:
             self.checkpoints,  # type: ignore[arg-type]
             self.evaluator,  # type: ignore[arg-type]
             Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
-            Waits(self.spans, parts_of([learner.name for learner in learners])),
+            Waits(self.spans, parts_with([learner.name for learner in learners])),
         )
 
     async def run(self, policy_version: int = 0, critic_step: int = 0) -> None:

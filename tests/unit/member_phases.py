@@ -8,7 +8,7 @@ from protos import rollout_pb2 as pb
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place
 from services.common.wire.errors import InvalidArgument
-from services.rollout.interface import LOST
+from services.rollout.interface import NO_VERSION
 from services.rollout.member import WeightMember
 
 MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)
@@ -62,7 +62,7 @@ class FakeEngine:
     async def abort(self) -> bool:
         await self._note("abort")
         if not self.whole:
-            self.version = LOST
+            self.version = NO_VERSION
         return self.whole
 
 

@@ -13,11 +13,11 @@ from services.common.config.base import GIB, MIB, ConfigError
 
 RESPONSE = 256
 """Most tokens of a response, if the models have room for as many."""
-LEAST = 8
+LEAST_RESPONSE = 8
 """Fewest tokens that must be left for a response."""
 BATCH = 128
 """Samples in a step, if there are as many prompts."""
-SMALL = 5_000_000
+SMALL_MODEL = 5_000_000
 """Parameters below which a second thread does not make a model faster."""
 RATES = ((10_000_000, 2e-4, 1e-3), (100_000_000, 5e-5, 2e-4), (1_000_000_000, 5e-6, 2e-5))
 """(limit, policy's rate, critic's rate): learning rates for models with fewer parameters than the limit."""
@@ -61,9 +61,10 @@ class Choices:
         # Half of the room is kept for prompts; longer prompts are left out.
         room = max(self.longest - self._longest_prompt, self.longest // 2)
         wanted = self.max_new_tokens or min(RESPONSE, room)
-        if wanted < min(LEAST, self.max_new_tokens or LEAST):
+        if wanted < min(LEAST_RESPONSE, self.max_new_tokens or LEAST_RESPONSE):
             raise ConfigError(
-                f"--policy: takes {self.longest} tokens in all, which leaves fewer than {LEAST} for a response"
+                f"--policy: takes {self.longest} tokens in all, which leaves fewer than {LEAST_RESPONSE} for a "
+                "response"
             )
         return wanted
 
@@ -89,7 +90,7 @@ class Choices:
 
     @property
     def _small(self) -> bool:
-        return self.policy.parameters < SMALL and not self.gpu
+        return self.policy.parameters < SMALL_MODEL and not self.gpu
 
     @property
     def batch_tokens(self) -> int:

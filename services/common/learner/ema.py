@@ -14,12 +14,12 @@ class Average:
         """Starts from the parameters' present values."""
         self._parameters = parameters
         self._decay = decay
-        self._means = [held(parameter).to("cpu", torch.float32, copy=True) for parameter in parameters]
+        self._means = [local_share(parameter).to("cpu", torch.float32, copy=True) for parameter in parameters]
 
     def update(self) -> None:
         """mean = decay * mean + (1 - decay) * parameter, for each."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
-            mean.lerp_(held(parameter).to("cpu", torch.float32), 1 - self._decay)
+            mean.lerp_(local_share(parameter).to("cpu", torch.float32), 1 - self._decay)
 
     @property
     def means(self) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ class Average:
             if hasattr(parameter, "ds_tensor") and parameter.data.numel():
                 # ZeRO 3 also keeps small parameters whole, now with old values; make it gather the partitions again.
                 parameter.partition()
-        pieces = [held(parameter) for parameter in self._parameters]
+        pieces = [local_share(parameter) for parameter in self._parameters]
         kept = [piece.clone() for piece in pieces]
         try:
             _copy(self._means, pieces)
@@ -46,10 +46,10 @@ class Average:
             _copy(kept, pieces)
 
 
-def held(parameter: nn.Parameter) -> torch.Tensor:
+def local_share(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's share of a parameter: with ZeRO 3 its partition, otherwise all of it."""
-    held: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
-    return held
+    local_share: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
+    return local_share
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

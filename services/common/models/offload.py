@@ -52,7 +52,7 @@ class Residence:
         self._lock = threading.Lock()
         self._cancel: Cancel = _nothing
         self._uses = 0
-        self._there = False
+        self._on_device = False
         self._host: dict[nn.Parameter, torch.Tensor] = {}
         if not self.offloads:
             if not spread:
@@ -92,7 +92,7 @@ class Residence:
             torch.cuda.synchronize(self._device)
 
     def _bring(self) -> None:
-        if self._there:
+        if self._on_device:
             return
         try:
             # A tensor made in inference mode could not be used outside of it later.
@@ -103,7 +103,7 @@ class Residence:
             # Free what was copied: a half-loaded model only holds device memory.
             self._drop()
             raise
-        self._there = True
+        self._on_device = True
 
     def _drop_after(self, use: int) -> None:
         with self._lock:
@@ -112,7 +112,7 @@ class Residence:
                 self._drop()
 
     def _drop(self) -> None:
-        self._there = False
+        self._on_device = False
         for weight, host in self._host.items():
             weight.data = host
         if self._device.type == "cuda":

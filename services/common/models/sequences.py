@@ -16,13 +16,13 @@ Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
 
 MOST_PADDING = 1 / 8
 """Part of a batch that padding may be, where smaller batches are as efficient."""
-_ENOUGH = {"cpu": 256, "cuda": 4096}
+_ENOUGH_TOKENS = {"cpu": 256, "cuda": 4096}
 
 
 def enough_tokens(device: torch.device) -> int:
     """Tokens from which on a pass is about as efficient as a larger one. `python -m benchmarks.pass_size` measures it
     on a core; the number for GPUs is a guess that was not measured."""
-    return _ENOUGH.get(device.type, _ENOUGH["cuda"])
+    return _ENOUGH_TOKENS.get(device.type, _ENOUGH_TOKENS["cuda"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from services.common.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
-Digest = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
+Sha256 = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
 # Small, since a request keeps the event loop of Serve's proxy while it is read and passed on, and several times what
 # Quartet's clients send: they divide larger calls (services/common/wire/splitting.py). Score has less because it may
 # hold texts, which take longer to parse than packed numbers; UpdateWeights more because a manifest cannot be divided.
@@ -33,7 +33,7 @@ class KnownCaller(Config):
     """trainer: everything. judge-client: Score, Logprobs and their Info. prober: Info and health of all services."""
     applications: tuple[str, ...] | None = None
     """Names of the Serve applications that the caller may call; null for all."""
-    tokens: tuple[Digest, ...] = ()
+    tokens: tuple[Sha256, ...] = ()
     """SHA-256 digests of the caller's bearer tokens, in hexadecimal; several while one replaces another. The server
     does not hold the tokens themselves."""
     certificates: tuple[str, ...] = ()

@@ -87,7 +87,8 @@ class Admission:
             if waiting + count > limit:
                 pause_s = min(max(self._call_s, SHORTEST_S), LONGEST_S)
                 raise ResourceExhausted(
-                    f"{field}: {count} {unit}, while {waiting} {whose} wait already and {limit} may wait", pause_s
+                    f"{field}: {count} {unit} more are refused, as {waiting} {whose} wait already and {limit} may",
+                    pause_s,
                 )
 
     def _count(self, share: Share, asked: dict[str, int], sign: int) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from services.common.serving.share import Share
 from services.common.wire.callers import Purpose
 
-PATIENCE = 8
+MOST_PASSED_OVER = 8
 """Turns that a waiting purpose is passed over for higher ones; it gets the next turn."""
 
 Call = TypeVar("Call")
@@ -128,7 +128,7 @@ class FairQueue(Generic[Call]):
         waiting = [p for p in purposes if self._rounds[p] or self._again[p]]
         if not waiting:
             return None
-        late = [purpose for purpose in waiting if self._passed_over[purpose] >= PATIENCE]
+        late = [purpose for purpose in waiting if self._passed_over[purpose] >= MOST_PASSED_OVER]
         chosen = late[0] if late else waiting[0]
         for purpose in waiting:
             self._passed_over[purpose] = 0 if purpose is chosen else self._passed_over[purpose] + 1

@@ -20,7 +20,7 @@ from services.common.serving.door.routes import Routes
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "services.common.serving.proxy:bind_to_host"
 """Value of that variable, which has to be set on every node before Ray starts; `quartet up` sets it."""
-Stream = Callable[[Any, Any], AsyncIterator[bytes]]
+StreamHandler = Callable[[Any, Any], AsyncIterator[bytes]]
 
 
 class _Health(health_pb2_grpc.HealthServicer):
@@ -41,7 +41,11 @@ class _Health(health_pb2_grpc.HealthServicer):
         if len(serving) == 1:
             return await self._of(request, context, serving[0])
         context.set_code(grpc.StatusCode.INVALID_ARGUMENT if serving else grpc.StatusCode.NOT_FOUND)
-        reason = f"several applications serve it; name one: {', '.join(serving)}" if serving else "none serves it"
+        reason = (
+            f"several applications serve it; name one: {', '.join(serving)}"
+            if serving
+            else "no application serves it"
+        )
         context.set_details(f"service: {request.service[:64]!r}: {reason}")
         return health_pb2.HealthCheckResponse()
 
@@ -93,7 +97,7 @@ def _routes(server: Any) -> Routes:
     return routes
 
 
-def _attended(stream: Stream) -> Stream:
+def _attended(stream: StreamHandler) -> StreamHandler:
     """The same stream, read by a separate task. The task does nothing but wait for the next message, so that
     cancelling it always reaches the replica."""
 

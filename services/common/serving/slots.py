@@ -19,7 +19,7 @@ SURPLUS = 2
 """Training rows that may be started per slot of the engine, so that the engine always has a next row."""
 BURST = 8
 """Rows started before other tasks of the event loop get their turn."""
-_ANY = 1 << 30
+_ANY_NUMBER = 1 << 30
 
 
 class Running(Generic[Answer]):
@@ -120,7 +120,7 @@ class EngineSlots:
         try:
             begun = 0
             while (purpose := self._queue.next_purpose(self._open())) is not None:
-                for part in self._queue.take(purpose, _ANY, 1):
+                for part in self._queue.take(purpose, _ANY_NUMBER, 1):
                     self._start(part.call, part.rows.tolist())
                 begun += 1
                 if begun % BURST == 0:

@@ -18,13 +18,13 @@ from services.common.weight_transfer.memory.device_digest import device_digest
 from services.common.weight_transfer.memory.device_memory import HANDLE_BYTES, Cuda, DeviceMemory
 from services.common.weight_transfer.memory.shared_memory import Segment
 
-Digest = Callable[[torch.Tensor], bytes]
+DigestOf = Callable[[torch.Tensor], bytes]
 
 
 class SharedSender:
     """The learner's end: a Sender that forms no group, since any process of the machine may read."""
 
-    def __init__(self, segment: Segment, buckets: Buckets, digest: Digest = digest) -> None:
+    def __init__(self, segment: Segment, buckets: Buckets, digest: DigestOf = digest) -> None:
         """Made by `host` or `gpu`."""
         self._segment, self._buckets, self._digest = segment, buckets, digest
         self._memory: DeviceMemory | None = None
@@ -72,7 +72,7 @@ class SharedSender:
     def abandon(self, membership: int) -> None:
         """Does nothing: no member waits for another."""
 
-    def admit(self, membership: int, world_size: int) -> None:
+    def add_newcomers(self, membership: int, world_size: int) -> None:
         """Does nothing: newcomers read the same memory."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class SharedSender:
 class SharedBuckets:
     """A replica's view of all senders' shared memory."""
 
-    def __init__(self, segments: list[Segment], parts: list[Buckets], digest: Digest = digest) -> None:
+    def __init__(self, segments: list[Segment], parts: list[Buckets], digest: DigestOf = digest) -> None:
         """Made by `host` or `gpu`."""
         self._segments, self._parts, self._digest = segments, parts, digest
         self._opened: list[DeviceMemory] = []

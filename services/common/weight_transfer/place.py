@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARED = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -18,7 +18,7 @@ class Place:
     """UUIDs of the GPUs that it computes on, one per worker; empty on CPUs."""
 
 
-def machine(shared: Path = SHARED, boot_id: Path = BOOT_ID) -> str:
+def machine(shared: Path = SHARED_MEMORY, boot_id: Path = BOOT_ID) -> str:
     """A name that is equal for two processes if they see the same shared memory; containers of one host may not."""
     try:
         return f"{boot_id.read_text().strip()}:{os.stat(shared).st_dev}"
@@ -26,7 +26,7 @@ def machine(shared: Path = SHARED, boot_id: Path = BOOT_ID) -> str:
         return ""
 
 
-def has_room(size: int, shared: Path = SHARED) -> bool:
+def has_room(size: int, shared: Path = SHARED_MEMORY) -> bool:
     """True if `size` bytes fit into shared memory now."""
     try:
         status = os.statvfs(shared)

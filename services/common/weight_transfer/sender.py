@@ -41,7 +41,7 @@ class Sender(Protocol):
         """Ends the transfer to this membership, so that no member waits for another that is gone. May overlap
         `send`."""
 
-    def admit(self, membership: int, world_size: int) -> None:
+    def add_newcomers(self, membership: int, world_size: int) -> None:
         """Sends the loaded weights to a group of newcomers; the main group stays as it is."""
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class GroupSender:
         if group is not None and group.membership == membership:
             self.close()
 
-    def admit(self, membership: int, world_size: int) -> None:
+    def add_newcomers(self, membership: int, world_size: int) -> None:
         """Forms a second group with the newcomers, sends all buckets, and leaves it."""
         group = self._form(membership, world_size)
         try:

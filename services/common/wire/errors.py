@@ -100,7 +100,7 @@ class Internal(ServiceError):
     """A fault of the service."""
 
 
-_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
+_ERRORS_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
     kind.code: kind
     for kind in (
         InvalidArgument,
@@ -133,7 +133,7 @@ _TOO_LARGE = re.compile(r"message larger than max")
 # gRPC's own words for a call too many on a port: however small its parts, none would get in.
 _PORT_FULL = re.compile(r"Concurrent RPC limit exceeded")
 _PORT_FULL_PAUSE_S = 1.0
-_BY_BEGINNING: dict[str, type[ServiceError]] = {"lease: ": LeaseLost, "timeline: ": OffTimeline}
+_ERRORS_BY_BEGINNING: dict[str, type[ServiceError]] = {"lease: ": LeaseLost, "timeline: ": OffTimeline}
 
 
 def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
@@ -142,10 +142,10 @@ def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
     details = error.details()  # type: ignore[attr-defined]
     if code is grpc.StatusCode.INTERNAL and REPLICA_LOST.match(details or ""):
         return Unavailable(f"{call}: {REPLICA_DIED}")
-    kind = _BY_CODE.get(code, Internal)
+    kind = _ERRORS_BY_CODE.get(code, Internal)
     if kind is FailedPrecondition:
         said = details or ""
-        kind = next((its for text, its in _BY_BEGINNING.items() if said.startswith(text)), kind)
+        kind = next((its for text, its in _ERRORS_BY_BEGINNING.items() if said.startswith(text)), kind)
     if kind is ResourceExhausted:
         message, retry_after_s = pushback_of(details or "")
         if _TOO_LARGE.search(message):

@@ -10,9 +10,9 @@ from services.common.wire.errors import ResourceExhausted, Unavailable
 
 Answer = TypeVar("Answer")
 
-MOST = 3
+MOST_ATTEMPTS = 3
 """Most attempts of one call at the same time."""
-USUAL = 3.0
+PATIENCE_FACTOR = 3.0
 """Multiple of the usual answer time after which the next attempt begins."""
 
 
@@ -34,7 +34,7 @@ class Patience:
 
     def seconds(self, timeout_s: float) -> float:
         """Seconds to wait for one attempt: at most a third of `timeout_s`, the time that the whole call may take."""
-        return min(max(self._least_s, USUAL * self._usual_s), timeout_s / MOST)
+        return min(max(self._least_s, PATIENCE_FACTOR * self._usual_s), timeout_s / MOST_ATTEMPTS)
 
     @property
     def _usual_s(self) -> float:
@@ -43,7 +43,7 @@ class Patience:
         return max(statistics.median(self._recent), min(list(self._recent)[-2:]))
 
 
-async def first_answer(attempt: Callable[[], Awaitable[Answer]], pause_s: float, most: int = MOST) -> Answer:
+async def first_answer(attempt: Callable[[], Awaitable[Answer]], pause_s: float, most: int = MOST_ATTEMPTS) -> Answer:
     """The first answer of several attempts; the others are cancelled.
 
     An attempt begins when the last one has been silent for `pause_s`, up to `most` attempts. If one is refused

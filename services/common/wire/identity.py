@@ -6,8 +6,8 @@ from typing import Any
 
 from protos import common_pb2
 
-_WHOLE = 256 << 20
-_ENDS = 32 << 20
+_HASHED_WHOLE_BYTES = 256 << 20
+_HASHED_END_BYTES = 32 << 20
 
 
 def model_hash(folder: str | Path) -> str:
@@ -23,11 +23,11 @@ def model_hash(folder: str | Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}\n".encode())
         with file.open("rb") as stream:
-            if size <= _WHOLE:
+            if size <= _HASHED_WHOLE_BYTES:
                 digest.update(stream.read())
             else:
-                digest.update(stream.read(_ENDS))
-                stream.seek(-_ENDS, 2)
+                digest.update(stream.read(_HASHED_END_BYTES))
+                stream.seek(-_HASHED_END_BYTES, 2)
                 digest.update(stream.read())
     return digest.hexdigest()
 

@@ -14,7 +14,7 @@ PAIRS = 512
 """Most pairs in one call."""
 TOKENS = 1 << 17
 """Most tokens in one call; a longer pair is sent alone."""
-AT_ONCE = 4
+PARTS_AT_ONCE = 4
 """Parts of one call that are in flight at the same time."""
 
 
@@ -57,7 +57,7 @@ async def in_parts(sizes: Sequence[int], ask: Callable[[range], Awaitable[Result
         ask: sends the rows it is given; raises ResourceExhausted without `retry_after_s` if they are more than the
             service ever admits.
     """
-    turn = asyncio.Semaphore(AT_ONCE)
+    turn = asyncio.Semaphore(PARTS_AT_ONCE)
 
     async def halving(rows: range) -> list[Result]:
         try:

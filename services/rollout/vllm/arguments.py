@@ -9,7 +9,7 @@ from services.common.config.base import ConfigError
 from services.common.wire.identity import vocabulary_size
 from services.rollout.config import RolloutConfig
 
-FREE = 0.02
+FREE_SHARE = 0.02
 """Share of a GPU that has to be free for an engine with a configured cache size."""
 
 
@@ -57,7 +57,7 @@ def _is_padded(config: RolloutConfig) -> bool:
 def utilization(config: RolloutConfig, *, gpu: bool) -> float:
     """The share of the GPU to pass to vLLM. vLLM refuses to start unless that much is free, even if the size of the
     cache is configured; beside other processes that may never happen."""
-    return FREE if gpu and config.kv_cache_mib else config.gpu_memory_utilization
+    return FREE_SHARE if gpu and config.kv_cache_mib else config.gpu_memory_utilization
 
 
 def eager(config: RolloutConfig, *, gpu: bool) -> bool:

@@ -19,7 +19,7 @@ from services.common.weight_transfer.place import Place, machine
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
-from services.rollout.interface import LOST
+from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.requests import Requests
@@ -186,7 +186,7 @@ class VLLMEngine:
         if whole:
             await self._resume()
         else:
-            self.version, self.checksum = LOST, ""
+            self.version, self.checksum = NO_VERSION, ""
         return whole
 
     def shutdown(self) -> None:

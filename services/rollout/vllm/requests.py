@@ -13,8 +13,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, Spans, cut, following
-from services.rollout.vllm.sampling import BEGUN
+from services.rollout.sample import FinishReason, Part, Sample, Sampling, VersionSpans, cut, following
+from services.rollout.vllm.sampling import BEGUN_KEY
 from services.rollout.vllm.versions import WeightVersions
 
 FINISHED = frozenset(FinishReason)
@@ -73,7 +73,7 @@ class Requests:
         spans = cut(self._versions.spans(response, version), reported)
         return following(made, Sample(index, *_tokens(response, reported), reason, spans))
 
-    def _spans(self, name: str, response: Any, version: int) -> Spans:
+    def _spans(self, name: str, response: Any, version: int) -> VersionSpans:
         """The spans of a response that is not finished."""
         if response.finish_reason is None:
             return self._versions.spans_so_far(name, response, version)
@@ -127,7 +127,7 @@ def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE,
-        extra_args={BEGUN: begun} if begun else None,
+        extra_args={BEGUN_KEY: begun} if begun else None,
     )
 
 

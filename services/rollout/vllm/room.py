@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAG = 2
+FREEING_STEPS = 2
 """Engine steps after a request's last token until its blocks are free, while others go on."""
 
 
@@ -33,7 +33,7 @@ def most_blocks(needs: Sequence[Need], block_size: int) -> int:
         return 0
     now, left = np.asarray(needs, np.int64).T
     order = np.argsort(-left, kind="stable")
-    steps = left[order] + LAG
+    steps = left[order] + FREEING_STEPS
     count = np.arange(1, len(needs) + 1)
     tokens = np.cumsum(now[order]) + count * steps
     return int((tokens // block_size + count).max())

@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from services.common.wire.identity import vocabulary_size
 
-BEGUN = "begun"
+BEGUN_KEY = "begun"
 """Name in SamplingParams.extra_args: number of tokens that a response had before its request."""
 
 
@@ -38,7 +38,7 @@ class RunnerRequests(dict[str, Any]):
 
     def __setitem__(self, name: str, state: Any) -> None:
         if state.generator is not None:
-            state.generator = continued(state, (state.sampling_params.extra_args or {}).get(BEGUN, 0))
+            state.generator = continued(state, (state.sampling_params.extra_args or {}).get(BEGUN_KEY, 0))
         super().__setitem__(name, state)
 
 

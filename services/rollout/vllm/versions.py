@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from services.common.wire.errors import Unavailable
-from services.rollout.sample import Spans
+from services.rollout.sample import VersionSpans
 
 
 class WeightVersions:
@@ -57,32 +57,32 @@ class WeightVersions:
         """Allocates the released KV cache again, which ends the pause in either version."""
         await self._llm.wake_up(tags=["kv_cache"])
 
-    def spans(self, output: Any, begun: int) -> Spans:
-        """The spans of a response that ended, whose request arrived while version `begun` served.
+    def spans(self, output: Any, began_with: int) -> VersionSpans:
+        """The spans of a response that ended, whose request arrived while version `began_with` served.
 
         Raises:
             Unavailable: the weights changed meanwhile, and the engine did not record where; may be repeated.
         """
         if self._counts:
             return _spans(output.weight_versions)
-        if begun != self.serving:
+        if began_with != self.serving:
             raise Unavailable(
                 "the weights changed while this was sampled, and this vLLM does not say where; ask again"
             )
-        return ((begun, 0, len(output.token_ids)),)
+        return ((began_with, 0, len(output.token_ids)),)
 
-    def spans_so_far(self, name: str, output: Any, begun: int) -> Spans:
+    def spans_so_far(self, name: str, output: Any, began_with: int) -> VersionSpans:
         """The same of a response that has not ended, of the request of this name. Has to be called as soon as the
         output has come."""
         if not self._counts:
-            return self.spans(output, begun)
+            return self.spans(output, began_with)
         # Handed out with the end of a response, but noted whenever tokens come.
         processor = self._llm.output_processor
         [internal] = processor.external_req_ids[name]
         return _spans(processor.request_states[internal]._weight_version_spans())
 
 
-def _spans(noted: Any) -> Spans:
+def _spans(noted: Any) -> VersionSpans:
     return tuple((int(span.version), span.start, span.end) for span in noted or ())
 
 

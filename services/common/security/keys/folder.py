@@ -76,7 +76,11 @@ class Keys:
     def _before(self, hosts: Sequence[str], tokens: bool) -> AccessPolicy | None:
         if self.policy.exists():
             policy = load_policy(self.policy)
-            if policy.tls is None or (policy.tls.client_ca is None) != tokens:
+            if policy.tls is None:
+                raise ConfigError(
+                    f"{self.policy}: has no `tls`, so `quartet keys` did not make it; name a new folder"
+                )
+            if (policy.tls.client_ca is None) != tokens:
                 raise ConfigError(
                     f"{self.policy}: identifies callers by {'certificate' if tokens else 'token'}; use the same, or "
                     "name a new folder"

@@ -17,10 +17,10 @@ from orchestrator.deployment.memory import (
     Footprint,
     ModelSize,
     engine_bytes,
+    footprints,
     frozen_bytes,
     learner_bytes,
     most_on_one,
-    parts_of,
     shortage,
 )
 from services.common.config.base import GIB
@@ -127,7 +127,7 @@ def test_the_sums_at_the_head_of_the_file_for_one_gpu(size: str, lora: bool, exp
         (tmp_path / "lora").mkdir()
         file = tmp_path / "lora" / "ppo-1gpu.yaml"
         file.write_text(text)
-    parts = parts_of(load(file, tmp_path), 139 * GIB, lambda folder: QWEN[size])
+    parts = footprints(load(file, tmp_path), 139 * GIB, lambda folder: QWEN[size])
     assert [part.name for part in parts] == ["rollout", "reward", "reference", "critic", "policy"]
     assert round(sum(part.size for part in parts) / GIB) == expected
     assert bool(list(shortage(parts, 139 * GIB))) == (expected > 139)
@@ -182,7 +182,7 @@ def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_pat
     assert deployment.orchestrator.loop.colocate
     assert deployment.orchestrator.policy.colocate
     assert not list(misfits_of_rollout(deployment.orchestrator, deployment.services["rollout"], "rollout"))  # type: ignore[arg-type]
-    parts = parts_of(deployment, 139 * GIB, lambda folder: QWEN[size])
+    parts = footprints(deployment, 139 * GIB, lambda folder: QWEN[size])
     sums = [round(sum(part.during(phase) for part in parts) / GIB) for phase in (SAMPLING, TRAINING)]
     assert sums == [sampling, training]
 
@@ -194,7 +194,7 @@ def test_a_push_through_the_gpu_needs_room_for_one_more_copy(tmp_path: Path) -> 
     copy.write_text(file.read_text().replace("weights: {", "weights: {backend: cuda-ipc, "))
     sizes = []
     for path in (file, copy):
-        *_, policy = parts_of(load(path, tmp_path), 139 * GIB, lambda folder: QWEN["1.5B"])
+        *_, policy = footprints(load(path, tmp_path), 139 * GIB, lambda folder: QWEN["1.5B"])
         sizes.append(policy.size)
     assert sizes[1] - sizes[0] == 2 * QWEN["1.5B"].parameters
 
@@ -214,5 +214,5 @@ def test_as_many_replicas_count_as_there_may_be(scale: dict[str, Any], count: in
     (entry,) = reward["deployments"]
     del entry["num_replicas"]
     entry |= scale
-    parts = parts_of(deployment, 139 * GIB, lambda folder: QWEN["0.5B"])
+    parts = footprints(deployment, 139 * GIB, lambda folder: QWEN["0.5B"])
     assert [part.name for part in parts].count("reward") == count

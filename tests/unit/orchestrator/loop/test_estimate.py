@@ -11,7 +11,7 @@ import torch
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import KLConfig, PPOConfig
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
 from services.rollout.sample import FinishReason, Sample
@@ -54,7 +54,7 @@ def estimated(
     kl_coef: float = 0.1,
     normaliser: RunningNormaliser | None = None,
 ) -> Estimated:
-    batch = Batch.of(experiences)
+    batch = Batch.of(Collected(experiences, 0.0, 0.0))
     old = batch.padded(OLD)
     made = estimate_advantages(batch, old, settings, kl_coef, normaliser or RunningNormaliser())
     distance = measure_distance(batch, old, settings, 0)
@@ -114,7 +114,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
 
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
-    batch = Batch.of(BATCH)
+    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
     without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
     actual = estimated(BATCH, settings)
     assert rows(without.advantages) == rows(actual.advantages)
@@ -219,7 +219,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
-    batch = Batch.of(BATCH)
+    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
     assert [prompt.tolist() for prompt in batch.prompts] == [[10], [11]]
     assert [response.tolist() for response in batch.responses] == [[0, 0], [0]]
     assert batch.mask.tolist() == [[True, True], [True, False]]

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import PPOConfig
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
 from services.common.learner.minibatches import tokens_trained
@@ -31,7 +31,7 @@ def made(
     experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **ppo: Any
 ) -> tuple[Batch, Advantages, Distance]:
     settings = PPOConfig.parse({"whiten_advantages": False, "max_token_staleness": 1} | ppo, "ppo")
-    batch = Batch.of(experiences, oldest)
+    batch = Batch.of(Collected(experiences, 0.0, 0.0), oldest)
     padded = batch.padded([np.asarray(row, np.float32) for row in old])
     estimate = estimate_advantages(batch, padded, settings, 0.1, RunningNormaliser())
     return batch, estimate, measure_distance(batch, padded, settings, 8)
@@ -118,7 +118,7 @@ def test_a_batch_of_which_nothing_is_trained_on_gives_nothing() -> None:
     assert {x for side in (estimate.advantages, estimate.returns) for row in side for x in row.tolist()} == {0.0}
     assert "value/explained_variance" not in estimate.metrics
     assert np.isfinite(list(estimate.metrics.values())).all()
-    trained = batch.for_policy(None, estimate.advantages, 0.1).trained
+    trained = batch.for_policy(estimate.advantages, 0.1).trained
     assert tokens_trained(batch.responses, trained) == [0, 0, 0]
 
 
@@ -126,7 +126,7 @@ def test_where_no_token_is_masked_all_is_as_without() -> None:
     plain, given = (made(BATCH, OLD, oldest) for oldest in (None, 5))
     for (batch, estimate, distance), share in ((plain, None), (given, 0.0)):
         assert estimate.metrics.get("staleness/masked") == share
-        assert batch.for_policy(None, estimate.advantages, 0.1).trained is None
+        assert batch.for_policy(estimate.advantages, 0.1).trained is None
         assert distance == plain[2]
         assert rows(estimate.advantages) == rows(plain[1].advantages)
         assert rows(estimate.returns) == rows(plain[1].returns)

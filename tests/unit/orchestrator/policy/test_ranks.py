@@ -27,7 +27,7 @@ def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
     return Policy(RankGroup("policy", ranks), config, share=lambda given: ("shared", given))
 
 
-SENDING = [f"WeightSending.{name}" for name in ("rendezvous", "manifest", "join", "send", "admit")]
+SENDING = [f"WeightSending.{name}" for name in ("rendezvous", "manifest", "join", "send", "add_newcomers")]
 
 
 def methods(rank: FakeRank) -> list[Any]:
@@ -58,10 +58,10 @@ async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> 
     assert await policy.manifest() == b"m"
     await policy.join(1, 4)
     assert await policy.send(4) == checksum(digests)
-    await policy.admit(2, 3)
+    await policy.add_newcomers(2, 3)
     assert [methods(rank) for rank in ranks] == [SENDING] * 2 + [[]]
     assert ranks[0].called[0] == ("run_beside", "WeightSending.rendezvous", "gloo", "127.0.0.1", 2 << 20, 0.5, 2)
-    assert ranks[0].called[4] == ("run_beside", "WeightSending.admit", 2, 3)
+    assert ranks[0].called[4] == ("run_beside", "WeightSending.add_newcomers", 2, 3)
 
 
 async def test_a_send_out_of_time_may_be_tried_again(policy_folder: Path) -> None:

@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.push import newcomers
-from orchestrator.push.newcomers import admitting_newcomers
+from orchestrator.push.newcomers import adding_newcomers
 from protos import common_pb2
 from services.common.weight_transfer.registry import Answer
 from services.common.wire.errors import Internal, LeaseLost, leaves
@@ -41,7 +41,7 @@ class FakePusher:
         self.failures = list(failures)
         self.admitted = asyncio.Event()
 
-    async def admit(self, applicants: Any, deliver: Any) -> None:
+    async def add_newcomers(self, applicants: Any, deliver: Any) -> None:
         if self.failures:
             raise self.failures.pop(0)
         await deliver(dict.fromkeys(applicants))
@@ -54,11 +54,12 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [Internal("policy.admit: gone"), PolicyError("rank 0 died"), RayActorError(), ConnectionResetError()]
+    "error",
+    [Internal("policy.add_newcomers: gone"), PolicyError("rank 0 died"), RayActorError(), ConnectionResetError()],
 )
 async def test_what_may_mend_itself_is_tried_again(error: Exception) -> None:
     pusher = FakePusher(error, error)
-    async with admitting_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+    async with adding_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await pusher.admitted.wait()
 
@@ -66,7 +67,7 @@ async def test_what_may_mend_itself_is_tried_again(error: Exception) -> None:
 @pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])
 async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> None:
     async def run() -> None:
-        async with admitting_newcomers(FakePusher(error), FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
+        async with adding_newcomers(FakePusher(error), FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
             await asyncio.sleep(60)
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -95,8 +96,8 @@ class QuietRegistry(FakeRegistry):
 
 async def test_a_run_that_ends_is_not_held_up() -> None:
     registry = QuietRegistry()
-    admitting = admitting_newcomers(FakePusher(), registry, LEASE, 30)  # type: ignore[arg-type]
-    async with asyncio.timeout(5), admitting:
+    adding = adding_newcomers(FakePusher(), registry, LEASE, 30)  # type: ignore[arg-type]
+    async with asyncio.timeout(5), adding:
         await until(lambda: registry.asked == 2)
         assert not registry.left
     assert registry.left
@@ -109,6 +110,6 @@ async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket(
     registry = FakeRegistry()
     for number in (4, 5):
         pusher, lease = FakePusher(), common_pb2.Lease(run_id="ours", number=number)
-        async with asyncio.timeout(5), admitting_newcomers(pusher, registry, lease, 30):  # type: ignore[arg-type]
+        async with asyncio.timeout(5), adding_newcomers(pusher, registry, lease, 30):  # type: ignore[arg-type]
             await pusher.admitted.wait()
         assert registry.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}

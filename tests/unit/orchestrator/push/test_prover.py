@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from orchestrator.push.prover import PATIENCE, Prover, PushDisproved
+from orchestrator.push.prover import PUSHES_WITHOUT_PROOF, Prover, PushDisproved
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.probe import probe_sequences
@@ -79,14 +79,14 @@ async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it
     fleet = Fleet(source, a=1, b=1)
     fleet.mute.add(("b", "probe"))
     pusher = make_pusher(fleet, prover=make_prover(source))
-    for version in range(1, PATIENCE):
+    for version in range(1, PUSHES_WITHOUT_PROOF):
         await pusher.push(version)
     with pytest.raises(PushDisproved, match=r"no proof in 3 pushes in a row: b: did not answer"):
-        await pusher.push(PATIENCE)
+        await pusher.push(PUSHES_WITHOUT_PROOF)
     fleet.mute.clear()
-    await pusher.push(PATIENCE + 1)
+    await pusher.push(PUSHES_WITHOUT_PROOF + 1)
     fleet.phases.clear()
-    await pusher.push(PATIENCE + 2)
+    await pusher.push(PUSHES_WITHOUT_PROOF + 2)
     assert "probe" not in fleet.phases
 
 
@@ -101,7 +101,7 @@ async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: Fak
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
         taken.update({name: ticket for name, ticket in tickets.items() if ticket})
 
-    await pusher.admit({"b": Applicant(1, Place("m"))}, deliver)
+    await pusher.add_newcomers({"b": Applicant(1, Place("m"))}, deliver)
     assert await _receive(fleet.members["b"], taken["b"], fleet.lease) == ""
     assert fleet.engines["b"].calls[-1] == "score"
     fleet.engines["b"].off_by = 0.25

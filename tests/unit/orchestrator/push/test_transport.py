@@ -102,10 +102,10 @@ async def test_a_newcomer_that_is_not_reached_waits_for_the_push_that_reaches_it
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
         told.update(tickets)
 
-    await pusher.admit({"near": Applicant(1, CPU), "far": Applicant(1, OTHER_CPU)}, deliver)
+    await pusher.add_newcomers({"near": Applicant(1, CPU), "far": Applicant(1, OTHER_CPU)}, deliver)
     assert told["far"] is None
     assert told["near"] is not None
-    assert source.calls[-1] == ("admit", 2, 2)
+    assert source.calls[-1] == ("add_newcomers", 2, 2)
 
 
 def test_a_machine_is_the_shared_memory_that_is_seen(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.tracing.activity import LOOP, PARTS, WORKING, parts_of, stretches
+from orchestrator.tracing.activity import LOOP, PARTS, WORKING, parts_with, stretches
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.shares import LOOPS, shares
 from orchestrator.tracing.spans import Span, Spans, Window
@@ -152,7 +152,7 @@ def test_an_empty_window_has_shares_of_zero() -> None:
 def test_the_wait_for_a_batch_is_for_its_own_samples_then_for_their_scores_then_the_loops_own() -> None:
     clock, written = Clock(), list[Span]()
     spans = Spans(written.extend, clock)
-    waits = Waits(spans, parts_of(["policy"]))
+    waits = Waits(spans, parts_with(["policy"]))
     waits.begin()
     ahead = spans.on("rollout")("generate", sample=9)  # of a later batch, and longer
     one, two = (spans.on("rollout")("generate", sample=number) for number in (1, 2))

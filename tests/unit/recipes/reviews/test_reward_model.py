@@ -11,7 +11,7 @@ from recipes.common.shape import Shape
 from recipes.common.tokenizer import EOS_ID, word_tokenizer
 from recipes.reviews.grammar import WORDS
 from recipes.reviews.preferences import Preference, prefer
-from recipes.reviews.reward_model import judge, reward_model_from, train_reward_model
+from recipes.reviews.reward_model import reward_model_from, reward_scores, train_reward_model
 from recipes.reviews.settings import Settings
 from services.common.wire.pairs import Pair
 
@@ -55,13 +55,13 @@ def test_a_raw_score_is_the_head_at_the_last_token_whatever_the_padding() -> Non
     model = reward_model_from(policy, Settings(shape=TINY)).eval()
     short = EncodedPair(Pair("", ""), [1, 5], [6, 0])  # ends in a padding token of its own
     long = EncodedPair(Pair("", ""), [1, 5], [6, 7, 8, 9, EOS_ID])
-    together = judge(model, [short, long])
+    together = reward_scores(model, [short, long])
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([short.ids])).last_hidden_state
         expected = (hidden[0, 3] * model.score.weight[0]).sum()
     assert together.shape == (2,)
     assert together[0].item() == pytest.approx(expected.item(), abs=1e-6)
-    assert together[1].item() == pytest.approx(judge(model, [long]).item(), abs=1e-6)
+    assert together[1].item() == pytest.approx(reward_scores(model, [long]).item(), abs=1e-6)
 
 
 def test_the_reward_model_learns_what_is_preferred() -> None:
@@ -71,7 +71,7 @@ def test_the_reward_model_learns_what_is_preferred() -> None:
     liked, disliked = as_sample("the price is steep ."), as_sample("the price is fair .")
     preferences = [Preference(liked, disliked, margin=-1.75)] * 8
     loss = train_reward_model(model, preferences, settings, random.Random(0))
-    high, low = judge(model, [liked, disliked]).tolist()
+    high, low = reward_scores(model, [liked, disliked]).tolist()
     assert high - low > 3
     assert loss < 0.05  # log(1 + exp(-3)) = 0.049
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protos import rollout_pb2 as pb
-from services.rollout.interface import LOST
+from services.rollout.interface import NO_VERSION
 from services.rollout.member import WeightMember
 from tests.unit.member_phases import (
     MANIFEST,
@@ -151,9 +151,9 @@ async def test_a_replica_whose_weights_are_lost_says_so_until_a_push_brings_whol
     engine.failing["receive"] = RuntimeError("connection reset")
     await play(member, prepare(1))
     report = await play(member, transfer(1))
-    assert (report.ok, report.policy_version) == (False, LOST)
+    assert (report.ok, report.policy_version) == (False, NO_VERSION)
     assert member.failure == "a push that loads weights into place failed; this replica waits for a complete one"
-    assert (await play(member, {"abort": pb.Abort(membership=1)})).policy_version == LOST
+    assert (await play(member, {"abort": pb.Abort(membership=1)})).policy_version == NO_VERSION
     assert member.failure
     engine.failing.clear()
     for step in (prepare(2), transfer(2), commit(2, 4)):

@@ -148,10 +148,11 @@ class Run:
                 numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
                 requests = training_requests(config, prompts, numbers)
                 collected = await collector.collect(requests, version=step + 1, critic_step=step)
-                batch = Batch.of(collected.experiences)
+                batch = Batch.of(collected)
                 old = await policy.logprobs(batch.prompts, batch.responses)
+                batch = replace(batch, old_logprobs=old)
                 estimate = estimate_advantages(batch, batch.padded(old), config.ppo, kl_coef, normaliser)
-                trained = batch.for_policy(old, estimate.advantages, kl_coef)
+                trained = batch.for_policy(estimate.advantages, kl_coef)
                 seed, values = config.seed * 1_000_003 + step + 1, [e.values for e in batch.experiences]
                 update = Update(step + 1, seed, trained, values, estimate.returns)
                 for each in (PolicyLearner(policy), values_of):

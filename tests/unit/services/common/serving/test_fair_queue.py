@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from services.common.serving.fair_queue import PATIENCE, FairQueue, Slice
+from services.common.serving.fair_queue import MOST_PASSED_OVER, FairQueue, Slice
 from services.common.serving.share import Share
 from services.common.wire.callers import Purpose
 
@@ -69,8 +69,8 @@ def test_what_waits_behind_higher_purposes_waits_so_many_turns_and_no_more() -> 
         assert purpose is not None
         assert queue.take(purpose, 1, 1024)
         turns.append(purpose)
-    assert turns[:PATIENCE] == [Purpose.TRAINING] * PATIENCE
-    assert turns[PATIENCE : PATIENCE + 2] == [Purpose.EVALUATION, Purpose.FOREIGN]
+    assert turns[:MOST_PASSED_OVER] == [Purpose.TRAINING] * MOST_PASSED_OVER
+    assert turns[MOST_PASSED_OVER : MOST_PASSED_OVER + 2] == [Purpose.EVALUATION, Purpose.FOREIGN]
     assert Counter(turns)[Purpose.TRAINING] >= 75
     assert min(Counter(turns).values()) >= 9
 

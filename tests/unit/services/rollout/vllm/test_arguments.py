@@ -6,7 +6,7 @@ import pytest
 from vllm.usage.usage_lib import UsageContext
 
 from services.rollout.config import RolloutConfig
-from services.rollout.vllm.arguments import FREE, eager, engine_args, utilization
+from services.rollout.vllm.arguments import FREE_SHARE, eager, engine_args, utilization
 
 
 def config(folder: Path, **fields: object) -> RolloutConfig:
@@ -37,6 +37,6 @@ def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:
 
 
 def test_an_engine_beside_others_wants_no_share_of_the_gpu_to_be_free(policy_folder: Path) -> None:
-    assert utilization(config(policy_folder, gpu_memory_utilization=0.6), gpu=True) == FREE
+    assert utilization(config(policy_folder, gpu_memory_utilization=0.6), gpu=True) == FREE_SHARE
     assert utilization(config(policy_folder, gpu_memory_utilization=0.6, kv_cache_mib=None), gpu=True) == 0.6
     assert utilization(config(policy_folder, gpu_memory_utilization=0.6), gpu=False) == 0.6

@@ -13,7 +13,7 @@ import torch
 from services.common.wire.errors import Unavailable
 from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.requests import Requests
-from services.rollout.vllm.sampling import BEGUN, RunnerRequests, continue_seeds, continued
+from services.rollout.vllm.sampling import BEGUN_KEY, RunnerRequests, continue_seeds, continued
 from services.rollout.vllm.versions import WeightVersions
 
 PROMPT = np.asarray([10, 11], np.int32)
@@ -83,7 +83,7 @@ async def test_limits_count_from_the_true_beginning(begun: int, most: int, least
     [(prompt, params, _)] = script.asked
     assert prompt["prompt_token_ids"] == [10, 11, *range(30, 30 + begun)]
     assert (params.max_tokens, params.min_tokens, params.seed) == (most, least, 77)
-    assert (params.extra_args or {}).get(BEGUN, 0) == begun
+    assert (params.extra_args or {}).get(BEGUN_KEY, 0) == begun
 
 
 async def test_only_responses_under_way_are_ended() -> None:
@@ -105,7 +105,7 @@ async def test_only_responses_under_way_are_ended() -> None:
 def state(seed: int | None, begun: int | None, tokens: int = 0) -> Any:
     """A request of vLLM's model runner."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    params = SimpleNamespace(seed=seed, extra_args=None if begun is None else {BEGUN: begun})
+    params = SimpleNamespace(seed=seed, extra_args=None if begun is None else {BEGUN_KEY: begun})
     return SimpleNamespace(sampling_params=params, generator=generator, output_token_ids=[1] * tokens)
 
 

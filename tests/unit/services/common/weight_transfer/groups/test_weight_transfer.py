@@ -180,7 +180,7 @@ def test_newcomers_get_what_was_loaded_last_while_the_group_of_the_others_stays(
     check_everyone_received(cast, TENSORS, 0)
     cast.pipes[1].send((1, 2, 31))
     cast.pipes[1].send(MANIFEST.pack())
-    cast.sender.admit(31, 2)
+    cast.sender.add_newcomers(31, 2)
     assert cast.answer(1) == "joined"
     assert cast.answer(1)[1] == [tensor.tolist() for tensor in TENSORS.values()]
     check_everyone_received(cast, {name: tensor + 2 for name, tensor in TENSORS.items()}, 0)

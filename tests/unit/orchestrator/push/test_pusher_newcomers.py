@@ -39,7 +39,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     pushing = asyncio.create_task(pusher.push(2))
     await until(lambda: fleet.phases[began:] == ["discover"])
     await settled()
-    await pusher.admit({"new": Applicant(1, HERE)}, lobby)
+    await pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby)
     ticket = lobby.told["new"]
     assert ticket is not None
     assert pb.Commit.FromString(ticket.commit).policy_version == 1
@@ -51,7 +51,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
     pushing = asyncio.create_task(pusher.push(3))
     await until(lambda: fleet.phases[-2:] == ["abort", "discover"])
     await settled()
-    await pusher.admit({"newer": Applicant(1, HERE)}, lobby)
+    await pusher.add_newcomers({"newer": Applicant(1, HERE)}, lobby)
     assert lobby.told["newer"] is None
     fleet.add(newer=1)
     assert (await pushing).replicas == ("newer",)
@@ -60,7 +60,7 @@ async def test_newcomers_are_let_in_while_a_push_waits_for_a_first_replica(sourc
 
 async def test_newcomers_before_the_first_push_begin_as_they_are(source: FakeSource) -> None:
     lobby = Lobby()
-    await make_pusher(Fleet(source)).admit({"new": Applicant(1, HERE)}, lobby)
+    await make_pusher(Fleet(source)).add_newcomers({"new": Applicant(1, HERE)}, lobby)
     assert lobby.told == {"new": None}
     assert source.calls == []
 
@@ -69,8 +69,8 @@ async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: Fa
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet)
     await pusher.push(7)
-    await pusher.admit({"new": Applicant(2, HERE), "other": Applicant(1, HERE)}, lobby)
-    assert source.calls[-1] == ("admit", 2, 4)
+    await pusher.add_newcomers({"new": Applicant(2, HERE), "other": Applicant(1, HERE)}, lobby)
+    assert source.calls[-1] == ("add_newcomers", 2, 4)
     ticket = lobby.told["new"]
     assert ticket is not None
     assert lobby.told["other"] == ticket
@@ -89,7 +89,7 @@ async def test_a_push_and_an_admission_take_turns(source: FakeSource) -> None:
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet)
     await pusher.push(1)
-    await asyncio.gather(pusher.push(2), pusher.admit({"new": Applicant(1, HERE)}, lobby))
+    await asyncio.gather(pusher.push(2), pusher.add_newcomers({"new": Applicant(1, HERE)}, lobby))
     ticket = lobby.told["new"]
     assert ticket is not None
     assert pb.Commit.FromString(ticket.commit).policy_version == 2
@@ -99,7 +99,7 @@ async def test_a_learner_that_cannot_send_to_newcomers_costs_the_others_nothing(
     fleet = Fleet(source, a=1)
     pusher = make_pusher(fleet)
     await pusher.push(1)
-    source.failures = [Internal("policy.admit: the newcomer is gone")]
+    source.failures = [Internal("policy.add_newcomers: the newcomer is gone")]
     with pytest.raises(Internal, match="the newcomer is gone"):
-        await pusher.admit({"new": Applicant(1, HERE)}, Lobby())
+        await pusher.add_newcomers({"new": Applicant(1, HERE)}, Lobby())
     assert (await pusher.push(2)).attempts == 1
