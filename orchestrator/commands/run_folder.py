@@ -1,7 +1,6 @@
 """The folder of a run, in which one process at a time works."""
 
 import contextlib
-import fcntl
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment.lock import held
 from orchestrator.monitoring.metrics import CHECKPOINTS
 from services.common.config.base import ConfigError
 from services.common.config.explain import shown
+from services.common.folders import replace_file
 
 RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""
@@ -29,10 +30,9 @@ def locked(run_dir: Path, checkpoints: Path) -> Iterator[None]:
     with contextlib.ExitStack() as opened:
         for folder, path in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = opened.enter_context(path.open("w"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                opened.enter_context(held(path, timeout_s=0))
+            except TimeoutError:
                 raise ConfigError(f"{folder} is in use by another training process; stop it or wait for it") from None
         yield
 
@@ -54,7 +54,7 @@ def run_id(run_dir: Path, *, resume: bool) -> str:
 
 def keep_run_id(run_dir: Path, run_id: str) -> None:
     """Writes the run's id to its folder, for resuming."""
-    (run_dir / RUN_ID).write_text(run_id + "\n", encoding="utf-8")
+    replace_file(run_dir / RUN_ID, f"{run_id}\n".encode())
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

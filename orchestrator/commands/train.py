@@ -189,7 +189,7 @@ class Run:
                 backend = agreed_backend(config.weights.backend, infos.rollout.weight_backend)
                 pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover, spans)
                 journal = self._journal(digests(now))
-                taken = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
+                checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
                 prompts = PromptStream(self.inputs.train.prompts, config.seed, config.ppo.samples_per_prompt)
                 early = EarlyLogprobs(policy) if config.early_logprobs else None
                 collector = self._collector(services, SampleStages(spans), early)
@@ -197,9 +197,9 @@ class Run:
                 record = Record(log, self.progress, config.steps)
                 waits = Waits(spans, parts_with([each.name for each in learners]))
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
-                trainer = Trainer(config, source, policy, learners, pusher, taken, evaluator, record, waits)
+                trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
                 newcomers = adding_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
-                async with newcomers, watching_services(services, now), taken:
+                async with newcomers, watching_services(services, now), checkpoints:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:

@@ -17,6 +17,7 @@ from orchestrator.deployment import privacy, processes
 from orchestrator.deployment.head import Ports, last_words, launch
 from orchestrator.deployment.listeners import PortError, check_closed
 from orchestrator.deployment.lock import held
+from services.common.folders import replace_file
 from services.common.security import local
 
 STATE = Path(".quartet/ray.json")
@@ -153,7 +154,7 @@ def _launch(say: Say, state: Path, log: Path) -> "tuple[Cluster, subprocess.Pope
         token=str(token.absolute()),
         folder=str(folder),
     )
-    state.write_text(json.dumps(asdict(cluster)))
+    replace_file(state, json.dumps(asdict(cluster)).encode())
     return cluster, head
 
 

@@ -24,7 +24,7 @@ def held(path: Path, timeout_s: float, waiting: Callable[[], None] = lambda: Non
     end, told = time.monotonic() + timeout_s, False
     with path.open("w") as file:
         while not _taken(file.fileno()):
-            if time.monotonic() > end:
+            if time.monotonic() >= end:
                 raise TimeoutError(f"{path} was still held by another process after {timeout_s:g} s")
             if not told:
                 waiting()

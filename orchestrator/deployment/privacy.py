@@ -8,6 +8,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from services.common.folders import write_private
+
 LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
 
@@ -54,9 +56,7 @@ def compiled_folder() -> Path:
 
 def write_token(path: Path) -> None:
     """Replaces the file with a new secret that only this user can read."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32).encode())
 
 
 def environment(token: Path, folder: Path) -> dict[str, str]:

@@ -104,5 +104,5 @@ class Slots:
 
 
 def in_time(deadlines: Iterable[int], size: int, version: int) -> bool:
-    """True if each of these is met by batches of `size`, the first of which `version` trains on."""
+    """True if batches of `size`, trained on by `version` and those after it in turn, meet all deadlines."""
     return all(deadline >= version + place // size for place, deadline in enumerate(sorted(deadlines)))

@@ -75,9 +75,8 @@ class MetricsLog:
         if resume_after is None:
             _clear(run_dir, overwrite)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(
-            yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
+        written = yaml.safe_dump(dict(run_config), sort_keys=False, allow_unicode=True)
+        replace_file(run_dir / "config.yaml", written.encode())
         if resume_after is not None:
             _rewind(run_dir / FILE, resume_after)
         sinks: list[Sink] = []

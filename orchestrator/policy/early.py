@@ -42,8 +42,8 @@ class EarlyLogprobs:
         return asked.rows
 
     async def _answer(self, together: "list[_Asked]") -> None:
-        """Asks the learner for all of these. After an error they still wait, and the next of them tries again; one
-        that was cancelled meanwhile is answered for nothing."""
+        """Asks the learner for all of these in one call. If it fails, they still wait, and the next of them calls
+        again. Nothing is done with the answer of one that was cancelled meanwhile."""
         rows = await self._policy.logprobs(
             Ragged.of([row for asked in together for row in asked.prompts]),
             Ragged.of([row for asked in together for row in asked.responses]),

@@ -1,8 +1,8 @@
 """The policy learner as Ray actors, with asynchronous methods that each have a deadline."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar, cast
 
 import ray
 
@@ -20,6 +20,7 @@ from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 LEAVE_S = 5.0
 """Seconds that the ranks may take to end in order."""
@@ -29,11 +30,22 @@ class PolicyError(RuntimeError):
     """A rank of the policy learner died or is stuck, and all ranks have ended; a run can resume from a checkpoint."""
 
 
+class Share(Protocol):
+    """Stores a value once for all ranks. What it returns stands for the value in a call: each rank fetches it."""
+
+    def __call__(self, value: Value, /) -> Value:
+        """Stores the value."""
+
+
+def in_object_store(value: Value, /) -> Value:
+    """Stores a value in Ray's object store; a method of an actor that is called with the reference gets the value."""
+    return cast(Value, ray.put(value))
+
+
 class Policy:
     """The policy learner. Every method raises PolicyError after a rank has died or is stuck."""
 
-    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: Callable[[Any], Any] = ray.put) -> None:
-        """`share` stores a value once for all ranks, which fetch it."""
+    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: Share = in_object_store) -> None:
         self._ranks = ranks
         self._timeouts = config.timeouts
         self._weights = config.weights

@@ -27,8 +27,8 @@ class Root:
         parts = name.split("/")
         if len(name) > LONGEST_NAME or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
             raise InvalidArgument(
-                f"name: {name[:LONGEST_NAME]!r}; must be names of letters, digits, _, - and . under the critic's root, "
-                f"with / between them, at most {LONGEST_NAME} characters"
+                f"name: {name[:LONGEST_NAME]!r}; must be names of letters, digits, _, - and . under the critic's "
+                f"root, with / between them, at most {LONGEST_NAME} characters"
             )
         place = self.folder.joinpath(*parts)
         if self.folder not in place.resolve().parents:

@@ -102,7 +102,7 @@ class CriticTrainer:
         self._taken[index:] = [part]
 
     def train_taken(self, parts: int, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
-        """Trains, as `train` does, on the batch that the first `parts` parts are."""
+        """Joins the first `parts` parts that were taken, and trains on them as `train` does."""
         taken, self._taken = self._taken[:parts], []
         batch = CriticBatch.of(BatchPart.joined(taken))
         return self.train(batch, epochs=epochs, minibatch_size=minibatch_size, seed=seed)

@@ -1,12 +1,13 @@
 """Serve's own gRPC server in this process, opened as Quartet opens it, with recording replicas behind it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import yaml
@@ -73,20 +74,20 @@ class Replicas:
 
 @asynccontextmanager
 async def front_door(
-    port: Port, applications: Mapping[str, str] = APPLICATIONS
+    port: Port, applications: Mapping[str, str] = APPLICATIONS, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[tuple[str, Replicas]]:
     """Target and replicas of a server that Serve's own function starts."""
     from ray.serve._private import default_impl
 
     from services.common.serving.door.port import open_port
 
-    router = ProxyRouter(lambda deployment, _: Mock(deployment_id=deployment))
+    router = ProxyRouter(lambda deployment, _: SimpleNamespace(deployment_id=deployment))
     router.update_routes(
         {DeploymentID(deployment, name): EndpointInfo(f"/{name}") for name, deployment in applications.items()}
     )
     replicas, numbers = Replicas(router), []
     before = default_impl.add_grpc_address
-    default_impl.add_grpc_address = lambda server, _: numbers.append(open_port(server, 0, port))
+    default_impl.add_grpc_address = lambda server, _: numbers.append(open_port(server, 0, port, clock=clock))
     try:
         options = gRPCOptions(port=1, grpc_servicer_functions=FUNCTIONS)
         loop = asyncio.get_running_loop()

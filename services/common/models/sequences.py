@@ -15,7 +15,7 @@ Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
 """Divides prompts and responses into batches of at most that many tokens; yields the indices of each batch."""
 
 MOST_PADDING = 1 / 8
-"""Part of a batch that padding may be, where smaller batches are as efficient."""
+"""Largest share of padding in a batch that has enough tokens to be efficient without it."""
 _ENOUGH_TOKENS = {"cpu": 256, "cuda": 4096}
 
 

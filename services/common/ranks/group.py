@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
+from services.common.ranks.ranks import Ranks
 from services.common.wire.errors import DeadlineExceeded, Internal, ServiceError
 
 GRACE_S = 5.0
@@ -13,6 +14,7 @@ GRACE_S = 5.0
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+Given = TypeVarTuple("Given")
 Method = Callable[Concatenate[Any, Arguments], Answer]
 """A method of a trainer, or of one of its parts, as written in its class: `PolicyTrainer.train`."""
 
@@ -59,7 +61,7 @@ class RankGroup:
         self._turn = asyncio.Lock()
         self._lost = ""
 
-    async def start(self, build: Callable[..., Any], *arguments: Any, timeout_s: float) -> None:
+    async def start(self, build: Callable[[*Given, Ranks], object], *arguments: *Given, timeout_s: float) -> None:
         """Connects the ranks with one another and builds their trainers: `build(*arguments, ranks)`.
 
         Raises:

@@ -20,6 +20,7 @@ SURPLUS = 2
 BURST = 8
 """Rows started before other tasks of the event loop get their turn."""
 _ANY_NUMBER = 1 << 30
+"""Tokens of a row, of which there may be any number: the engine limits them itself."""
 
 
 class Running(Generic[Answer]):

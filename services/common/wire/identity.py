@@ -7,7 +7,9 @@ from typing import Any
 from protos import common_pb2
 
 _HASHED_WHOLE_BYTES = 256 << 20
+"""Size of a file up to which all of it is hashed."""
 _HASHED_END_BYTES = 32 << 20
+"""Bytes at each end of a larger file that are hashed."""
 
 
 def model_hash(folder: str | Path) -> str:

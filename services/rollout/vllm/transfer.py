@@ -125,7 +125,7 @@ class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInf
         self._loading.put_together(self._receiver.check)
 
     def discard(self) -> bool:
-        """Ends a push without its weights; whether the model is whole, with the weights it had."""
+        """Ends a push without its weights; True if the model still has its old weights."""
         self.shutdown()
         return self._loading.discard()
 
@@ -159,7 +159,7 @@ class WorkerExtension:
         return list(self.weight_transfer_engine.stale)
 
     def abort_weight_update(self) -> bool:
-        """Ends a push without its weights; whether the model is whole, with the weights it had. vLLM's own flag says
-        no more than that an update is open: it clears it when an update fails, with half of the weights loaded."""
+        """Ends a push without its weights; True if the model still has its old weights. vLLM's own flag says no more
+        than that an update is open: it clears it when an update fails, with half of the weights loaded."""
         self._weight_update_active = False
         return bool(self.weight_transfer_engine.discard())

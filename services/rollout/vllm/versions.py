@@ -72,7 +72,7 @@ class WeightVersions:
         return ((began_with, 0, len(output.token_ids)),)
 
     def spans_so_far(self, name: str, output: Any, began_with: int) -> VersionSpans:
-        """The same of a response that has not ended, of the request of this name. Has to be called as soon as the
+        """The spans of a response that has not ended, of the request of this name; has to be called as soon as the
         output has come."""
         if not self._counts:
             return self.spans(output, began_with)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from ray.serve.exceptions import gRPCStatusError
 
 EVERY_S = 10.0
+"""Seconds in which lines are counted."""
 LINES = 20
-"""Most lines in that time."""
+"""Most lines in EVERY_S seconds."""
 _LONGEST = 300
 
 

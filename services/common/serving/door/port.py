@@ -2,6 +2,8 @@
 TLS."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from services.common.security.authentication import Directory
@@ -22,7 +24,9 @@ UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
 """Option of the gRPC server: it takes no compressed messages, of which 64 KiB can fill 64 MiB unseen by any limit."""
 
 
-def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> int:
+def open_port(
+    server: Any, number: int, port: Port, *, reuse: bool = False, clock: Callable[[], float] = time.monotonic
+) -> int:
     """Opens the port of a new Serve gRPC server to which no servicer has been added yet; returns the port's number.
 
     Args:
@@ -30,6 +34,7 @@ def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> i
         number: of the port; 0 for any free one.
         port: address and policy.
         reuse: whether another process of this user may listen on it as well, as Serve's proxies may.
+        clock: returns seconds; by it the policy's files are looked at again.
 
     Raises:
         ConfigError: the policy does not allow the port to be opened.
@@ -38,7 +43,7 @@ def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> i
     watched: Watched[Directory] | None = None
     if port.policy is not None:
         file = port.policy
-        watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file])
+        watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
     gate, routes = Gate(watched), Routes.of(server)
     _equip(server, Guard(gate, routes), _options(gate.limits, policy, reuse), gate.limits.concurrent_calls)
     setattr(server, _ROUTES, routes)
@@ -46,7 +51,7 @@ def open_port(server: Any, number: int, port: Port, *, reuse: bool = False) -> i
     if policy is None or policy.tls is None or watched is None:
         return int(server.add_insecure_port(address))
     directory = watched
-    return int(server.add_secure_port(address, server_credentials(lambda: directory().policy)))
+    return int(server.add_secure_port(address, server_credentials(lambda: directory().policy, clock)))
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:

@@ -24,7 +24,11 @@ def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
         },
         "orchestrator",
     )
-    return Policy(RankGroup("policy", ranks), config, share=lambda given: ("shared", given))
+    return Policy(RankGroup("policy", ranks), config, share=shared)
+
+
+def shared(value: Any, /) -> Any:
+    return "shared", value
 
 
 SENDING = [f"WeightSending.{name}" for name in ("rendezvous", "manifest", "join", "send", "add_newcomers")]

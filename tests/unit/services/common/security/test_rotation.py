@@ -16,17 +16,21 @@ from services.common.security.port import Port
 from services.common.security.tls import SETTLE_S, Replacements
 from services.common.security.watched import LOOK_EVERY_S
 from services.common.wire.errors import Unauthenticated
+from tests.unit.fake_clock import Clock
 from tests.unit.front_door import CALLERS, ask, channel_of, edit_identity, front_door, outcome
 
 
 async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
+    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
     keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=True)
     file = keys.folder / "clients/run-a/token"
-    async with front_door(Port(policy=keys.policy)) as (target, _), channel_of(keys, "run-a", target) as channel:
+    async with (
+        front_door(Port(policy=keys.policy), clock=clock) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+    ):
 
         async def status() -> StatusCode:
-            await asyncio.sleep(LOOK_EVERY_S + 0.1)
+            clock.now += LOOK_EVERY_S
             return (await outcome(ask(channel, "Reward/Score")))[0]
 
         first = file.read_text()
@@ -46,12 +50,12 @@ async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path
 
 
 async def test_certificates_are_rotated_without_a_restart(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", days=1)
+    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
     keys.make(["127.0.0.1"], CALLERS, tokens=False)
-    async with front_door(Port(policy=keys.policy)) as (target, _):
+    async with front_door(Port(policy=keys.policy), clock=clock) as (target, _):
         before = await _certificate(keys, target)
         keys.make(["127.0.0.1"], {"late": "prober"}, tokens=False)
-        await asyncio.sleep(LOOK_EVERY_S + 0.1)
+        clock.now += LOOK_EVERY_S
         assert await _certificate(keys, target) != before
         for name in ("late", "pager"):  # one that has come since, and one that has been there
             async with channel_of(keys, name, target) as channel:
@@ -71,16 +75,16 @@ async def _certificate(keys: Keys, target: str) -> bytes:
 
 
 async def test_another_authority_is_accepted_as_soon_as_the_policy_has_it(tmp_path: Path) -> None:
-    keys, other = Keys(tmp_path / "keys", days=1), Keys(tmp_path / "other", days=1)
+    keys, other, clock = Keys(tmp_path / "keys", days=1), Keys(tmp_path / "other", days=1), Clock()
     for made in (keys, other):
         made.make(["127.0.0.1"], CALLERS, tokens=False)
     (other.folder / "clients/run-a/ca.pem").write_bytes((keys.folder / "ca/ca.pem").read_bytes())
-    async with front_door(Port(policy=keys.policy)) as (target, _):
+    async with front_door(Port(policy=keys.policy), clock=clock) as (target, _):
         async with channel_of(other, "run-a", target) as channel:
             assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.UNAVAILABLE
         authorities = [(made.folder / "ca/ca.pem").read_bytes() for made in (keys, other)]
         (keys.folder / "ca/ca.pem").write_bytes(b"".join(authorities))
-        await asyncio.sleep(LOOK_EVERY_S + 0.1)
+        clock.now += LOOK_EVERY_S
         for made in (keys, other):
             async with channel_of(made, "run-a", target) as channel:
                 assert (await outcome(ask(channel, "Reward/Info")))[0] is StatusCode.OK
