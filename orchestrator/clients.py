@@ -174,8 +174,10 @@ def agreed_backend(ours: str, theirs: str) -> str:
 def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, config: OrchestratorConfig) -> None:
     """Raises ConfigError unless each service's model uses the policy's tokens and takes the longest pair."""
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
-    longest = config.data.max_prompt_length + config.sampling.max_new_tokens
+    needed = config.data.max_prompt_length + config.sampling.max_new_tokens
     for name, model in models.items():
+        # The value after a response that was cut off is that of one token more.
+        more = int(name == "critic" and config.ppo.bootstrap_truncated)
         if model.tokenizer_hash != expected:
             raise ConfigError(
                 f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
@@ -186,8 +188,9 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
                 f"{name}: {model.path} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
-        if model.max_length < longest:
+        if model.max_length < needed + more:
             raise ConfigError(
                 f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
-                f"orchestrator.sampling.max_new_tokens is {longest}"
+                f"orchestrator.sampling.max_new_tokens is {needed}"
+                + (", and orchestrator.ppo.bootstrap_truncated needs one more" if more else "")
             )

@@ -10,6 +10,7 @@ from orchestrator.commands.fitting import (
     misfits_of_rollout,
     old_tokens,
     other_root,
+    rounded_adapters,
     schedules,
     wrong_backend,
 )
@@ -96,7 +97,8 @@ def preflight(deployment: Deployment) -> Inputs:
         problems.lines += ends_without_token(sampled_from(config, tokenizer), config.policy.model)
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
-    remarks = (*idle_critics(deployment), *schedules(deployment), *old_tokens(deployment), *untested(deployment))
+    kinds = (idle_critics, schedules, old_tokens, rounded_adapters, untested)
+    remarks = tuple(remark for each in kinds for remark in each(deployment))
     return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
 
 
@@ -154,11 +156,12 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield from too_long_for_model(section, name)
         if isinstance(section, CriticConfig) and config.ppo.needs_critic:
             yield from other_root(config.checkpoint.root, section.root, name)
+    critics = tuple(f"applications.{name}." for name, s in services.items() if isinstance(s, CriticConfig))
     for field, path in models(deployment):
         model = load_model_config(path)
         if model is None:
             yield f"{field}: {path} holds no config.json of a model that transformers knows"
-        elif field.startswith("applications.critic.") and config.ppo.bootstrap_truncated and limit(model) <= needed:
+        elif field.startswith(critics) and config.ppo.bootstrap_truncated and limit(model) <= needed:
             yield f"{field}: {path} takes {limit(model)} tokens; orchestrator.ppo.bootstrap_truncated needs one more"
         elif limit(model) < needed:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"

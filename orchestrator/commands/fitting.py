@@ -1,5 +1,6 @@
 """Checks that a run's pushes, checkpoints and schedules fit the file's services; each contradiction is a line."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.learner import PolicyConfig
 from services.common.models.device import VISIBLE
-from services.common.models.distribution import Distribution
-from services.common.models.loading import shape_of_causal
+from services.common.models.distribution import Distribution, end_ids
+from services.common.models.loading import load_tokenizer, shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
 from services.common.wire.errors import InvalidArgument
@@ -23,6 +24,7 @@ from services.rollout.config import RolloutConfig
 def misfits_of_rollout(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
     """Reasons for which a push to these replicas would fail."""
     yield from _other_weights(config.policy, section, name)
+    yield from _other_ends(config, section, name)
     yield from _too_long_phases(config.weights, section, name)
     yield from _other_backend(config.weights.backend, section.weight_backend, name)
     if config.loop.colocate != section.colocate:
@@ -47,6 +49,21 @@ def _other_weights(policy: PolicyConfig, section: RolloutConfig, name: str) -> I
             f"applications.{name}.args.model: {section.model} cannot take the weights of orchestrator.policy.model "
             f"({policy.model}); {error}"
         )
+
+
+def _other_ends(config: OrchestratorConfig, section: RolloutConfig, name: str) -> Iterator[str]:
+    """A difference between the tokens that end a text for the learner and for the replicas, each by its own folder;
+    both leave them out of the distribution until min_new_tokens."""
+    if section.model == config.policy.model or not config.sampling.min_new_tokens:
+        return
+    with contextlib.suppress(ConfigError):  # reported by the check of models
+        ours, theirs = (end_ids(folder, load_tokenizer(folder)) for folder in (config.policy.model, section.model))
+        if ours != theirs:
+            yield (
+                f"applications.{name}.args.model: texts of {section.model} end with the tokens {list(theirs)}, but "
+                f"those of orchestrator.policy.model ({config.policy.model}) with {list(ours)}; correct eos_token_id "
+                "in the generation_config.json of one, as orchestrator.sampling.min_new_tokens leaves these out"
+            )
 
 
 def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) -> Iterator[str]:
@@ -172,3 +189,13 @@ def schedules(deployment: Deployment) -> Iterator[str]:
                 f"{where}.optimizer.total_steps: {ends}, but the run has {steps} optimizer steps "
                 f"(steps * ppo.{epochs} * minibatches)"
             )
+
+
+def rounded_adapters(deployment: Deployment) -> Iterator[str]:
+    """Adapters whose small movements are rounded away when they are merged."""
+    policy = deployment.orchestrator.policy
+    if policy.lora is not None and policy.dtype == "bfloat16":
+        yield (
+            "orchestrator.policy.lora: merged into bfloat16 weights for each push, which rounds a part of the "
+            "movement away (docs/learner.md); dtype float32 loses nothing"
+        )

@@ -40,8 +40,8 @@ class WeightsConfig(Config):
     """Longest wait, in seconds, for a first replica, for instance while Serve replaces the only one."""
     prove_every: NonNegativeInt = 40
     """Pushes between two proofs, in which each replica scores a few fixed sequences and the push fails unless the
-    learner gives the same log-probs. The first push, a push after a change of members and a new replica are always
-    proved. 0: never."""
+    learner gives the same log-probs. The first two pushes, a push after a change of members and a new replica are
+    always proved. 0: only these."""
     prove_tolerance: PositiveFloat | None = None
     """Largest mean difference of these log-probs, in nats per token. Null: 0.001 in float32, 0.1 in bfloat16."""
     attempts: Count = 5

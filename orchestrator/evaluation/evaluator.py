@@ -12,6 +12,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Experience
 from orchestrator.experience.requests import SampleRequest
 from services.common.config.base import ConfigError
+from services.common.wire.codec import Ints
 from services.common.wire.pairs import Pair
 
 Judge = Callable[[Sequence[Pair]], Sequence[float]]
@@ -46,17 +47,24 @@ class Evaluator:
 def evaluate_samples(
     experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge]
 ) -> list[EvaluatedSample]:
-    """The experiences as text, with every judge's verdict."""
-    texts = tokenizer.batch_decode([e.sample.response_ids for e in experiences], skip_special_tokens=True)
+    """The experiences as text, with every judge's verdict. Judges get prompts decoded from their tokens, without
+    special ones, as reward functions do."""
+
+    def decoded(rows: Sequence[Ints]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return texts
+
+    prompts = decoded([e.prompt.prompt_ids for e in experiences])
+    responses = decoded([e.sample.response_ids for e in experiences])
     pairs = [
-        Pair(prompt=e.prompt.text, response=text, label=e.prompt.label, ended=not e.truncated)
-        for e, text in zip(experiences, texts, strict=True)
+        Pair(prompt=prompt, response=response, label=e.prompt.label, ended=not e.truncated)
+        for e, prompt, response in zip(experiences, prompts, responses, strict=True)
     ]
     verdicts = {name: _verdict(name, function, pairs) for name, function in judges.items()}
     return [
         EvaluatedSample(
             row=e.prompt.row,
-            prompt=pair.prompt,
+            prompt=e.prompt.text,
             response=pair.response,
             label=pair.label,
             ended=pair.ended,

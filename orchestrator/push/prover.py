@@ -41,7 +41,8 @@ class Prover:
             learner: scores the sequences too.
             sequences: the sequences, from `probe_sequences`.
             tolerance: largest mean absolute difference, in nats.
-            every: pushes between two proofs of the same members.
+            every: pushes between two proofs of the same members; 0: only the first two pushes, and those after a
+                change of members, are proved.
         """
         self._learner = learner
         self._sequences = list(sequences)
@@ -51,6 +52,9 @@ class Prover:
         """The members that have given the last proof."""
         self._unproved = 0
         """Pushes since the last proof."""
+        self._proofs = 0
+        """Proofs given. The first push usually brings the weights that replicas began with, so that even one that
+        ignores them agrees: the second is proved as well, whose weights training has moved."""
         self._owed = 0
         self._scoring: asyncio.Future[list[Floats]] | None = None
         self._scored = 0
@@ -101,7 +105,8 @@ class Prover:
         return None
 
     def _is_due(self, members: Collection[str]) -> bool:
-        return set(members) != self._proved or self._unproved + 1 >= self._every
+        changed = set(members) != self._proved
+        return changed or self._proofs == 1 or 0 < self._every <= self._unproved + 1
 
     @property
     def _asked(self) -> pb.Probe:
@@ -112,6 +117,7 @@ class Prover:
         missing = {name: reason for name, reason in reasons.items() if reason}
         if not missing:
             self._proved, self._unproved, self._owed = set(reasons), 0, 0
+            self._proofs += 1
             return
         self._owed += 1
         if self._owed >= PUSHES_WITHOUT_PROOF:
@@ -136,8 +142,8 @@ def _scores(report: pb.WeightReport, sequences: Sequence[Ints]) -> list[Floats]:
 
 def make_prover(
     config: OrchestratorConfig, learner: ProbeLearner, model: common_pb2.ModelInfo, vocabulary: int | None
-) -> Prover | None:
-    """The prover for a configuration; None if proofs are off.
+) -> Prover:
+    """The prover for a configuration.
 
     Args:
         config: the run's configuration.
@@ -146,8 +152,6 @@ def make_prover(
         vocabulary: upper limit of ids; None for the model's vocabulary.
     """
     weights = config.weights
-    if not weights.prove_every:
-        return None
     sequences = probe_sequences(vocabulary or model.vocab_size, model.max_length)
     return Prover(learner, sequences, weights.prove_tolerance or TOLERANCE[config.policy.dtype], weights.prove_every)
 

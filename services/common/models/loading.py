@@ -63,7 +63,7 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
-    if packing and not packed_attention.takes(model):
+    if packing and (taken == "eager" or not packed_attention.takes(model)):
         raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
     padded_attention.use_in(model)
     return without_dropout(model)

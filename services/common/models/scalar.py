@@ -24,7 +24,7 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.body = body
         self.config = body.config
-        width = int(body.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        width = _width(body.config)
         self.head = nn.Linear(width, 1, bias=bias, dtype=next(body.parameters()).dtype)
         # Near zero but not zero: the first values are small, and the body gets a gradient from the first step on.
         nn.init.normal_(self.head.weight, std=1 / (width + 1))
@@ -49,6 +49,13 @@ class ScalarModel(nn.Module):
         """[B]: the output at each response's last token. The pairs are padded."""
         last = pairs.action_mask.sum(1) - 1
         return self(pairs)[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+
+
+def _width(config: Any) -> int:
+    """Numbers per token that a body gives."""
+    text = config.get_text_config()
+    # OPT's last layer goes back to the width of its embeddings, which in opt-350m is half of the layers'.
+    return int(getattr(text, "word_embed_proj_dim", text.hidden_size))
 
 
 def load_scalar(path: str, dtype: str) -> ScalarModel:

@@ -128,12 +128,13 @@ def _got_nothing(layer: Any) -> bool:
 def _sharing_nothing(model: torch.nn.Module, empty: list[str]) -> list[str]:
     """The layers in `empty` that share no weights with another layer, as a tied head does with the embeddings."""
     names = set(empty)
+    # vLLM's CPU build frees the weights of which it has packed copies: their address, 0, is not shared memory.
     filled = {
         weight.untyped_storage().data_ptr()
         for name, layer in model.named_modules()
         if name not in names
         for weight in layer.parameters(recurse=False)
-    }
+    } - {0}
     layers = dict(model.named_modules())
     return [
         name

@@ -78,7 +78,7 @@ def test_an_end_that_is_not_a_token_is_named_where_it_would_have_to_be_masked(
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     GenerationConfig(eos_token_id=50256).save_pretrained(copy)
-    raw["orchestrator"]["policy"]["model"] = str(copy)
+    raw["orchestrator"]["policy"]["model"] = args(raw, "rollout")["model"] = str(copy)
     assert checked(raw, tmp_path).distribution.end_ids == (EOS, 50256)
     raw["orchestrator"]["sampling"]["min_new_tokens"] = 2
     assert problems(raw, tmp_path) == [
@@ -118,6 +118,10 @@ def test_a_critic_needs_room_for_what_follows(raw: dict[str, Any], tmp_path: Pat
         f"applications.critic.args.model: {critic} takes 128 tokens; orchestrator.ppo.bootstrap_truncated needs one "
         "more"
     ]
+    # The check is of the service that the run uses as its critic, whatever its application is called.
+    [application] = [each for each in raw["applications"] if each["name"] == "critic"]
+    application["name"], raw["orchestrator"]["services"] = "value", {"critic": {"application": "value"}}
+    assert problems(raw, tmp_path)[0].startswith(f"applications.value.args.model: {critic} takes 128 tokens;")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,18 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
     ]
 
 
+def test_adapters_that_are_merged_into_bfloat16_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"]["policy"] |= {"lora": {"rank": 2}, "dtype": "bfloat16"}
+    for name in ("rollout", "reference"):
+        args(raw, name)["dtype"] = "bfloat16"
+    [note] = checked(raw, tmp_path).notes
+    assert note.startswith("orchestrator.policy.lora: merged into bfloat16 weights for each push")
+    raw["orchestrator"]["policy"]["dtype"] = "float32"
+    for name in ("rollout", "reference"):
+        args(raw, name)["dtype"] = "float32"
+    assert checked(raw, tmp_path).notes == []
+
+
 def test_an_architecture_that_was_not_tried_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "falcon"
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": len(WORDS)}

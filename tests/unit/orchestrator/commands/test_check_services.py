@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import GenerationConfig
 
 from orchestrator.commands.check import preflight
 from orchestrator.deployment.file import Deployment
-from tests.models import MAX_LENGTH, make_policy
+from tests.models import EOS, MAX_LENGTH, make_policy
 from tests.unit.preflights import SUM, args, checked, problems
 
 
@@ -119,6 +120,19 @@ def test_a_rollout_model_that_the_policy_cannot_be_pushed_to(
 def test_another_copy_of_the_same_model_is_as_good(raw: dict[str, Any], policy_folder: Path, tmp_path: Path) -> None:
     args(raw, "rollout")["model"] = str(copytree(policy_folder, tmp_path / "copy"))
     checked(raw, tmp_path)
+
+
+def test_texts_must_end_alike_where_they_must_not_end_early(
+    raw: dict[str, Any], policy_folder: Path, tmp_path: Path
+) -> None:
+    copy = copytree(policy_folder, tmp_path / "copy")
+    GenerationConfig(eos_token_id=[EOS, 9]).save_pretrained(copy)
+    args(raw, "rollout")["model"] = str(copy)
+    checked(raw, tmp_path)
+    raw["orchestrator"]["sampling"]["min_new_tokens"] = 2
+    [problem] = problems(raw, tmp_path)
+    assert problem.startswith(f"applications.rollout.args.model: texts of {copy} end with the tokens [{EOS}, 9], but")
+    assert f"({policy_folder}) with [{EOS}]; correct eos_token_id" in problem
 
 
 def test_deadlines_that_the_replicas_refuse_and_a_root_that_is_not_the_critics(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.data.prompts import Prompt
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
 from orchestrator.experience.experience import Collected, Experience
 from services.common.config.base import ConfigError
 from services.common.wire.pairs import Pair
 from services.rollout.sample import FinishReason, Sample
-from tests.models import EOS, PAD, make_tokenizer
+from tests.models import BOS, EOS, PAD, make_tokenizer
 from tests.unit.fakes import make_prompts, make_requests
 
 
@@ -100,6 +101,19 @@ def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", rows)
     assert [json.loads(line)["kl"] for line in (tmp_path / "rows.jsonl").open()] == [None] * 3
     assert all(math.isnan(row.kl) for row in read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_written() -> None:
+    """Without special tokens, such as those of a chat template."""
+    seen: list[str] = []
+    prompt = Prompt(0, np.asarray([BOS, 11, EOS, 12], np.int32), "<bos>w11<eos>w12", "")
+
+    def judge(pairs: Sequence[Pair]) -> list[float]:
+        seen.extend(pair.prompt for pair in pairs)
+        return [0.0]
+
+    [row] = evaluate_samples([replace(EXPERIENCES[0], prompt=prompt)], make_tokenizer(), {"judge": judge})
+    assert (seen, row.prompt) == (["w11 w12"], "<bos>w11<eos>w12")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """A push is proved by what its replicas compute."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.push.prover import PUSHES_WITHOUT_PROOF, Prover, PushDisproved
+from orchestrator.push.prover import make_prover as configured
+from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.probe import probe_sequences
@@ -13,6 +17,7 @@ from services.common.weight_transfer.registry import Applicant, Ticket
 from services.common.wire.codec import Floats, Ints, pack_sequences
 from services.rollout.newcomer import _receive
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.fakes import make_config
 
 SEQUENCES = probe_sequences(64, 128)
 PUSH = ["discover", "prepare", "transfer", "commit"]
@@ -35,7 +40,7 @@ def test_the_sequences_are_the_same_for_every_run_and_fit_the_model() -> None:
     assert {len(row) for row in probe_sequences(64, 8)} == {7}
 
 
-async def test_the_first_push_a_change_of_members_and_every_third_are_proved(source: FakeSource) -> None:
+async def test_the_first_two_pushes_a_change_of_members_and_every_third_are_proved(source: FakeSource) -> None:
     fleet = Fleet(source, a=1, b=1)
     pusher = make_pusher(fleet, prover=make_prover(source))
     proved = []
@@ -47,8 +52,38 @@ async def test_the_first_push_a_change_of_members_and_every_third_are_proved(sou
         assert fleet.phases in (PUSH, [*PUSH, "probe"])
         if "probe" in fleet.phases:
             proved.append(version)
-    assert proved == [1, 4, 5, 8]
+    assert proved == [1, 2, 5, 8]
     assert fleet.engines["c"].calls.count("score") == 2
+
+
+async def test_without_a_period_only_the_first_two_and_changes_of_members_are_proved(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, prover=make_prover(source, every=0))
+    proved = []
+    for version in range(1, 60):
+        if version == 50:
+            fleet.add(b=1)
+        fleet.phases.clear()
+        await pusher.push(version)
+        if "probe" in fleet.phases:
+            proved.append(version)
+    assert proved == [1, 2, 50]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "tolerance", "every"),
+    [("float32", {}, 1e-3, 40), ("bfloat16", {}, 0.1, 40), ("bfloat16", {"prove_tolerance": 0.02}, 0.02, 40)]
+    + [("float32", {"prove_every": 0}, 1e-3, 0)],
+)
+def test_a_prover_as_it_is_configured(
+    policy_folder: Path, source: FakeSource, dtype: str, weights: dict[str, Any], tolerance: float, every: int
+) -> None:
+    config = make_config(policy_folder, policy={"dtype": dtype}, weights=weights)
+    model = common_pb2.ModelInfo(vocab_size=96, max_length=128)
+    prover = configured(config, source, model, 64)
+    assert (prover._tolerance, prover._every) == (tolerance, every)
+    assert [row.tolist() for row in prover._sequences] == [row.tolist() for row in SEQUENCES]
+    assert max(row.max() for row in configured(config, source, model, None)._sequences) >= 64
 
 
 async def test_a_replica_that_computes_something_else_fails_the_push(source: FakeSource) -> None:

@@ -48,7 +48,7 @@ async def learner(
     config = make_config(
         folder,
         policy={"model": str(folder), "optimizer": {"learning_rate": 0.1}},
-        weights={"stall_s": 10, "timeout_s": 20, "attempts": 1, "prove_every": 0},
+        weights={"stall_s": 10, "timeout_s": 20, "attempts": 1},
     )
     rank = ThreadRank(60)
     ranks = RankGroup("policy", [rank])

@@ -23,7 +23,7 @@ from services.common.config.base import ConfigError
 from services.common.models import padded_attention
 from services.common.models.loading import load_body, load_causal, load_tokenizer, max_length, response_logits
 from services.common.models.packed_attention import packed_attention
-from services.common.models.scalar import ScalarModel, load_scalar
+from services.common.models.scalar import ScalarModel, load_scalar, load_value
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
 from tests.families import FAMILIES
@@ -88,6 +88,23 @@ def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
     query, key, value = torch.zeros(3, 1, 2, 4, 8)
     with pytest.raises(RuntimeError, match="gets no lengths of the sequences"):
         packed_attention(torch.nn.Module(), query, key, value, None)
+
+
+def test_packing_is_refused_where_attention_is_capped(tmp_path: Path) -> None:
+    """Such a model computes without a kernel that keeps the sequences of a row apart."""
+    folder = FAMILIES["gemma2"].make(tmp_path / "capped", layer_types=["full_attention"] * 2)
+    with pytest.raises(ConfigError, match=r"packing: .* has layers without plain causal attention"):
+        load_causal(str(folder), "float32", packing=True)
+
+
+def test_a_body_that_is_wider_inside_than_its_end_gets_a_head_that_fits(tmp_path: Path) -> None:
+    folder = FAMILIES["opt"].make(tmp_path / "opt")
+    pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    assert load_value(str(folder), "float32").values(pairs).shape == (3, 4)
+    full = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    full.save_pretrained(tmp_path / "reward")
+    expected = full.score.weight
+    assert torch.equal(load_scalar(str(tmp_path / "reward"), "float32").head.weight, expected)
 
 
 def test_a_saved_model_knows_nothing_of_packing(policy_folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets
+from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
 
 CPU = torch.device("cpu")
@@ -211,3 +212,12 @@ def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_member
     engine.init_transfer_engine(JoiningInfo(**info | {"backend": "ipc", "senders": [["h", 7]]}))
     assert engine._receiver is not worker.receiver
     assert worker.gpu() == ""
+
+
+def test_layers_that_share_nothing_are_named_though_their_weights_were_freed() -> None:
+    """vLLM's CPU build frees the weights of which it has packed copies."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("got", "stale", "head", "embeddings")})
+    model["head"].weight = model["embeddings"].weight
+    for name in ("got", "stale"):
+        model[name].weight = nn.Parameter(torch.empty(0))
+    assert _sharing_nothing(model, ["stale", "head"]) == ["stale"]
