@@ -72,13 +72,18 @@ async def test_without_a_period_only_the_first_two_and_changes_of_members_are_pr
 
 @pytest.mark.parametrize(
     ("dtype", "weights", "tolerance", "every"),
-    [("float32", {}, 1e-3, 40), ("bfloat16", {}, 0.1, 40), ("bfloat16", {"prove_tolerance": 0.02}, 0.02, 40)]
-    + [("float32", {"prove_every": 0}, 1e-3, 0)],
+    [
+        ("float32", {}, 1e-3, 40),
+        ("bfloat16", {}, 0.1, 40),
+        ("bfloat16", {"prove_tolerance": 0.02}, 0.02, 40),
+        ("float32", {"prove_every": 0}, 1e-3, 0),
+    ],
 )
 def test_a_prover_as_it_is_configured(
     policy_folder: Path, source: FakeSource, dtype: str, weights: dict[str, Any], tolerance: float, every: int
 ) -> None:
-    config = make_config(policy_folder, policy={"dtype": dtype}, weights=weights)
+    policy = {"model": str(policy_folder), "dtype": dtype, "optimizer": {"learning_rate": 0.1}}
+    config = make_config(policy_folder, policy=policy, weights=weights)
     model = common_pb2.ModelInfo(vocab_size=96, max_length=128)
     prover = configured(config, source, model, 64)
     assert (prover._tolerance, prover._every) == (tolerance, every)

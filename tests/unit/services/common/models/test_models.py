@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
 
 def test_packing_is_refused_where_attention_is_capped(tmp_path: Path) -> None:
     """Such a model computes without a kernel that keeps the sequences of a row apart."""
-    folder = FAMILIES["gemma2"].make(tmp_path / "capped", layer_types=["full_attention"] * 2)
+    family = FAMILIES["gemma2"]
+    capped = replace(family, options=family.options | {"layer_types": ["full_attention"] * 2})
+    folder = capped.make(tmp_path / "capped")
     with pytest.raises(ConfigError, match=r"packing: .* has layers without plain causal attention"):
         load_causal(str(folder), "float32", packing=True)
 
