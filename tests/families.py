@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -74,7 +74,7 @@ def make_unigram() -> PreTrainedTokenizerFast:
     pieces = [(word, 0.0) for word in WORDS[:4]]
     pieces += [(f"▁w{index}", -float(index)) for index in range(4, 60)] + [("▁", -8.0), ("w", -9.0), ("1", -9.0)]
     tokenizer = Tokenizer(models.Unigram([*pieces, ("2", -9.0)], unk_id=3, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -86,8 +86,8 @@ class Quartet:
         self._quartet("down")
 
     def updates(self, count: int) -> list[dict[str, float]]:
-        """Seconds of the stages of each of `count` updates, from the end of the update before to its own end, as TRL's
-        are taken, and the mean length of its responses."""
+        """Seconds of each of `count` updates, from the end of the one before as TRL's are taken, and of its stages; the
+        mean length of its responses."""
         self._write(count)
         self._quartet("train", "--overwrite", str(self._config))
         lines = [line for line in read_metrics(self._folder / "runs" / "race" / "metrics.jsonl") if line["step"]]

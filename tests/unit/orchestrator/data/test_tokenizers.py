@@ -1,0 +1,41 @@
+"""Prompts and texts by the tokenizers of published models: pieces, and a token that goes before a text by itself."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.config.data import DataConfig
+from orchestrator.data.prompts import load_prompts
+from protos import reward_pb2 as pb
+from services.common.wire.codec import pack_pairs
+from services.reward.encoding import Encoder, Received
+from tests.families import FAMILIES
+from tests.models import BOS, EOS, MAX_LENGTH, WORDS
+
+TEXT = "w12 w5 w12"
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("bos", 1), ("unigram", 0), ("gpt2", 0)],
+)
+def test_a_prompt_is_tokenised_once_and_scorers_see_its_text(name: str, before: int, tmp_path: Path) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    rows = [[{"role": "user", "content": TEXT}], TEXT]
+    for chat, row in zip((True, False), rows, strict=True):
+        file = tmp_path / f"{chat}.jsonl"
+        file.write_text(json.dumps({"prompt": row}) + "\n")
+        config = DataConfig.parse({"path": str(file), "chat_template": chat}, "data")
+        [prompt] = load_prompts(config, tokenizer, "train").prompts
+        ids = prompt.prompt_ids.tolist()
+        # The template writes the token itself, and the tokenizer adds none to it.
+        assert ids.count(BOS) == (1 if chat else before)
+        assert BOS not in ids[1:]
+        response = np.asarray([*tokenizer("w7 w9", add_special_tokens=False).input_ids, EOS], np.int32)
+        request = pb.ScoreRequest(tokens=pack_pairs([prompt.prompt_ids], [response]))
+        [scored] = Encoder(tokenizer, len(WORDS), MAX_LENGTH).call(Received(request)).items([0])
+        assert (scored.pair.prompt.strip(), scored.pair.response) == (TEXT, "w7 w9")
