@@ -164,11 +164,11 @@ def print_side(name: str, folder: str, size: str, tokens: str, length: str, devi
 
 def operations(size: str, lengths: list[int]) -> float:
     """Operations of forward and backward pass, without recomputation."""
-    from orchestrator.deployment.memory import Shape
+    from orchestrator.deployment.memory import ModelSize
 
-    model = Shape.of(shape(size))
+    model = ModelSize.of(shape(size))
     attention = sum(6 * model.layers * model.hidden * length**2 for length in lengths)
-    return 6 * model.parameters * sum(lengths) + attention
+    return 6.0 * model.parameters * sum(lengths) + attention
 
 
 def _agreement(folder: str) -> dict[str, Cell]:

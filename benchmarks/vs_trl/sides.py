@@ -86,7 +86,7 @@ class Quartet:
         self._quartet("down")
 
     def updates(self, count: int) -> list[dict[str, float]]:
-        """Seconds of each of `count` updates, from the end of the one before as TRL's are taken, and of its stages; the
+        """Seconds of each of `count` updates, from the end of the one before as for TRL, and of its stages; the
         mean length of its responses."""
         self._write(count)
         self._quartet("train", "--overwrite", str(self._config))

@@ -197,7 +197,7 @@ class Trainer:
         return own
 
     async def _distance(self, batch: Batch, version: int) -> Distance:
-        """Measures the batch by the policy's log-probs from before the update, by whichever pass they came."""
+        """Measures the batch by the policy's log-probs from before the update, which the update may have computed."""
         if (own := batch.old_logprobs) is None:
             own = await self._policy.trained_logprobs()
             check_own_logprobs(own)

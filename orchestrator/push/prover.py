@@ -56,20 +56,20 @@ class Prover:
         """Proofs given. The first push usually brings the weights that replicas began with, so that even one that
         ignores them agrees: the second is proved as well, whose weights training has moved."""
         self._owed = 0
-        self._scoring: asyncio.Future[list[Floats]] | None = None
+        self._learner_logprobs: asyncio.Future[list[Floats]] | None = None
         self._scored = 0
         """Number of the push that the learner scored for."""
 
     def begin(self, push: int, members: Collection[str]) -> None:
         """Makes the learner score, in the background, if a proof of these members is due; once for all attempts of
         push number `push`."""
-        if self._is_due(members) and (self._scoring is None or self._scored != push):
-            self._scoring, self._scored = asyncio.ensure_future(self._learner.score(self._sequences)), push
+        if self._is_due(members) and (self._learner_logprobs is None or self._scored != push):
+            self._learner_logprobs, self._scored = asyncio.ensure_future(self._learner.score(self._sequences)), push
 
     async def scored(self) -> None:
         """Returns when the learner has scored, if a proof is due; from then on training may change its weights."""
-        if self._scoring is not None:
-            await asyncio.wait([self._scoring])
+        if self._learner_logprobs is not None:
+            await asyncio.wait([self._learner_logprobs])
 
     async def prove(self, push: int, version: int, members: Collection[str], ask: Ask) -> None:
         """Compares at the end of a push. If the learner has not scored for these members, because some came after the
@@ -85,11 +85,11 @@ class Prover:
             PushDisproved: a member computes with other weights; the message says by how much its log-probs differ.
                 Or the last PUSHES_WITHOUT_PROOF pushes had no proof.
         """
-        if not self._is_due(members) or self._scoring is None or self._scored != push:
+        if not self._is_due(members) or self._learner_logprobs is None or self._scored != push:
             self._unproved += 1
             return
-        scoring, self._scoring = self._scoring, None
-        probe = Probe(self._sequences, await scoring, self._tolerance)
+        logprobs, self._learner_logprobs = self._learner_logprobs, None
+        probe = Probe(self._sequences, await logprobs, self._tolerance)
         self._proved = set()
         reports = {report.replica: report for report in await ask(self._asked)}
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:

@@ -83,7 +83,7 @@ async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet
     [failed] = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
     assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert re.search(
-        r"4096 rows, while 8192 of this caller wait already and 8192 may wait \(retry after \d+ ms\)",
+        r"4096 rows are refused, as 8192 of this caller wait already and 8192 may \(retry after \d+ ms\)",
         str(failed.details()),
     )
 

@@ -109,7 +109,7 @@ class Restoration:
                 await self.gate.wait()
                 await start(*arguments, **options)
 
-            ranks.start = waits  # type: ignore[method-assign]
+            ranks.start = waits  # type: ignore[method-assign, assignment]
             return ranks
 
         critic._critic._start_ranks = gated

@@ -9,7 +9,7 @@ import numpy as np
 from orchestrator.config.algorithm import KLConfig, PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.learner.ema import held
+from services.common.learner.ema import local_share
 from services.common.models.distribution import Distribution
 from services.common.ranks.ranks import Ranks
 from services.common.wire.codec import Bools, Floats, Ints
@@ -190,7 +190,7 @@ class Bench:
         trainer = self._trainer(layout, "policy")
         assert isinstance(trainer, PolicyTrainer)
         if self._ranks.rank == self._ranks.world_size - 1:
-            held(next(trainer._learner.module.parameters())).view(-1)[0] = float("nan")
+            local_share(next(trainer._learner.module.parameters())).view(-1)[0] = float("nan")
         said = []
         for refuse in (
             lambda: trainer.snapshots.save(str(folder / "model")),

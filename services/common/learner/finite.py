@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from services.common.learner.ema import held
+from services.common.learner.ema import local_share
 from services.common.ranks.ranks import Ranks
 from services.common.wire.errors import NotFinite
 
@@ -22,8 +22,8 @@ def check_weights(module: nn.Module, ranks: Ranks, device: torch.device) -> None
     """Raises NotFinite on all ranks unless every weight is finite. Every rank calls it and checks its own share:
     nothing is gathered, and each tensor is read once.
     """
-    if not agreed(_all_finite(held(parameter) for parameter in module.parameters()), ranks, device):
-        wrong = [name for name, parameter in module.named_parameters() if not _all_finite([held(parameter)])]
+    if not agreed(_all_finite(local_share(parameter) for parameter in module.parameters()), ranks, device):
+        wrong = [name for name, parameter in module.named_parameters() if not _all_finite([local_share(parameter)])]
         where = f", here in {wrong[0]} and {len(wrong) - 1} more" if wrong else ", on another rank"
         raise NotFinite(f"weights are not finite{where}; they are not pushed, saved or kept")
 

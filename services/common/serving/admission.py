@@ -87,7 +87,7 @@ class Admission:
             if waiting + count > limit:
                 pause_s = min(max(self._call_s, SHORTEST_S), LONGEST_S)
                 raise ResourceExhausted(
-                    f"{field}: {count} {unit} more are refused, as {waiting} {whose} wait already and {limit} may",
+                    f"{field}: {count} {unit} are refused, as {waiting} {whose} wait already and {limit} may",
                     pause_s,
                 )
 

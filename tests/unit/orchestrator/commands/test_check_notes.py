@@ -68,7 +68,7 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
 
 
 def test_adapters_that_are_merged_into_bfloat16_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["orchestrator"]["policy"] |= {"lora": {"rank": 2}, "dtype": "bfloat16"}
+    raw["orchestrator"]["policy"] |= {"lora": {"rank": 2}, "dtype": "bfloat16", "zero_stage": 1}
     for name in ("rollout", "reference"):
         args(raw, name)["dtype"] = "bfloat16"
     [note] = checked(raw, tmp_path).notes

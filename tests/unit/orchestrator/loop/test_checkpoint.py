@@ -164,11 +164,15 @@ async def test_never_means_never(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "when", "last", "whole"),
-    [("policy", "take", "1", [1, 3]), ("critic", "take", "1", [1, 3]), ("policy", "write", "none", [2, 3])],
+    ("who", "when", "kept", "whole"),
+    [
+        ("policy", "take", "the last one is of step 1", [1, 3]),
+        ("critic", "take", "the last one is of step 1", [1, 3]),
+        ("policy", "write", "there is none yet", [2, 3]),
+    ],
 )
 async def test_one_that_fails_is_told_and_costs_nothing_else(
-    tmp_path: Path, who: str, when: str, last: str, whole: list[int]
+    tmp_path: Path, who: str, when: str, kept: str, whole: list[int]
 ) -> None:
     stage = Stage(tmp_path, every=1)
     async with stage.checkpoints as checkpoints:
@@ -176,7 +180,7 @@ async def test_one_that_fails_is_told_and_costs_nothing_else(
         getattr(stage, who).failures[when] = Internal("No space left on device")
         await checkpoints.take_if_due(state(2))
         await checkpoints.take_if_due(state(3))
-    assert stage.notes == [f"checkpoint failed: No space left on device; the last one is of step {last}"]
+    assert stage.notes == [f"checkpoint failed: No space left on device; {kept}"]
     # Nothing of it takes room any more.
     assert stage.checkpoint_names() == [f"step-{n:06d}" for n in whole]
 

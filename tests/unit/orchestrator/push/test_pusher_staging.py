@@ -114,14 +114,15 @@ async def test_the_learner_scores_before_it_trains_and_later_members_are_proved_
     prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], 0.01, every=5)
     pusher = make_pusher(fleet, prover=prover)
     staged = await pusher.stage(1)
-    assert prover._scoring is not None
-    assert prover._scoring.done()
+    assert prover._learner_logprobs is not None
+    assert prover._learner_logprobs.done()
     await pusher.deliver(staged)
-    assert fleet.engines["a"].calls.count("score") == 1
-    staged = await pusher.stage(2)  # with the members of the last proof: none is due
+    await pusher.deliver(await pusher.stage(2))
+    assert fleet.engines["a"].calls.count("score") == 2
+    staged = await pusher.stage(3)  # with the members of the last proof: none is due
     fleet.add(b=1)
     await pusher.deliver(staged)
-    assert fleet.versions == {"a": 2, "b": 2}
+    assert fleet.versions == {"a": 3, "b": 3}
     assert fleet.engines["b"].calls.count("score") == 0
-    await pusher.deliver(await pusher.stage(3))
-    assert [fleet.engines[name].calls.count("score") for name in ("a", "b")] == [2, 1]
+    await pusher.deliver(await pusher.stage(4))
+    assert [fleet.engines[name].calls.count("score") for name in ("a", "b")] == [3, 1]

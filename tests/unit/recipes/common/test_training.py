@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recipes.common.batch import pad_right
 from recipes.common.llama import tiny_policy
-from recipes.common.sampling import Sample, sample
+from recipes.common.sampling import EncodedPair, sample
 from recipes.common.schedule import Schedule
 from recipes.common.shape import Shape
 from recipes.common.supervised import labels_of
@@ -38,8 +38,8 @@ def test_padding_goes_right_and_the_mask_comes_from_the_lengths() -> None:
 
 def test_training_labels_are_the_response_and_its_end() -> None:
     samples = [
-        Sample(Pair("", ""), prompt_ids=[1, 10, 11], response_ids=[12, EOS_ID]),
-        Sample(Pair("", ""), prompt_ids=[1, 10], response_ids=[0, 13, 14, 15]),
+        EncodedPair(Pair("", ""), prompt_ids=[1, 10, 11], response_ids=[12, EOS_ID]),
+        EncodedPair(Pair("", ""), prompt_ids=[1, 10], response_ids=[0, 13, 14, 15]),
     ]
     ids, mask = pad_right([one.ids for one in samples])
     assert labels_of(samples, ids, mask).tolist() == [

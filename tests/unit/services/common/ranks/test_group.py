@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -55,11 +56,15 @@ async def test_some_and_beside_go_to_the_first_ranks_and_give_all_answers() -> N
     ] * 2 + [[]]
 
 
+def build(*arguments: Any) -> None:
+    """A trainer, as far as a group knows."""
+
+
 async def test_ranks_start_where_rank_0_opened_the_store() -> None:
     ranks = [FakeRank(("host", 7)), FakeRank()]
-    await group(*ranks).start(dict, "x", timeout_s=1)
-    assert ranks[0].called == [("open",), ("start", ("host", 7), dict, "x")]
-    assert ranks[1].called == [("start", ("host", 7), dict, "x")]
+    await group(*ranks).start(build, "x", timeout_s=1)
+    assert ranks[0].called == [("open",), ("start", ("host", 7), build, "x")]
+    assert ranks[1].called == [("start", ("host", 7), build, "x")]
 
 
 async def test_the_death_of_a_rank_is_named_at_once_and_ends_the_group() -> None:
@@ -124,12 +129,12 @@ async def test_calls_take_turns_and_a_deadline_counts_from_the_turn() -> None:
 async def test_a_rank_that_finds_no_place_is_named() -> None:
     ranks = [FakeRank(("host", 7)), FakeRank(after_s=NEVER)]
     with pytest.raises(DeadlineExceeded, match=r"policy.start: .* from rank 1 of 2; does the cluster have the CPUs"):
-        await group(*ranks).start(dict, timeout_s=0.05)
+        await group(*ranks).start(build, timeout_s=0.05)
     assert [rank.killed for rank in ranks] == [1, 1]
 
 
 async def test_a_group_that_does_not_start_has_ended() -> None:
     ranks = [FakeRank(("host", 7)), FakeRank(MemoryError("model too large"))]
     with pytest.raises(Internal, match=r"policy.start: rank 1 of 2: MemoryError: model too large"):
-        await group(*ranks).start(dict, timeout_s=1)
+        await group(*ranks).start(build, timeout_s=1)
     assert [rank.killed for rank in ranks] == [1, 1]

@@ -71,7 +71,7 @@ def test_calls_are_counted_however_small_they_are() -> None:
         for _ in range(4):
             held.enter_context(admission.admitted(OTHER, 1, 1, "pairs"))
         with pytest.raises(
-            ResourceExhausted, match="pairs: 1 calls, while 4 of this caller wait already and 4 may wait"
+            ResourceExhausted, match="pairs: 1 calls are refused, as 4 of this caller wait already and 4 may"
         ):
             held.enter_context(admission.admitted(OTHER, 1, 1, "pairs"))
         held.enter_context(admission.admitted(RUN, 1, 1, "pairs"))

@@ -72,12 +72,12 @@ async def test_the_engine_that_counts_is_told_and_asked() -> None:
     ]
     spans = [SimpleNamespace(version="3", start=0, end=2), SimpleNamespace(version="4", start=2, end=5)]
     # Its own note, whatever served when the request came.
-    assert counted.spans(SimpleNamespace(weight_versions=spans), begun=3) == ((3, 0, 2), (4, 2, 5))
-    assert counted.spans(SimpleNamespace(weight_versions=None), begun=3) == ()
+    assert counted.spans(SimpleNamespace(weight_versions=spans), began_with=3) == ((3, 0, 2), (4, 2, 5))
+    assert counted.spans(SimpleNamespace(weight_versions=None), began_with=3) == ()
     # While a response goes on, from its state.
     state = SimpleNamespace(_weight_version_spans=lambda: spans[:1])
     llm.output_processor = SimpleNamespace(external_req_ids={"r5": ["r5-a"]}, request_states={"r5-a": state})
-    assert counted.spans_so_far("r5", SimpleNamespace(), begun=3) == ((3, 0, 2),)
+    assert counted.spans_so_far("r5", SimpleNamespace(), began_with=3) == ((3, 0, 2),)
 
 
 async def test_for_the_engine_that_does_not_count_we_do() -> None:
@@ -86,12 +86,12 @@ async def test_for_the_engine_that_does_not_count_we_do() -> None:
     await counted.begin()
     await counted.answer()
     output = SimpleNamespace(token_ids=[5, 6, 7])
-    assert counted.spans(output, begun=0) == ((0, 0, 3),)
+    assert counted.spans(output, began_with=0) == ((0, 0, 3),)
     await counted.finish(4)
     assert llm.calls == ["is_sleeping", "finish_weight_update"]
-    assert counted.spans(output, begun=4) == counted.spans_so_far("r5", output, begun=4) == ((4, 0, 3),)
+    assert counted.spans(output, began_with=4) == counted.spans_so_far("r5", output, began_with=4) == ((4, 0, 3),)
     with pytest.raises(Unavailable, match="the weights changed while this was sampled"):
-        counted.spans(output, begun=0)
+        counted.spans(output, began_with=0)
 
 
 async def test_the_kv_cache_is_released_and_comes_back_while_the_weights_stay() -> None:
