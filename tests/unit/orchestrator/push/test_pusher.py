@@ -211,28 +211,35 @@ async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -
     assert fleet.versions == {"a": 5}
 
 
-async def test_gloo_gathers_beside_the_push_and_shared_memory_is_filled_before_it(source: FakeSource) -> None:
-    for backend, first in (("gloo", "prepare"), ("ipc", "gather"), ("cuda-ipc", "gather")):
-        source.at = [Place("m", ("GPU-0",))]
-        fleet = Fleet(source, a=1)
-        fleet.engines["a"].place = source.at[0]
-        order: list[str] = []
-        gather, ask = source.gather, fleet.update_weights
+@pytest.mark.parametrize(("backend", "first"), [("gloo", "prepare"), ("ipc", "gather"), ("cuda-ipc", "gather")])
+async def test_gloo_gathers_beside_the_push_and_shared_memory_is_filled_before_it(
+    source: FakeSource, backend: str, first: str
+) -> None:
+    source.at = [Place("m", ("GPU-0",))]
+    fleet = Fleet(source, a=1)
+    fleet.engines["a"].place = source.at[0]
+    order: list[str] = []
+    prepared = asyncio.Event()
+    gather, ask = source.gather, fleet.update_weights
 
-        async def gathering(push: int, gather: Any = gather, order: list[str] = order) -> None:
-            await asyncio.sleep(0.01)
-            order.append("gather")
-            await gather(push)
+    async def gathering(push: int) -> None:
+        if first == "prepare":
+            await prepared.wait()
+        for _ in range(100):  # turns in which a push that does not wait would prepare
+            await asyncio.sleep(0)
+        order.append("gather")
+        await gather(push)
 
-        async def asking(*args: Any, ask: Any = ask, order: list[str] = order, **phase: Any) -> Any:
-            order.extend(name for name in phase if name == "prepare")
-            return await ask(*args, **phase)
+    async def asking(*args: Any, **phase: Any) -> Any:
+        if "prepare" in phase:
+            order.append("prepare")
+            prepared.set()
+        return await ask(*args, **phase)
 
-        source.gather, fleet.update_weights = gathering, asking  # type: ignore[method-assign]
-        pusher = WeightPusher(fleet, source, backend, WeightsConfig())  # type: ignore[arg-type]
-        await pusher.push(1)
-        assert order[0] == first
-        source.gather = gather  # type: ignore[method-assign]
+    source.gather, fleet.update_weights = gathering, asking  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        await WeightPusher(fleet, source, backend, WeightsConfig()).push(1)  # type: ignore[arg-type]
+    assert order[0] == first
 
 
 async def test_weights_that_cannot_be_gathered_are_the_reason_and_no_attempt_is_repeated(source: FakeSource) -> None:
