@@ -159,7 +159,7 @@ class _Learner:
 
 
 async def _joined(pusher: WeightPusher, newcomers: Fleet) -> float:
-    """Seconds to admit a newcomer, carried out as a replica does it (services/rollout/newcomer.py)."""
+    """Seconds until a newcomer has joined, carried out as a replica does it (services/rollout/newcomer.py)."""
     [member] = newcomers.members.values()
     receiving: list[asyncio.Task[None]] = []
 

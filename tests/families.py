@@ -154,7 +154,7 @@ FAMILIES = {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "max_position_embeddings": MAX_LENGTH,
-            "word_embed_proj_dim": 32,  # narrower than the layers, as in opt-350m
+            "word_embed_proj_dim": 64,
             "init_std": 0.1,
             "dropout": 0.1,
         },

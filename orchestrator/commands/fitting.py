@@ -56,7 +56,7 @@ def _other_ends(config: OrchestratorConfig, section: RolloutConfig, name: str) -
     both leave them out of the distribution until min_new_tokens."""
     if section.model == config.policy.model or not config.sampling.min_new_tokens:
         return
-    with contextlib.suppress(ConfigError):  # reported by the check of models
+    with contextlib.suppress(ConfigError, OSError, ValueError):  # reported by the check of models
         ours, theirs = (end_ids(folder, load_tokenizer(folder)) for folder in (config.policy.model, section.model))
         if ours != theirs:
             yield (

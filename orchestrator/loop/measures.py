@@ -9,7 +9,7 @@ from orchestrator.experience.experience import Collected
 from orchestrator.loop.state import TrainState
 from orchestrator.tracing.waits import Waits
 
-AWAITED = {"logprobs": "logprobs", "train": "training", "publish": "push", "evaluate": "evaluation"}
+WAIT_OF_STAGE = {"logprobs": "logprobs", "train": "training", "publish": "push", "evaluate": "evaluation"}
 """Stage of a step -> what the loop waits for in it. The stage `take` waits for several things, which Waits.for_batch
 tells apart."""
 
@@ -29,7 +29,7 @@ class StepReport:
         """Context of a stage; a stage that comes twice counts the sum."""
         began = time.monotonic()
         try:
-            with self._waits(AWAITED[name]) if name in AWAITED else nullcontext():
+            with self._waits(WAIT_OF_STAGE[name]) if name in WAIT_OF_STAGE else nullcontext():
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began

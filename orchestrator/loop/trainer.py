@@ -184,7 +184,9 @@ class Trainer:
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
                 own = group.create_task(self._old_logprobs(batch))
-        return replace(batch, collected=valued.result(), old_logprobs=own.result())
+        if (old_logprobs := own.result()) is not None:
+            check_own_logprobs(old_logprobs)
+        return replace(batch, collected=valued.result(), old_logprobs=old_logprobs)
 
     async def _old_logprobs(self, batch: Batch) -> list[Floats] | None:
         """The policy's own log-probs from before the update; None where the update computes them itself."""
@@ -192,8 +194,6 @@ class Trainer:
         if own is None and self._config.ppo.needs_old_logprobs(len(batch)):
             asked = self._policy.logprobs(batch.prompts, batch.responses)
             own = await self._waits.on("policy").timing("logprobs", asked)
-        if own is not None:
-            check_own_logprobs(own)
         return own
 
     async def _distance(self, batch: Batch, version: int) -> Distance:

@@ -30,7 +30,7 @@ class PolicyError(RuntimeError):
     """A rank of the policy learner died or is stuck, and all ranks have ended; a run can resume from a checkpoint."""
 
 
-class Share(Protocol):
+class StoreOnce(Protocol):
     """Stores a value once for all ranks. What it returns stands for the value in a call: each rank fetches it."""
 
     def __call__(self, value: Value, /) -> Value:
@@ -45,7 +45,7 @@ def in_object_store(value: Value, /) -> Value:
 class Policy:
     """The policy learner. Every method raises PolicyError after a rank has died or is stuck."""
 
-    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: Share = in_object_store) -> None:
+    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: StoreOnce = in_object_store) -> None:
         self._ranks = ranks
         self._timeouts = config.timeouts
         self._weights = config.weights

@@ -88,8 +88,8 @@ async def _open_registry(application: str) -> Any:
         except NAME_ERRORS:
             if clock() >= end:
                 raise ServiceError(
-                    f"another run that trains the application {application!r} has not ended after {GONE_S:g} s; stop "
-                    "it or try again"
+                    f"Ray has not ended the registry of an earlier run that trained the application {application!r} "
+                    f"after {GONE_S:g} s; try again, or restart the cluster"
                 ) from None
             with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
                 ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))

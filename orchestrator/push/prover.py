@@ -17,7 +17,7 @@ log = logging.getLogger("quartet")
 Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
 
 PUSHES_WITHOUT_PROOF = 3
-"""Most proofs in a row that may be missing, because a replica died meanwhile or had no time."""
+"""Pushes in a row without a proof, because a replica died meanwhile or had no time, at which the push fails."""
 
 
 class PushDisproved(ServiceError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.common.wire.errors import InvalidArgument
 
-LONGEST_NAME = 1000
+LONGEST_PATH = 1000
 """Most characters of a name, including its folders."""
 _NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 
@@ -25,10 +25,10 @@ class Root:
             InvalidArgument: the name is not valid, or leads out of the root through a link.
         """
         parts = name.split("/")
-        if len(name) > LONGEST_NAME or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
+        if len(name) > LONGEST_PATH or not all(_NAME.fullmatch(part) and part.strip(".") for part in parts):
             raise InvalidArgument(
-                f"name: {name[:LONGEST_NAME]!r}; must be names of letters, digits, _, - and . under the critic's "
-                f"root, with / between them, at most {LONGEST_NAME} characters"
+                f"name: {name[:LONGEST_PATH]!r}; must be names of letters, digits, _, - and . under the critic's "
+                f"root, with / between them, at most {LONGEST_PATH} characters"
             )
         place = self.folder.joinpath(*parts)
         if self.folder not in place.resolve().parents:

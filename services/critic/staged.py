@@ -124,7 +124,7 @@ class StagedBatch:
         if moment != self._moment:
             if (moment.timeline, moment.number) < (self._moment.timeline, self._moment.number):
                 raise FailedPrecondition(
-                    f"step: {moment.number} is refused, as parts of the later step {self._moment.number} have come"
+                    f"step: {moment.number} is refused, as parts of step {self._moment.number} have come since"
                 )
             self._moment, self._parts = moment, {}
         kept = {at: other for at, other in self._parts.items() if at + other.rows <= row or row + part.rows <= at} | {

@@ -10,7 +10,7 @@ from services.common.ranks.group import RankDied, RankGroup
 from services.common.ranks.ranks import Rank
 
 CONTROL_GROUP = "beside"
-"""The actor's concurrency group for methods that run beside training: one may admit newcomers to the push while
+"""The actor's concurrency group for methods that run beside training: one may send weights to newcomers while
 another writes a checkpoint."""
 
 

@@ -54,7 +54,7 @@ class Watched(Generic[Value]):
         try:
             self._value = self._read()
         except (ConfigError, OSError) as error:
-            log.error("not read again, the last valid contents stay in force: %s", error)
+            log.error("the new contents are refused, the last valid ones stay in force: %s", error)
             return
         log.info("read again: %s", ", ".join(str(file) for file in self._files(self._value)))
 

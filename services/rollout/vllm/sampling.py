@@ -34,7 +34,7 @@ class TokenizerVocabulary(LogitsProcessor):
 
 
 class RunnerRequests(dict[str, Any]):
-    """The requests of vLLM's model runner, each with a generator that draws its response's next token next."""
+    """The requests of vLLM's model runner, each with a generator for the rest of its response."""
 
     def __setitem__(self, name: str, state: Any) -> None:
         if state.generator is not None:

@@ -118,7 +118,7 @@ def test_a_critic_needs_room_for_what_follows(raw: dict[str, Any], tmp_path: Pat
         f"applications.critic.args.model: {critic} takes 128 tokens; orchestrator.ppo.bootstrap_truncated needs one "
         "more"
     ]
-    # The check is of the service that the run uses as its critic, whatever its application is called.
+    # Every critic of the file is checked, whatever its application is called.
     [application] = [each for each in raw["applications"] if each["name"] == "critic"]
     application["name"], raw["orchestrator"]["services"] = "value", {"critic": {"application": "value"}}
     assert problems(raw, tmp_path)[0].startswith(f"applications.value.args.model: {critic} takes 128 tokens;")

@@ -39,13 +39,13 @@ class FakeRegistry:
 class FakePusher:
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
-        self.admitted = asyncio.Event()
+        self.asked = asyncio.Event()
 
     async def add_newcomers(self, applicants: Any, deliver: Any) -> None:
         if self.failures:
             raise self.failures.pop(0)
         await deliver(dict.fromkeys(applicants))
-        self.admitted.set()
+        self.asked.set()
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ async def test_what_may_mend_itself_is_tried_again(error: Exception) -> None:
     pusher = FakePusher(error, error)
     async with adding_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
-            await pusher.admitted.wait()
+            await pusher.asked.wait()
 
 
 @pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])
@@ -111,5 +111,5 @@ async def test_a_newcomer_gets_the_lease_that_the_run_holds_now_with_its_ticket(
     for number in (4, 5):
         pusher, lease = FakePusher(), common_pb2.Lease(run_id="ours", number=number)
         async with asyncio.timeout(5), adding_newcomers(pusher, registry, lease, 30):  # type: ignore[arg-type]
-            await pusher.admitted.wait()
+            await pusher.asked.wait()
         assert registry.answers[-1] == {"new": Answer(lease.SerializeToString(), 30, None)}

@@ -85,7 +85,7 @@ async def test_newcomers_get_the_last_version_in_a_group_of_their_own(source: Fa
     assert fleet.engines["a"].calls.count("join") == 1
 
 
-async def test_a_push_and_an_admission_take_turns(source: FakeSource) -> None:
+async def test_a_push_and_newcomers_take_turns(source: FakeSource) -> None:
     fleet, lobby = Fleet(source, a=1), Lobby()
     pusher = make_pusher(fleet)
     await pusher.push(1)

@@ -79,7 +79,7 @@ def test_only_the_newest_steps_parts_are_held() -> None:
         with pytest.raises(FailedPrecondition, match="staged: 2 pairs, but 0 of step 7 have come"):
             staged.whole(STEP, 2)
         with pytest.raises(
-            FailedPrecondition, match=f"step: 7 is refused, as parts of the later step {moment.number} have come"
+            FailedPrecondition, match=f"step: 7 is refused, as parts of step {moment.number} have come since"
         ):
             staged.add(STEP, 0, part(0, 2))
         assert places(staged.whole(moment, 1)) == [0]

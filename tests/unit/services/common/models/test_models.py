@@ -101,7 +101,9 @@ def test_packing_is_refused_where_attention_is_capped(tmp_path: Path) -> None:
 
 
 def test_a_body_that_is_wider_inside_than_its_end_gets_a_head_that_fits(tmp_path: Path) -> None:
-    folder = FAMILIES["opt"].make(tmp_path / "opt")
+    family = FAMILIES["opt"]
+    narrow = replace(family, options=family.options | {"word_embed_proj_dim": 32})  # as in opt-350m
+    folder = narrow.make(tmp_path / "opt")
     pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
     assert load_value(str(folder), "float32").values(pairs).shape == (3, 4)
     full = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)

@@ -32,7 +32,7 @@ class Trainer:
     def join(self, membership: int) -> str:
         raise NotImplementedError
 
-    def admit(self, membership: int) -> str:
+    def add(self, membership: int) -> str:
         raise NotImplementedError
 
 
@@ -50,10 +50,10 @@ async def test_some_and_beside_go_to_the_first_ranks_and_give_all_answers() -> N
     ranks = [FakeRank("a", "d"), FakeRank("b", "e"), FakeRank("c")]
     ours = group(*ranks)
     assert await ours.some(2, Trainer.join, 1, 1) == ["a", "b"]
-    assert await ours.beside(2, Trainer.admit, 1, 1) == ["d", "e"]
-    assert [rank.called for rank in ranks] == [
-        [("run", "Trainer.join", 1), ("run_beside", "Trainer.admit", 1)]
-    ] * 2 + [[]]
+    assert await ours.beside(2, Trainer.add, 1, 1) == ["d", "e"]
+    assert [rank.called for rank in ranks] == [[("run", "Trainer.join", 1), ("run_beside", "Trainer.add", 1)]] * 2 + [
+        []
+    ]
 
 
 def build(*arguments: Any) -> None:
