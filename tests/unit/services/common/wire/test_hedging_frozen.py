@@ -23,6 +23,7 @@ from services.common.wire.codec import pack_floats
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from tests.unit.fakes import Fakes, make_config, make_requests
+from tests.unit.waiting import until
 from tests.unit.wire import served
 
 REMEMBERED_S = float(_environment()["RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S"])
@@ -72,8 +73,10 @@ class Fleet:
         self._passed = seconds
 
     async def start(self) -> None:
+        """Tells the router of the replicas; returns when it has asked them for the lengths of their queues."""
         self.router.update_replicas(self.replicas)
-        await asyncio.sleep(0.05)
+        known = self.router._replica_queue_len_cache
+        await until(lambda: all(known.get(replica.replica_id) is not None for replica in self.replicas))
 
     async def send(self) -> Replica:
         """Sends a call; where it went."""
