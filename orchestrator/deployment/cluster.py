@@ -98,8 +98,16 @@ def join(state: Path = STATE) -> None:
         os.environ.update(cluster.environment)
 
 
-def start(say: Say, state: Path = STATE, timeout_s: float = 180) -> Cluster:
+def start(
+    say: Say, state: Path = STATE, timeout_s: float = 180, clock: Callable[[], float] = time.monotonic
+) -> Cluster:
     """Returns the running cluster, or starts a Ray head on free ports of 127.0.0.1; one `quartet up` at a time.
+
+    Args:
+        say: shows a message to the user.
+        state: the record of the head.
+        timeout_s: the longest time in seconds until the head is ready; Ray may give up on several before that.
+        clock: returns seconds.
 
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.
@@ -114,25 +122,25 @@ def start(say: Say, state: Path = STATE, timeout_s: float = 180) -> Cluster:
             present = running(state)
             if present:
                 say(f"using the Ray head that runs at {present.address}")
-            return present or _start(say, state, timeout_s)
+            return present or _start(say, state, timeout_s, clock)
     except TimeoutError as error:
         raise ClusterError(f"another `quartet up` in this folder does not end: {error}") from None
 
 
-def _start(say: Say, state: Path, timeout_s: float) -> Cluster:
+def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float]) -> Cluster:
     left = last(state)
     if left:
         _end(left, state)
-    log, end = state.with_name(LOG), time.monotonic() + timeout_s
+    log, end = state.with_name(LOG), clock() + timeout_s
     while True:
         cluster, head = _launch(say, state, log)
         try:
-            _await_dashboard(cluster, head, log, max(1.0, end - time.monotonic()))
+            _await_dashboard(cluster, head, log, max(1.0, end - clock()))
             check_closed(cluster.processes())
             return cluster
         except (ClusterError, PortError) as error:
             _end(cluster, state)
-            if not isinstance(error, _SlowStart) or time.monotonic() > end:
+            if not isinstance(error, _SlowStart) or clock() > end:
                 raise
         say("Ray gave its own processes 30 s to start, and this machine is too busy for that: starting it again")
 
