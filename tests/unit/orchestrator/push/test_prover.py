@@ -40,34 +40,28 @@ def test_the_sequences_are_the_same_for_every_run_and_fit_the_model() -> None:
     assert {len(row) for row in probe_sequences(64, 8)} == {7}
 
 
-async def test_the_first_two_pushes_a_change_of_members_and_every_third_are_proved(source: FakeSource) -> None:
-    fleet = Fleet(source, a=1, b=1)
-    pusher = make_pusher(fleet, prover=make_prover(source))
-    proved = []
-    for version in range(1, 9):
-        if version == 5:
+async def proved(source: FakeSource, fleet: Fleet, every: int, *, last: int, joins_at: int) -> list[int]:
+    """The versions up to `last` whose push is proved; replica c joins before version `joins_at`."""
+    pusher, versions = make_pusher(fleet, prover=make_prover(source, every=every)), []
+    for version in range(1, last + 1):
+        if version == joins_at:
             fleet.add(c=1)
         fleet.phases.clear()
         await pusher.push(version)
         assert fleet.phases in (PUSH, [*PUSH, "probe"])
         if "probe" in fleet.phases:
-            proved.append(version)
-    assert proved == [1, 2, 5, 8]
+            versions.append(version)
+    return versions
+
+
+async def test_the_first_two_pushes_a_change_of_members_and_every_third_are_proved(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    assert await proved(source, fleet, 3, last=8, joins_at=5) == [1, 2, 5, 8]
     assert fleet.engines["c"].calls.count("score") == 2
 
 
 async def test_without_a_period_only_the_first_two_and_changes_of_members_are_proved(source: FakeSource) -> None:
-    fleet = Fleet(source, a=1)
-    pusher = make_pusher(fleet, prover=make_prover(source, every=0))
-    proved = []
-    for version in range(1, 60):
-        if version == 50:
-            fleet.add(b=1)
-        fleet.phases.clear()
-        await pusher.push(version)
-        if "probe" in fleet.phases:
-            proved.append(version)
-    assert proved == [1, 2, 50]
+    assert await proved(source, Fleet(source, a=1), 0, last=59, joins_at=50) == [1, 2, 50]
 
 
 @pytest.mark.parametrize(

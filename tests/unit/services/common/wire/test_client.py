@@ -61,12 +61,12 @@ async def test_other_failures_are_raised_at_once(call: Call, code: grpc.StatusCo
 
 async def test_unavailable_until_the_deadline() -> None:
     # Tries at 0, 0.05 to 0.1, 0.15 to 0.3, 0.35 to 0.7, 0.75 to 1.5, 1.55 to 3.1 and, as a pause is 2 s at most, 2.55
-    # to 5.1 s; later on a busy machine.
+    # to 5.1 s.
     call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 9)
     async with call.serve(script) as channel:
         with pytest.raises(Unavailable, match=r"^reward.Info: said the script$"):
             await call.ask(channel, 3)
-    assert 2 <= len(script.requests) <= 7
+    assert 4 <= len(script.requests) <= 7
 
 
 async def test_the_deadline_is_that_of_all_tries_together() -> None:
