@@ -57,11 +57,14 @@ def _other_ends(config: OrchestratorConfig, section: RolloutConfig, name: str) -
     if section.model == config.policy.model or not config.sampling.min_new_tokens:
         return
     with contextlib.suppress(ConfigError, OSError, ValueError):  # reported by the check of models
-        ours, theirs = (end_ids(folder, load_tokenizer(folder)) for folder in (config.policy.model, section.model))
+        folders = (config.policy.model, section.model)
+        ours, theirs = (
+            sorted({*end_ids(folder, load_tokenizer(folder)), *config.sampling.stop_token_ids}) for folder in folders
+        )
         if ours != theirs:
             yield (
-                f"applications.{name}.args.model: texts of {section.model} end with the tokens {list(theirs)}, but "
-                f"those of orchestrator.policy.model ({config.policy.model}) with {list(ours)}; correct eos_token_id "
+                f"applications.{name}.args.model: texts of {section.model} end with the tokens {theirs}, but "
+                f"those of orchestrator.policy.model ({config.policy.model}) with {ours}; correct eos_token_id "
                 "in the generation_config.json of one, as orchestrator.sampling.min_new_tokens leaves these out"
             )
 

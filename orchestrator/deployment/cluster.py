@@ -106,8 +106,9 @@ def start(
     Args:
         say: shows a message to the user.
         state: the record of the head.
-        timeout_s: the longest time in seconds until the head is ready; Ray may give up on several before that.
-        clock: returns seconds.
+        timeout_s: longest wait in seconds for another `quartet up`, and again for the head, which Ray may have to
+            start several times.
+        clock: returns seconds; decides whether a head that Ray gave up on is started again.
 
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.

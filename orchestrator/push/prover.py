@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.push.source import both
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.probe import TOLERANCE, Probe, probe_sequences
@@ -88,10 +89,12 @@ class Prover:
         if not self._is_due(members) or self._learner_logprobs is None or self._scored != push:
             self._unproved += 1
             return
-        logprobs, self._learner_logprobs = self._learner_logprobs, None
-        probe = Probe(self._sequences, await logprobs, self._tolerance)
+        scoring, self._learner_logprobs = self._learner_logprobs, None
         self._proved = set()
-        reports = {report.replica: report for report in await ask(self._asked)}
+        # At the same time, since each side's pass reads all weights of the model, as a push does.
+        answers, logprobs = await both(ask(self._asked), scoring)
+        probe = Probe(self._sequences, logprobs, self._tolerance)
+        reports = {report.replica: report for report in answers}
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
             raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
         self._settle(version, {name: _why(reports.get(name)) for name in members})

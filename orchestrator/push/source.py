@@ -13,7 +13,7 @@ Left = TypeVar("Left")
 Right = TypeVar("Right")
 
 GRACE_S = 1.0
-"""Seconds that the other side of a collective gets to report its reason after one side failed."""
+"""Seconds that the other side gets to report its reason after one side failed."""
 
 
 class WeightSource(Protocol):
@@ -46,8 +46,8 @@ class WeightSource(Protocol):
 
 
 async def both(replicas: Awaitable[Left], learner: Awaitable[Right]) -> tuple[Left, Right]:
-    """Waits for both sides of a collective. If both fail, the replicas' error is raised, since it tells more, and the
-    learner's is logged."""
+    """Waits for both sides of a collective, or of a proof. If one fails, the other gets GRACE_S to end and is then
+    cancelled. If both fail, the replicas' error is raised, since it tells more, and the learner's is logged."""
     left, right = asyncio.ensure_future(replicas), asyncio.ensure_future(learner)
     both: list[asyncio.Future[Any]] = [left, right]
     try:

@@ -25,7 +25,7 @@ PROMPTS = [_RNG.integers(4, len(WORDS), 20 + 60 * index).astype(np.int32) for in
 # An end of text counts from the 80th token on, which most of these responses have after the interruption.
 ENDING = Sampling(max_new_tokens=140, min_new_tokens=80, temperature=0.8)
 LONG = Sampling(max_new_tokens=120, ignore_eos=True)
-MANY = 900
+MANY = 600
 """Tokens of responses that take longer than the engine keeps them to itself."""
 SHORT = Sampling(max_new_tokens=40, ignore_eos=True)
 

@@ -50,8 +50,8 @@ class Model:
 
     @property
     def packs(self) -> bool:
-        """True if a learner may pack sequences for it."""
-        return packed_attention.takes(self.network)
+        """True if a learner may pack sequences for it, with torch's own attention."""
+        return packed_attention.takes(self.network) and not packed_attention.caps(self.config)
 
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""

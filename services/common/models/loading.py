@@ -55,7 +55,8 @@ def _load(
         )
     # FlashAttention itself finds a row's sequences by their positions.
     taken = packed_attention.NAME if packing and attention == "sdpa" else attention
-    if attention == "sdpa" and _caps_attention(path):
+    capped = attention == "sdpa" and _caps_attention(path)
+    if capped:
         taken = "eager"
     try:
         model: nn.Module = kind.from_pretrained(
@@ -63,17 +64,18 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
-    if packing and (taken == "eager" or not packed_attention.takes(model)):
+    if packing and not packed_attention.takes(model):
         raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
+    if packing and capped:
+        raise ConfigError(f"packing: {path} caps its attention scores; set packing to false")
     padded_attention.use_in(model)
     return without_dropout(model)
 
 
 def _caps_attention(path: str) -> bool:
-    """True if attention scores are capped (Gemma 2). Torch's fused kernel cannot do that, and transformers then omits
-    the cap silently."""
+    """True if the model in `path` caps its attention scores."""
     try:
-        return getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+        return packed_attention.caps(AutoConfig.from_pretrained(path))
     except (OSError, ValueError):
         return False  # loading reports the error
 

@@ -78,6 +78,12 @@ def _varlen() -> Kernel | None:
     return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
+def caps(config: Any) -> bool:
+    """True if attention scores are capped (Gemma 2). Torch's fused kernel cannot do that, and transformers then omits
+    the cap silently."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def takes(model: Any) -> bool:
     """True if every layer of a transformers model attends to its whole sequence through an attention function, so
     that packing is exact: no sliding window, and no recurrent state that would run on into the next sequence."""

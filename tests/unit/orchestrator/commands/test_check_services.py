@@ -133,6 +133,8 @@ def test_texts_must_end_alike_where_they_must_not_end_early(
     [problem] = problems(raw, tmp_path)
     assert problem.startswith(f"applications.rollout.args.model: texts of {copy} end with the tokens [{EOS}, 9], but")
     assert f"({policy_folder}) with [{EOS}]; correct eos_token_id" in problem
+    raw["orchestrator"]["sampling"]["stop_token_ids"] = [9]
+    checked(raw, tmp_path)
 
 
 def test_deadlines_that_the_replicas_refuse_and_a_root_that_is_not_the_critics(

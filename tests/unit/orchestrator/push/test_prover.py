@@ -1,5 +1,6 @@
 """A push is proved by what its replicas compute."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.probe import probe_sequences
 from services.common.weight_transfer.registry import Applicant, Ticket
-from services.common.wire.codec import Floats, Ints, pack_sequences
+from services.common.wire.codec import Floats, Ints, pack_floats, pack_sequences
 from services.rollout.newcomer import _receive
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config
@@ -157,6 +158,24 @@ async def test_a_push_without_proof_costs_the_learner_nothing(source: FakeSource
     for version in range(1, 8):
         await pusher.push(version)
     assert len(asked) == 3
+
+
+async def test_learner_and_replicas_score_at_the_same_time(source: FakeSource) -> None:
+    scoring = asyncio.Event()
+
+    class Learner:
+        async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+            await scoring.wait()
+            return await source.score(sequences)
+
+    async def ask(probe: pb.Probe) -> Sequence[pb.WeightReport]:
+        scoring.set()
+        return [pb.WeightReport(replica="a", ok=True, logprobs=pack_floats(await source.score(SEQUENCES)))]
+
+    prover = Prover(Learner(), SEQUENCES, tolerance=1e-3, every=3)
+    prover.begin(1, ["a"])
+    async with asyncio.timeout(60):
+        await prover.prove(1, 1, ["a"], ask)
 
 
 async def test_ids_that_the_model_does_not_have_are_named(source: FakeSource) -> None:

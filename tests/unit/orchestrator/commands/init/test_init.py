@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def test_a_function_scores_models_of_any_family(name: str, prompts: str, tmp_pat
     assert args(raw, "critic")["model"] == str(folder)
     packs = FAMILIES[name].packs
     assert (raw["orchestrator"]["policy"]["packing"], args(raw, "critic")["packing"]) == (packs, packs)
+
+
+def test_capped_attention_is_not_packed_even_without_windows(prompts: str, tmp_path: Path) -> None:
+    family = FAMILIES["gemma2"]
+    capped = replace(family, options=family.options | {"layer_types": ["full_attention"] * 2, "sliding_window": None})
+    raw = written(tmp_path, Wanted(str(capped.make(tmp_path / "capped")), FUNCTION, prompts))
+    assert (raw["orchestrator"]["policy"]["packing"], args(raw, "critic")["packing"]) == (False, False)
 
 
 def test_chat_models_get_their_template_and_labels_travel(tmp_path: Path) -> None:
