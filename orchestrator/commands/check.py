@@ -28,7 +28,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
 from orchestrator.deployment import memory
 from orchestrator.deployment.file import Deployment
-from orchestrator.evaluation.evaluator import Judge
+from orchestrator.evaluation.judges import Judge
 from orchestrator.policy.sampled import sampled_from
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function

@@ -110,7 +110,10 @@ async def _others_over(services: Services, run_id: str, note: Callable[[str], No
     left: dict[str, float] = {}
     while True:
         held = await _held(services)
-        others = {h.lease.run_id: h.left_s for h in held if h.left_s > 0 and h.lease.run_id not in ("", run_id)}
+        others: dict[str, float] = {}
+        for one in held:  # replicas were renewed at different times: the latest counts, whichever answers first
+            if one.left_s > 0 and one.lease.run_id not in ("", run_id):
+                others[one.lease.run_id] = max(one.left_s, others.get(one.lease.run_id, 0.0))
         if not others:
             return
         for other, left_s in others.items():

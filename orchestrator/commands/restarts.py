@@ -1,7 +1,12 @@
 """The losses after which a run resumes from its last checkpoint, and the limit on such restarts."""
 
 from orchestrator.learners.learner import LOSSES
-from services.common.wire.errors import DeadlineExceeded, LeaseLost, Unavailable, leaves
+from orchestrator.push.pusher import PushFailed
+from services.common.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves
+
+RECOVERABLE = (*LOSSES, Unavailable, DeadlineExceeded, PushFailed, OffTimeline)
+"""Errors that new learners and a first push to all replicas may mend. A push also fails where the learner's sender
+stands still, and a replica is off the run's timeline where no push reached it."""
 
 
 class Restarts:
@@ -25,4 +30,4 @@ def is_loss(error: BaseException) -> bool:
     errors = leaves(error)
     if any(isinstance(leaf, LeaseLost) for leaf in errors):
         return False
-    return any(isinstance(leaf, (*LOSSES, Unavailable, DeadlineExceeded)) for leaf in errors)
+    return any(isinstance(leaf, RECOVERABLE) for leaf in errors)

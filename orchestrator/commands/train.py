@@ -231,5 +231,6 @@ class Run:
             evaluation_requests(config, evaluation_prompts(inputs.held_out, config)),
             inputs.tokenizer,
             inputs.judges,
+            config.evaluation.judge_s,
             self.run_dir / "evaluations",
         )

@@ -2,7 +2,7 @@
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from services.common.config.base import Config, Count
+from services.common.config.base import Config, Count, Seconds
 
 
 class EvaluationConfig(Config):
@@ -16,7 +16,9 @@ class EvaluationConfig(Config):
     """Responses to each prompt, sampled at the training temperature."""
     judges: dict[str, str] = Field(default_factory=dict)
     """Name -> import path, such as `recipes.reviews.gold:score`, of functions that also score the evaluation's
-    samples. Training never uses them."""
+    samples. Training never uses them. They run in a thread beside the loop."""
+    judge_s: Seconds = 600
+    """Longest time, in seconds, for each judge's verdicts of an evaluation; one that takes longer ends the run."""
 
     @field_validator("judges")
     @classmethod

@@ -1,7 +1,9 @@
 """Ports of this machine: free ones, those that a file names, and those of a head that other machines can reach."""
 
 import asyncio
+import contextlib
 import ipaddress
+import random
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +13,8 @@ import grpc
 import psutil
 from cryptography import x509
 
+GIVEN = range(20_000, 32_768)
+"""Ports to choose from: below those that Linux gives to processes that ask for any (net.ipv4.ip_local_port_range)."""
 ANSWER_S = 5.0
 """Seconds that a listener may take to answer."""
 _REFUSED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
@@ -188,11 +192,13 @@ def check_ports(ports: Mapping[str, int]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different free ports of 127.0.0.1."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """`count` different free ports of 127.0.0.1. A process that asks for any port gets none of these: they are
+    still free when they are used. OSError if there are not so many."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(GIVEN, len(GIVEN)):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    raise OSError(f"no {count} free ports from {GIVEN.start} to {GIVEN.stop - 1} on 127.0.0.1")

@@ -1,21 +1,19 @@
 """Evaluation on held-out prompts, scored by the deployed reward service and by judges."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orchestrator.evaluation.intervals import over_prompts
+from orchestrator.evaluation.judges import Judge, verdicts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Experience
 from orchestrator.experience.requests import SampleRequest
-from services.common.config.base import ConfigError
 from services.common.wire.codec import Ints
 from services.common.wire.pairs import Pair
-
-Judge = Callable[[Sequence[Pair]], Sequence[float]]
 
 
 class Evaluator:
@@ -27,28 +25,30 @@ class Evaluator:
         requests: Sequence[SampleRequest],
         tokenizer: Any,
         judges: Mapping[str, Judge],
+        judge_s: float,
         folder: Path,
     ) -> None:
         self._collector = collector
         self._requests = requests
         self._tokenizer = tokenizer
         self._judges = judges
+        self._judge_s = judge_s
         self._folder = folder
 
     async def evaluate(self, step: int, version: int) -> dict[str, float]:
         """Evaluates `version`, writes the samples to `<folder>/step-<step>.jsonl` and returns the metrics."""
         # A later version would be another policy's result.
         collected = await self._collector.collect(self._requests, version=version, newest=version, critic_step=None)
-        rows = evaluate_samples(collected.experiences, self._tokenizer, self._judges)
+        rows = await evaluate_samples(collected.experiences, self._tokenizer, self._judges, self._judge_s)
         write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
         return summarise(rows)
 
 
-def evaluate_samples(
-    experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge]
+async def evaluate_samples(
+    experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge], judge_s: float
 ) -> list[EvaluatedSample]:
-    """The experiences as text, with every judge's verdict. Judges get prompts decoded from their tokens, without
-    special ones, as reward functions do."""
+    """The experiences as text, with every judge's verdict, for which each judge has `judge_s`. Judges get prompts
+    decoded from their tokens, without special ones, as reward functions do. ConfigError as `verdicts` raises it."""
 
     def decoded(rows: Sequence[Ints]) -> list[str]:
         texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -60,7 +60,7 @@ def evaluate_samples(
         Pair(prompt=prompt, response=response, label=e.prompt.label, ended=not e.truncated)
         for e, prompt, response in zip(experiences, prompts, responses, strict=True)
     ]
-    verdicts = {name: _verdict(name, function, pairs) for name, function in judges.items()}
+    judged = await verdicts(judges, pairs, judge_s)
     return [
         EvaluatedSample(
             row=e.prompt.row,
@@ -71,21 +71,10 @@ def evaluate_samples(
             score=e.score,
             kl=e.kl,
             length=len(e.sample.response_ids),
-            judges={name: values[index] for name, values in verdicts.items()},
+            judges={name: values[index] for name, values in judged.items()},
         )
         for index, (e, pair) in enumerate(zip(experiences, pairs, strict=True))
     ]
-
-
-def _verdict(name: str, judge: Judge, pairs: Sequence[Pair]) -> list[float]:
-    """One finite number per pair. ConfigError if the judge gives something else."""
-    values = [float(value) for value in judge(pairs)]
-    if len(values) != len(pairs) or not np.isfinite(values).all():
-        raise ConfigError(
-            f"evaluation.judges.{name}: should give one finite number per pair, "
-            f"got {len(values)} of which {int(np.isfinite(values).sum())} finite for {len(pairs)} pairs"
-        )
-    return values
 
 
 def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:

@@ -103,7 +103,14 @@ class Checkpoints:
                 for learner in self._learners:
                     group.create_task(learner.write_snapshot(aside))
             self._check_shared(aside)
-            await asyncio.to_thread(self._complete, aside, state)
+        # A thread goes on when its task is cancelled. So the end of this task waits for it in any case: nothing is
+        # removed from a folder that is about to become the checkpoint, nor read while others are removed.
+        completing = asyncio.ensure_future(asyncio.to_thread(self._complete, aside, state))
+        try:
+            await asyncio.shield(completing)
+        except asyncio.CancelledError:
+            await asyncio.wait([completing])
+            raise
 
     def _check_shared(self, aside: Path) -> None:
         for name in (learner.name for learner in self._learners):
@@ -114,10 +121,11 @@ class Checkpoints:
                 )
 
     def _complete(self, aside: Path, state: TrainState) -> None:
-        write(aside / STATE, state.model_dump_json(indent=1) + "\n")
-        target = self._folder / f"{PREFIX}{state.step:06d}"
-        remove(target)
-        rename(aside, target)
+        with _gone_if_it_fails(aside):
+            write(aside / STATE, state.model_dump_json(indent=1) + "\n")
+            target = self._folder / f"{PREFIX}{state.step:06d}"
+            remove(target)
+            rename(aside, target)
         kept = complete(self._folder)[-self._config.keep :]
         for old in complete(self._folder)[: -self._config.keep]:
             # Renamed first, so that a half-removed folder does not look like a checkpoint.

@@ -91,14 +91,18 @@ class MetricsLog:
 
         Raises:
             ValueError: a metric is named `step` or `time`, which every line has already.
+            OSError: the file cannot be written, such as on a full disk; it names the file.
         """
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"metrics: {', '.join(sorted(taken))} cannot be the name of a metric")
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = {"step": step, "time": round(self._clock(), 3), **finite}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None
         for sink in self._sinks:
             sink.write(step, values)
 

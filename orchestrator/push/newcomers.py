@@ -23,13 +23,15 @@ from services.common.weight_transfer.registry import (
     Ticket,
     registry_name,
 )
-from services.common.wire.errors import LeaseLost, ServiceError
+from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
 
 log = logging.getLogger("quartet")
 
 RETRY_S = 1.0
 START_S = 60
 ANSWER_S = 10
+WAIT_S = 10.0
+"""Seconds after which the registry says that none has applied."""
 GONE_S = 30
 """Seconds that Ray may take to end the registry of an earlier run of this application."""
 _TRANSIENT_ERRORS = (ServiceError, PolicyError, RayError, OSError)
@@ -42,7 +44,7 @@ async def registered(application: str) -> AsyncIterator[Any]:
     earlier run's registry is therefore removed.
 
     Raises:
-        ServiceError: an earlier registry still exists after GONE_S.
+        ServiceError: an earlier registry still exists after GONE_S, or this one did not start within START_S.
     """
     registry = await _open_registry(application)
     try:
@@ -85,6 +87,11 @@ async def _open_registry(application: str) -> Any:
             async with asyncio.timeout(START_S):
                 await registry.__ray_ready__.remote()
             return registry
+        except TimeoutError:
+            ray.kill(registry)
+            raise ServiceError(
+                f"Ray did not start the registry of rollout replicas within {START_S} s; is the machine overloaded?"
+            ) from None
         except NAME_ERRORS:
             if clock() >= end:
                 raise ServiceError(
@@ -106,11 +113,23 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
     while True:
         applicants: dict[str, Applicant] = {}
         try:
-            # The wait for applicants has no deadline; it ends with the run.
-            applicants = await registry.applicants.remote()
-            await pusher.add_newcomers(applicants, deliver)
+            applicants = await _applicants(registry)
+            if applicants:
+                await pusher.add_newcomers(applicants, deliver)
         except LeaseLost:
             raise
         except _TRANSIENT_ERRORS as error:
             log.warning("newcomers %s: %s", sorted(applicants), error)
             await asyncio.sleep(RETRY_S)
+
+
+async def _applicants(registry: Any) -> dict[str, Applicant]:
+    """The replicas that wait in the registry; empty if none came within WAIT_S. Unavailable if the registry stands
+    still: it is ended, and Ray starts another, to which replicas apply again."""
+    try:
+        async with asyncio.timeout(WAIT_S + ANSWER_S):
+            waiting: dict[str, Applicant] = await registry.applicants.remote(WAIT_S)
+            return waiting
+    except TimeoutError:
+        ray.kill(registry, no_restart=False)
+        raise Unavailable("the registry of rollout replicas stands still; Ray starts another") from None

@@ -180,6 +180,8 @@ class WeightPusher:
 
     async def _attempt(self, staged: StagedPush, answers: list[pb.WeightReport]) -> str:
         group, replicas = self._group, self._replicas
+        if not answers:  # such as after the only replica was replaced on another machine
+            raise Unavailable(f"{group.backend} reaches none of the rollout replicas that answer")
         await group.meet(answers)
         members, prepare = group.members, group.prepare()
         if not group.formed:

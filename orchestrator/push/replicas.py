@@ -39,7 +39,10 @@ class Replicas:
                 reports = await self._rollout.update_weights(
                     self._config.control_s, discover=pb.Discover(manifest=manifest)
                 )
-                failure: ServiceError = Unavailable("no rollout replica answers")
+                unable = "; ".join(f"{report.replica}: {report.error}" for report in reports)
+                failure: ServiceError = Unavailable(
+                    f"no rollout replica can take weights: {unable}" if unable else "no rollout replica answers"
+                )
             except ServiceError as error:
                 reports, failure = [], error
             if misfits := [f"{report.replica}: {report.misfit}" for report in reports if report.misfit]:

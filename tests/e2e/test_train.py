@@ -134,7 +134,7 @@ def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
     lines = read_metrics(run / "metrics.jsonl")
     # Time stamps are taken a moment after their windows end, so windows are compared with them all together.
     passed = lines[-1]["time"] - lines[0]["time"]
-    assert sum(line["seconds/wall"] for line in lines[1:]) == pytest.approx(passed, rel=0.01, abs=0.1)
+    assert sum(line["seconds/wall"] for line in lines[1:]) == pytest.approx(passed, abs=1)
     for line in lines[1:]:
         assert sum(line[f"wait/loop/{what}"] for what in LOOPS) == pytest.approx(1)
         for part in PARTS:

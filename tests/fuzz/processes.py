@@ -14,5 +14,6 @@ def replica_processes(quartet: Quartet) -> dict[str, int]:
         for application in applications.values()
         for deployment in application["deployments"].values()
         for replica in deployment["replicas"]
+        if replica["state"] == "RUNNING"  # an earlier test may have scaled down
     }
     return watched | {"proxy": psutil.Process(named(quartet, "ray::ProxyActor").pid).pid}

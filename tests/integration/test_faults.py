@@ -20,6 +20,7 @@ import yaml
 from orchestrator.deployment import serving
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
+from services.common.wire.errors import ServiceError
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
@@ -118,10 +119,13 @@ async def whole(quartet: Quartet, count: int) -> float:
     """Seconds until so many replicas run, and answer as members."""
 
     async def complete() -> bool:
-        pids = rollouts(quartet)
-        if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
+        try:
+            pids = rollouts(quartet)
+            if len(pids) != count or not all(psutil.pid_exists(pid) for pid in pids.values()):
+                return False
+            reports = await quartet.services.rollout.update_weights(2, discover=pb.Discover())
+        except (ServiceError, OSError, KeyError):  # while Serve's controller or its proxy is being replaced
             return False
-        reports = await quartet.services.rollout.update_weights(2, discover=pb.Discover())
         return sum(report.ok for report in reports) == count
 
     return await eventually(complete, REPLACED_S)

@@ -58,7 +58,7 @@ async def test_a_run_that_ended_with_its_registry_still_there_is_waited_for(
     process.kill()
     registry = await entering
     applied = registry.apply.remote("new", Applicant(1, Place("m")))
-    assert await registry.applicants.remote() == {"new": Applicant(1, Place("m"))}
+    assert await registry.applicants.remote(60) == {"new": Applicant(1, Place("m"))}
     await registry.answer.remote({"new": Answer(b"lease", 60, None)})
     assert await applied == Answer(b"lease", 60, None)
     await opening.__aexit__(None, None, None)

@@ -15,6 +15,7 @@ class FakeRank:
         self.after_s = after_s
         self.called: list[tuple[Any, ...]] = []
         self.killed = 0
+        self.death = ""
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         self.called.append((method, *arguments, *options.values()))

@@ -18,6 +18,8 @@ HOST = "127.0.0.1"
 class SpawnedRank:
     """A RankProcess."""
 
+    death = ""
+
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._pipe, end = FORKED.Pipe()
         self.process = FORKED.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)

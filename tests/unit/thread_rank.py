@@ -13,6 +13,8 @@ from services.common.ranks.ranks import Rank
 class ThreadRank:
     """A RankProcess without the process. One thread: calls take turns, each sees one set of weights."""
 
+    death = ""
+
     def __init__(self, timeout_s: float) -> None:
         self.rank: Rank | None = Rank(0, 1, timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank")

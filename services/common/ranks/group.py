@@ -20,7 +20,7 @@ Method = Callable[Concatenate[Any, Arguments], Answer]
 
 
 class RankDied(RuntimeError):
-    """A rank's process is gone. Raised by RankProcess.call."""
+    """A rank's process is gone. Raised by what RankProcess.call returns."""
 
 
 class RankFailed(Internal):
@@ -40,6 +40,10 @@ class RankProcess(Protocol):
 
         The awaitable returns the answer, or raises RankDied or the method's own error.
         """
+
+    @property
+    def death(self) -> str:
+        """The way in which the process ended; empty while it lives, or where only a call would tell."""
 
     def kill(self) -> None:
         """Ends the process at once; does nothing if it has ended."""
@@ -153,7 +157,10 @@ class RankGroup:
         )
 
     def check(self) -> None:
-        """Raises RanksLost if the group has ended."""
+        """Raises RanksLost if the group has ended. A rank that died between two calls ends it."""
+        for rank, process in enumerate(self._ranks):
+            if not self._lost and process.death:
+                self._end(f"{self._name}: rank {rank} of {len(self._ranks)} died: {process.death}")
         if self._lost:
             raise RanksLost(self._lost)
 

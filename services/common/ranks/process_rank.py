@@ -49,11 +49,17 @@ class ProcessRank:
         answer: asyncio.Future[Any] = loop.create_future()
         with self._lock:
             if self._death:
-                raise RankDied(self._death)
+                answer.set_exception(RankDied(self._death))
+                return answer
             self._count += 1
             self._calls[self._count] = loop, answer
             self._line.submit(self._send, self._count, method, arguments, options)
         return answer
+
+    @property
+    def death(self) -> str:
+        """The way in which the process ended; empty while it lives."""
+        return self._death
 
     def _send(self, number: int, *call: Any) -> None:
         try:

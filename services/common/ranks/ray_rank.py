@@ -10,8 +10,9 @@ from services.common.ranks.group import RankDied, RankGroup
 from services.common.ranks.ranks import Rank
 
 CONTROL_GROUP = "beside"
-"""The actor's concurrency group for methods that run beside training: one may send weights to newcomers while
-another writes a checkpoint."""
+"""The actor's concurrency group for methods that run beside training."""
+BESIDE = 3
+"""Such methods at the same time: one sends weights, one writes a checkpoint, and a third can abandon the first."""
 
 
 class RayRank:
@@ -20,7 +21,7 @@ class RayRank:
     def __init__(self, config: LearnerConfig, rank: int) -> None:
         """Asks Ray for the actor and returns; calls wait until Ray has found it a place."""
         self._actor = (
-            ray.remote(concurrency_groups={CONTROL_GROUP: 2})(Rank)
+            ray.remote(concurrency_groups={CONTROL_GROUP: BESIDE})(Rank)
             .options(
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
@@ -37,6 +38,11 @@ class RayRank:
         if method == "run_beside":
             called = called.options(concurrency_group=CONTROL_GROUP)
         return _answer(called.remote(*arguments, **options))
+
+    @property
+    def death(self) -> str:
+        """Empty: Ray tells of an actor's death with the next call."""
+        return ""
 
     def kill(self) -> None:
         """Kills the actor; does nothing if it has ended."""

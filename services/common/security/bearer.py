@@ -6,10 +6,12 @@ from typing import Any
 
 import grpc
 
+from services.common.config.base import ConfigError
 from services.common.security.authentication import AUTHORIZATION
 
 
 def _header(token: Path) -> tuple[str, str]:
+    """The header with the token in a file. OSError if the file cannot be read."""
     return AUTHORIZATION, f"Bearer {token.read_text(encoding='utf-8').strip()}"
 
 
@@ -33,7 +35,15 @@ class _Bearer:
         self._token = token
 
     def _with_token(self, details: Any) -> Any:
-        return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), _header(self._token)))
+        """The call's details with the token. ConfigError if its file is gone."""
+        try:
+            header = _header(self._token)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._token}: the token for this service cannot be read ({error.strerror}); `quartet down` "
+                "removes it: are the services up?"
+            ) from None
+        return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), header))
 
 
 class _Unary(_Bearer, grpc.aio.UnaryUnaryClientInterceptor):

@@ -6,6 +6,7 @@ last.
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 from services.common.weight_transfer.place import Place
@@ -78,9 +79,11 @@ class Registry:
         self._arrived.set()
         return await answer
 
-    async def applicants(self) -> dict[str, Applicant]:
-        """Called by the orchestrator; waits until at least one replica has applied."""
-        await self._arrived.wait()
+    async def applicants(self, wait_s: float) -> dict[str, Applicant]:
+        """Called by the orchestrator; waits until at least one replica has applied, at most `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._arrived.wait()
         return {replica: applicant for replica, (applicant, _) in self._waiting.items()}
 
     async def answer(self, answers: dict[str, Answer]) -> None:

@@ -174,9 +174,9 @@ async def test_a_target_of_its_own_where_nothing_listens_is_named_by_its_key(pol
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     elsewhere = {"reward": {"target": "127.0.0.1:1"}}
-    config = make_config(policy_folder, target=f"127.0.0.1:{port}", services=elsewhere, timeouts={"info_s": 0.3})
+    config = make_config(policy_folder, target=f"127.0.0.1:{port}", services=elsewhere, timeouts={"info_s": 1.5})
     services = Services.connect(config)
-    expected = "no answer at 127.0.0.1:1 (orchestrator.services.reward.target) within 0.3 s"
+    expected = "no answer at 127.0.0.1:1 (orchestrator.services.reward.target) within 1.5 s"
     with pytest.raises(Unavailable, match=re.escape(expected)):
         await services.reach(config, Path("my.yaml"))
     await services.close()

@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from protos import common_pb2
 from services.common.folders import replace_file
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
+from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, Unavailable
 
 LONGEST_S = 600.0
 """Longest time, in seconds, that a run may ask to count as alive without a renewal."""
@@ -131,4 +131,4 @@ def _write(file: Path, held: common_pb2.Held) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, MessageToJson(held).encode())
     except OSError as error:
-        raise FailedPrecondition(f"lease: this service cannot keep it: {error.strerror}") from None
+        raise Unavailable(f"this service cannot write its lease down: {error.strerror}") from None

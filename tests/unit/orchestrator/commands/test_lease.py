@@ -1,6 +1,7 @@
 """A run's hold on critic and rollout: claimed, renewed and given back; of two runs one is told."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -142,6 +143,23 @@ async def test_a_crashed_runs_services_are_free_after_its_time_and_at_once_for_i
     async with stage.hold("b") as hold:
         assert hold.lease.number == 10
         assert 0.99 * TTL_S < now() < TTL_S + 2 * LOOK_S
+
+
+@in_virtual_time
+async def test_a_dead_run_is_not_alive_because_its_replicas_answer_in_another_order() -> None:
+    stage, other, turns = Stage(with_critic=False), FakeService(), itertools.count()
+    crashed = common_pb2.Lease(run_id="a", number=7)
+    await stage.rollout.claim(crashed, TTL_S / 2, 1)
+    await other.claim(crashed, TTL_S, 1)
+
+    async def update_weights(timeout_s: float, discover: pb.Discover) -> list[pb.WeightReport]:
+        held = [service.fence.held() for service in (stage.rollout, other)]
+        return [pb.WeightReport(held=one) for one in (held if next(turns) % 2 else reversed(held))]
+
+    stage.rollout.update_weights = update_weights  # type: ignore[method-assign]
+    async with stage.hold("b"):
+        assert 0.99 * TTL_S < now() < TTL_S + 2 * LOOK_S
+    assert stage.notes == ["waiting up to 1 s: run a was alive a moment ago"]
 
 
 @in_virtual_time

@@ -1,7 +1,9 @@
 """Evaluation: the rows, the file, the figures."""
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,12 +47,15 @@ def right(pairs: Sequence[Pair]) -> Any:
     return np.asarray([pair.label == "1" and pair.prompt == "w11" and not pair.ended for pair in pairs], np.float32)
 
 
-def judged() -> list[EvaluatedSample]:
-    return evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words, "right": right})
+LIMIT_S = 60
 
 
-def test_rows_hold_texts_scores_and_verdicts() -> None:
-    assert judged()[1] == EvaluatedSample(
+async def judged() -> list[EvaluatedSample]:
+    return await evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words, "right": right}, LIMIT_S)
+
+
+async def test_rows_hold_texts_scores_and_verdicts() -> None:
+    assert (await judged())[1] == EvaluatedSample(
         row=1,
         prompt="w11",
         response="w22 w23 w24",
@@ -61,14 +66,14 @@ def test_rows_hold_texts_scores_and_verdicts() -> None:
         length=4,
         judges={"words": 3.0, "right": 1.0},
     )
-    assert [row.response for row in judged()] == ["w20 w21", "w22 w23 w24", ""]
-    assert [row.ended for row in judged()] == [True, False, True]
+    assert [row.response for row in (await judged())] == ["w20 w21", "w22 w23 w24", ""]
+    assert [row.ended for row in (await judged())] == [True, False, True]
 
 
-def test_figures_with_their_intervals_by_hand() -> None:
+async def test_figures_with_their_intervals_by_hand() -> None:
     # Scores 1, 2, 3: mean 2, standard deviation 1, Student's t(0.975, 2) = 4.30265, so 2 +- 4.30265 / sqrt(3).
     # Words 2, 3, 0: standard deviation sqrt(7 / 3). Verdicts 0, 1, 0: sqrt(1 / 3).
-    metrics = summarise(judged())
+    metrics = summarise(await judged())
     half = 4.30265 / 3**0.5
     assert metrics == pytest.approx(
         {
@@ -89,10 +94,10 @@ def test_figures_with_their_intervals_by_hand() -> None:
     )
 
 
-def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
+async def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
     without = [replace(e, ref_logprobs=np.empty(0, np.float32)) for e in EXPERIENCES]
-    rows = evaluate_samples(without, make_tokenizer(), {"words": words})
-    assert summarise(rows).keys() == summarise(judged()).keys() - {
+    rows = await evaluate_samples(without, make_tokenizer(), {"words": words}, LIMIT_S)
+    assert summarise(rows).keys() == summarise(await judged()).keys() - {
         "eval/kl",
         "eval/right",
         "eval/right_low",
@@ -103,7 +108,7 @@ def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
     assert all(math.isnan(row.kl) for row in read_rows(tmp_path / "rows.jsonl"))
 
 
-def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_written() -> None:
+async def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_written() -> None:
     """Without special tokens, such as those of a chat template."""
     seen: list[str] = []
     prompt = Prompt(0, np.asarray([BOS, 11, EOS, 12], np.int32), "<bos>w11<eos>w12", "")
@@ -112,7 +117,9 @@ def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_written()
         seen.extend(pair.prompt for pair in pairs)
         return [0.0]
 
-    [row] = evaluate_samples([replace(EXPERIENCES[0], prompt=prompt)], make_tokenizer(), {"judge": judge})
+    [row] = await evaluate_samples(
+        [replace(EXPERIENCES[0], prompt=prompt)], make_tokenizer(), {"judge": judge}, LIMIT_S
+    )
     assert (seen, row.prompt) == (["w11 w12"], "<bos>w11<eos>w12")
 
 
@@ -123,9 +130,35 @@ def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_written()
         ([1.0, 2.0, float("nan")], "got 3 of which 2 finite for 3 pairs"),
     ],
 )
-def test_judges_that_do_not_judge_are_named(verdict: list[float], message: str) -> None:
+async def test_judges_that_do_not_judge_are_named(verdict: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": lambda pairs: verdict})
+        await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": lambda pairs: verdict}, LIMIT_S)
+
+
+async def test_a_judge_that_hangs_is_named_and_nothing_else_waits_for_it() -> None:
+    hangs, meanwhile = threading.Event(), asyncio.Event()
+
+    def judge(pairs: Sequence[Pair]) -> list[float]:
+        hangs.wait(LIMIT_S)
+        return []
+
+    asyncio.get_running_loop().call_soon(meanwhile.set)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"judges.gold: gave no verdict on 3 pairs within evaluation.judge_s \(0.05 s"
+        ):
+            await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": judge}, 0.05)
+    finally:
+        hangs.set()
+    assert meanwhile.is_set()
+
+
+async def test_a_judges_own_error_is_told_as_it_is() -> None:
+    def judge(pairs: Sequence[Pair]) -> list[float]:
+        raise TimeoutError("the judge's own server")
+
+    with pytest.raises(TimeoutError, match=r"^the judge's own server$"):
+        await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": judge}, LIMIT_S)
 
 
 class FakeCollector:
@@ -139,9 +172,10 @@ class FakeCollector:
 
 async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path: Path) -> None:
     collector, requests = FakeCollector(), make_requests(2)
-    evaluator = Evaluator(collector, requests, make_tokenizer(), {"words": words}, tmp_path / "deep")  # type: ignore[arg-type]
+    evaluator = Evaluator(collector, requests, make_tokenizer(), {"words": words}, LIMIT_S, tmp_path / "deep")  # type: ignore[arg-type]
+    expected = await evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words}, LIMIT_S)
     metrics = [await evaluator.evaluate(step, version=step + 1) for step in (0, 30)]
-    assert metrics[0] == metrics[1] == summarise(evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words}))
+    assert metrics[0] == metrics[1] == summarise(expected)
     assert collector.calls == [
         (requests, {"version": 1, "newest": 1, "critic_step": None}),
         (requests, {"version": 31, "newest": 31, "critic_step": None}),

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, the last few kept, training going on while they are written."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,31 @@ async def test_none_is_taken_while_steps_are_skipped_and_none_evicts_the_last_go
     assert stage.checkpoint_names() == ["step-000010", "step-000062"]
     assert stage.checkpoints.last_step() == 62
     assert stage.journal.forgotten == 10
+
+
+async def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_completed(tmp_path: Path) -> None:
+    """A thread cannot be cancelled: what it renames and removes must not be removed from beside it."""
+    stage = Stage(tmp_path, keep=1)
+    completing, go_on = threading.Event(), threading.Event()
+
+    def forget(step: int) -> None:
+        completing.set()
+        assert go_on.wait(60)
+
+    async def run() -> None:
+        async with stage.checkpoints as checkpoints:
+            await checkpoints.first(state(0))
+            stage.journal.forget = forget  # type: ignore[method-assign]
+            await checkpoints.take_if_due(state(10))
+            await until(completing.is_set)
+            asyncio.get_running_loop().call_later(0.05, go_on.set)
+            raise PolicyError("rank 0 died")
+
+    with pytest.raises(PolicyError):
+        await run()
+    assert go_on.is_set()
+    assert stage.checkpoint_names() == ["step-000010"]
+    assert sorted(path.name for path in (tmp_path / "step-000010").iterdir()) == ["critic", "policy", "state.json"]
 
 
 async def test_weights_that_are_not_finite_make_no_checkpoint(tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.loop.checkpoint_folder import clear, latest
 from orchestrator.policy.ranks import PolicyError
+from orchestrator.push.prover import PushDisproved
+from orchestrator.push.pusher import PushFailed
 from services.common.config.base import ConfigError
 from services.common.wire.errors import (
     DeadlineExceeded,
     Internal,
     InvalidArgument,
+    LeaseLost,
+    OffTimeline,
     Unavailable,
 )
 from services.critic.client import CriticReset
@@ -61,6 +65,10 @@ def test_a_run_that_gets_further_may_go_back_again() -> None:
         (CriticReset("replaced"), True),
         (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
         (Unavailable("no rollout replica answers"), True),
+        (PushFailed("version 12 after 5 attempts: policy.rendezvous: no answer within 60 s"), True),
+        (OffTimeline("rollout.Generate: timeline: this replica holds version 0 of no timeline"), True),
+        (PushDisproved("version 12: a computes with other weights than were pushed"), False),
+        (ExceptionGroup("", [LeaseLost("another run"), Unavailable("rollout")]), False),
         (InvalidArgument("prompts[3]: too long"), False),
         (ConfigError("orchestrator.steps"), False),
         (Internal("Score: internal error"), False),

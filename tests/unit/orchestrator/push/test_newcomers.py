@@ -30,7 +30,7 @@ class FakeRegistry:
     async def told(self, answers: dict[str, Answer]) -> None:
         self.answers.append(answers)
 
-    async def remote(self) -> dict[str, int]:
+    async def remote(self, wait_s: float) -> dict[str, int]:
         self.asked += 1
         await asyncio.sleep(0.001)
         return {"new": 1}
@@ -83,9 +83,9 @@ class QuietRegistry(FakeRegistry):
         super().__init__()
         self.left = False
 
-    async def remote(self) -> dict[str, int]:
+    async def remote(self, wait_s: float) -> dict[str, int]:
         if self.asked == 0:
-            return await super().remote()
+            return await super().remote(wait_s)
         self.asked += 1
         try:
             await asyncio.Event().wait()

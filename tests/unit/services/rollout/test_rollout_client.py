@@ -131,27 +131,27 @@ async def test_replicas_with_old_weights_are_waited_for() -> None:
     [(grpc.StatusCode.FAILED_PRECONDITION, FailedPrecondition), (grpc.StatusCode.UNAVAILABLE, Unavailable)],
 )
 async def test_waiting_ends_at_the_deadline(code: grpc.StatusCode, kind: type[Exception]) -> None:
-    # Tries at 0, 0.05 to 0.1 and 0.15 to 0.3 s, and perhaps one more at 0.35 s or later.
+    # Tries at 0, 0.05 to 0.1, 0.15 to 0.3 s and so on: some five, or two where the machine stands still meanwhile.
     replica = FakeReplica([[code]] * 9)
     async with replica.serve() as channel:
         with pytest.raises(kind, match=r"^rollout.Generate: said the script$"):
-            await collect(channel, timeout_s=0.6)
-    assert 3 <= len(replica.requests) <= 4
+            await collect(channel, timeout_s=1.5)
+    assert 2 <= len(replica.requests) <= 6
 
 
 async def test_a_refusal_is_told_at_the_deadline_also_where_that_passes_during_the_next_try() -> None:
     replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [HANG]])
     async with replica.serve() as channel:
         with pytest.raises(FailedPrecondition, match=r"^rollout.Generate: said the script$"):
-            await collect(channel, timeout_s=0.5)
+            await collect(channel, timeout_s=2)
     assert len(replica.requests) == 2
 
 
 async def test_a_refusal_is_not_the_reason_any_more_once_samples_have_come() -> None:
     replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [[1], HANG]])
     async with replica.serve() as channel:
-        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 0.5 s$"):
-            await collect(channel, timeout_s=0.5)
+        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 2 s$"):
+            await collect(channel, timeout_s=2)
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])

@@ -67,6 +67,16 @@ async def test_ranks_start_where_rank_0_opened_the_store() -> None:
     assert ranks[1].called == [("start", ("host", 7), build, "x")]
 
 
+async def test_a_rank_that_died_between_two_calls_ends_the_group() -> None:
+    ranks = [FakeRank(), FakeRank()]
+    ours = group(*ranks)
+    ours.check()
+    ranks[1].death = "killed by signal 9"
+    with pytest.raises(RanksLost, match=r"^policy: rank 1 of 2 died: killed by signal 9$"):
+        await ours.call(Trainer.train, NEVER)
+    assert ([rank.called for rank in ranks], [rank.killed for rank in ranks]) == ([[], []], [1, 1])
+
+
 async def test_the_death_of_a_rank_is_named_at_once_and_ends_the_group() -> None:
     ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed by signal 9"))]
     ours = group(*ranks)

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.ranks.group import RankDied, RankGroup
+from services.common.ranks.group import RankDied, RankGroup, RanksLost
 from services.common.ranks.process_rank import ProcessRank
 from services.common.ranks.ranks import Ranks
 from services.common.wire.errors import InvalidArgument
+from tests.unit.waiting import until
 
 pytestmark = pytest.mark.processes
 
@@ -124,7 +125,16 @@ async def test_its_death_ends_what_was_asked_and_everything_after(mortal: Proces
     with pytest.raises(RankDied, match="its process ended with exit code -9"):
         await asked
     with pytest.raises(RankDied, match="exit code -9"):
-        mortal.call("run", "Trainer.pid")
+        await mortal.call("run", "Trainer.pid")
+
+
+async def test_a_group_notices_that_its_rank_died_between_two_calls(mortal: ProcessRank) -> None:
+    pid, group = await mortal.call("run", "Trainer.pid"), RankGroup("critic", [mortal])
+    group.check()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: mortal.death)
+    with pytest.raises(RanksLost, match=r"^critic: rank 0 of 1 died: its process ended with exit code -9$"):
+        group.check()
 
 
 async def test_a_group_that_is_stopped_has_given_all_its_memory_back(mortal: ProcessRank) -> None:

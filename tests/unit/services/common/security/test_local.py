@@ -6,6 +6,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 
+from services.common.config.base import ConfigError
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.identity import Caller
 from services.common.security.local import FOLDER, let_owner_in, own_credentials, policy_in, shut
@@ -39,6 +40,16 @@ async def test_a_caller_in_the_folder_is_let_in_and_another_user_is_not(folder: 
                 assert code is StatusCode.UNAUTHENTICATED
                 assert details.endswith("or call from the folder in which `quartet up` ran")
         assert len(replicas.seen) == 3
+
+
+async def test_a_token_that_is_gone_is_named(folder: Path) -> None:
+    async with front_door(Port(policy=policy_in())) as (target, _):
+        let_owner_in(number(target))
+        async with connect(target) as channel:
+            (folder / "token").unlink()
+            expected = r"/token: the token for this service cannot be read \(No such file .* are the services up\?"
+            with pytest.raises(ConfigError, match=expected):
+                await ask(channel, "Reward/Score")
 
 
 def test_other_users_cannot_read_it(folder: Path) -> None:

@@ -19,6 +19,7 @@ from services.common.wire.splitting import in_parts, parts
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
+from tests.unit.waiting import until
 from tests.unit.wire import served
 
 
@@ -90,8 +91,13 @@ async def test_what_the_service_asks_for_is_waited() -> None:
     prompts, responses, labels = pairs(2)
     scorer = Scorer(most=2, pushback_s=0.4)
     scorer.waiting = 2
-    async with served(add_RewardServicer_to_server, scorer) as channel:
-        asyncio.get_running_loop().call_later(0.1, setattr, scorer, "waiting", 0)
+
+    async def leave() -> None:
+        await until(lambda: scorer.refused)
+        scorer.waiting = 0
+
+    async with served(add_RewardServicer_to_server, scorer) as channel, asyncio.TaskGroup() as group:
+        group.create_task(leave())
         began = time.monotonic()
         await RewardClient(channel).score(prompts, responses, labels=labels, timeout_s=20)
     assert 0.4 <= time.monotonic() - began < 10

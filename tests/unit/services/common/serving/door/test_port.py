@@ -65,7 +65,7 @@ async def test_a_method_that_does_not_exist_is_refused_and_the_port_stays_open(t
 async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
-    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"handshake_s": 0.5}}
+    values = yaml.safe_load(keys.policy.read_text()) | {"limits": {"handshake_s": 2}}
     keys.policy.write_text(yaml.safe_dump(values))
     async with (
         front_door(Port(policy=keys.policy)) as (target, _),

@@ -6,7 +6,7 @@ import pytest
 
 from protos import common_pb2
 from services.common.serving.runs.lease import LONGEST_S, MOST_AHEAD, Fence
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
+from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, Unavailable
 
 
 class Clock:
@@ -160,5 +160,5 @@ def test_a_lease_that_cannot_be_read_or_kept_is_an_error(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     fence = Fence(tmp_path / "no" / "lease.json")
     (tmp_path / "no").touch()
-    with pytest.raises(FailedPrecondition, match="this service cannot keep it: "):
+    with pytest.raises(Unavailable, match="this service cannot write its lease down: "):
         claim(fence, "a", 1)
