@@ -22,7 +22,7 @@ LONG = 500
 """Steps of a run that is ended long before the last of them."""
 
 
-def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 12) -> Run:
+def lasting(quartet: Quartet, name: str, steps: int, lease_s: float = 9) -> Run:
     run = Run(quartet, name)
     raw = yaml.safe_load(run.config.read_text())
     raw["orchestrator"] |= {"steps": steps, "timeouts": {"lease_s": lease_s}}

@@ -16,6 +16,7 @@ from protos import rollout_pb2 as pb
 from services.common.folders import MARKER
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.commands import PATIENCE_S, finished
+from tests.preloaded import fork_of
 from tests.runs import STEPS, Run, assert_same
 
 
@@ -135,6 +136,20 @@ async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, a
     named(quartet, "ray::Rank").kill()
     again.wait(again.interrupted(1), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert_same(again, straight)
+
+
+@pytest.mark.exhaustive  # in `make test` its replica dies; the group notices by units
+async def test_a_critics_rank_that_dies(quartet: Quartet, straight: Run, again: Run) -> None:
+    """Its replica lives on, and is replaced because its health check fails."""
+    process = again.start("--resume")
+    again.wait(again.reached(3), process)
+    replica = named(quartet, "ray::ServeReplica:critic")
+    [rank] = [child for child in replica.children(recursive=True) if "process_rank" in " ".join(child.cmdline())]
+    fork_of(rank).kill()
+    again.wait(again.interrupted(1), process)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert not psutil.pid_exists(replica.pid) or replica.status() == psutil.STATUS_ZOMBIE
     assert_same(again, straight)
 
 

@@ -34,7 +34,7 @@ async def greedy(engine: EngineProcess) -> list[list[int]]:
     return [sample.response_ids.tolist() for sample in await engine.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize("senders", [1, 2])
+@pytest.mark.parametrize("senders", [1, pytest.param(2, marks=pytest.mark.exhaustive)])  # two by gloo in test_engine
 async def test_the_engine_equals_transformers_after_every_push(
     engine: EngineProcess, loaded: Any, senders: int
 ) -> None:
