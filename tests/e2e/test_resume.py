@@ -141,7 +141,7 @@ async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, a
 
 @pytest.mark.exhaustive  # in `make test` its replica dies; the group notices by units
 async def test_a_critics_rank_that_dies(quartet: Quartet, straight: Run, again: Run) -> None:
-    """Its replica lives on, and is replaced because its health check fails."""
+    """The replica lives on, and is replaced because its health check fails."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     replica = named(quartet, "ray::ServeReplica:critic")
