@@ -1,0 +1,208 @@
+"""Pushes in which a replica or the learner fails: repeated with those that are left, or failed with the reason."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrator.config.weights import WeightsConfig
+from orchestrator.push.pusher import PushFailed, WeightPusher
+from services.common.weight_transfer.place import Place
+from services.common.wire.errors import Internal, ServiceError, Unavailable
+from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+GOOD = ["discover", "prepare", "transfer", "commit"]
+
+
+async def test_a_replica_that_dies_is_left_out_of_the_next_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.afterwards = {"discover": lambda: fleet.remove("b")}
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas) == (2, ("a",))
+    assert fleet.phases == ["discover", "prepare", "abort", *GOOD[1:]]
+    assert fleet.versions == {"a": 5}
+
+
+async def test_a_replica_that_comes_too_late_for_the_membership_is_in_the_next_push(source: FakeSource) -> None:
+    """The others lose nothing. Until then it holds an older version, and min_version keeps requests away."""
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet)
+    fleet.afterwards = {"discover": lambda: fleet.add(b=1)}
+    report = await pusher.push(5)
+    assert (report.attempts, report.replicas) == (1, ("a",))
+    assert fleet.versions == {"a": 5, "b": 0}
+    assert (await pusher.push(6)).replicas == ("a", "b")
+    assert fleet.versions == {"a": 6, "b": 6}
+
+
+async def test_a_replica_that_stays_silent_fails_the_push_and_is_named(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.mute = {("b", "transfer")}
+    with pytest.raises(PushFailed, match=r"^version 5 after 2 attempts: b: did not answer transfer$"):
+        await make_pusher(fleet, attempts=2).push(5)
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", "prepare", "transfer", "abort"]
+    assert fleet.versions == {"a": 0, "b": 0}
+    assert fleet.engines["a"].calls[-1] == "abort"
+    # Nothing is left of the failed push.
+    fleet.mute = set()
+    assert (await make_pusher(fleet).push(6)).attempts == 1
+    assert fleet.versions == {"a": 6, "b": 6}
+
+
+async def test_other_bytes_than_were_sent_are_never_committed(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.engines["b"].garbles = True
+    with pytest.raises(PushFailed, match=r"replicas \['b'\] received other bytes than were sent"):
+        await make_pusher(fleet, attempts=1).push(5)
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort"]
+    assert fleet.versions == {"a": 0, "b": 0}
+    for engine in fleet.engines.values():
+        assert engine.calls[-1] == "abort"
+
+
+async def test_a_learner_that_fails_once_costs_an_attempt(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    source.failures = [Internal("policy.send: broken pipe")]
+    report = await make_pusher(fleet).push(5)
+    assert report.attempts == 2
+    assert fleet.versions == {"a": 5}
+    assert ("join", 2, 2) in source.calls
+
+
+async def test_when_both_sides_fail_the_replicas_reason_is_told(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.mute = {("a", "transfer")}
+    source.failures = [Internal("policy.send: broken pipe")]
+    with pytest.raises(PushFailed, match="a: did not answer transfer"):
+        await make_pusher(fleet, attempts=1).push(5)
+
+
+async def test_a_learner_that_is_gone_ends_the_push_at_once(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    source.failures = [ValueError("the learner's process is gone")]
+    with pytest.raises(ValueError, match="process is gone"):
+        await make_pusher(fleet).push(5)
+    assert source.calls.count("send") == 1
+
+
+async def test_a_push_without_replicas_fails(source: FakeSource) -> None:
+    """An error after weights.patience_s, which is 0.1 s here."""
+    with pytest.raises(Unavailable, match=r"^no rollout replica answers$"):
+        await make_pusher(Fleet(source)).push(5)
+    assert "send" not in source.calls
+    assert issubclass(PushFailed, ServiceError)
+
+
+async def test_replicas_that_cannot_take_weights_are_named(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.members["a"]._stuck = True
+    expected = r"^no rollout replica can take weights: a: a push that failed is still being rolled back$"
+    with pytest.raises(Unavailable, match=expected):
+        await make_pusher(fleet).push(5)
+
+
+async def test_a_push_that_reaches_no_replica_fails_and_the_next_pusher_chooses_again(source: FakeSource) -> None:
+    """The only replica is replaced on another machine in the middle."""
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, "auto")
+    await pusher.push(1)
+
+    def move() -> None:
+        fleet.remove("a")
+        fleet.add(b=1)
+        fleet.engines["b"].place = Place("n")
+
+    fleet.afterwards["prepare"] = move
+    expected = r"^version 2 after 3 attempts: ipc reaches none of the rollout replicas that answer$"
+    with pytest.raises(PushFailed, match=expected):
+        await pusher.push(2)
+    assert fleet.versions == {"b": 0}
+    await make_pusher(fleet, "auto").push(2)
+    assert (fleet.versions, source.calls[-4]) == ({"b": 2}, ("rendezvous", "gloo"))
+
+
+async def test_the_only_replica_is_waited_for_while_it_is_replaced(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, patience_s=10)
+    await pusher.push(1)
+    fleet.remove("a")
+    asyncio.get_running_loop().call_later(0.3, lambda: fleet.add(b=1))
+    report = await pusher.push(2)
+    assert (report.attempts, report.replicas) == (1, ("b",))
+
+
+async def test_a_silent_replica_is_out_of_the_membership_that_follows(source: FakeSource) -> None:
+    """b is stopped during the transfer: it does not answer the roll-back either."""
+    fleet = Fleet(source, a=1, b=1)
+    fleet.mute = {("b", "transfer"), ("b", "abort")}
+    report = await make_pusher(fleet).push(5)
+    assert (report.attempts, report.replicas) == (2, ("a",))
+    assert fleet.phases == ["discover", "prepare", "transfer", "abort", *GOOD[1:]]
+    assert ("join", 2, 2) in source.calls
+
+
+async def test_a_replica_that_cannot_roll_back_is_not_a_member(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.members["b"]._stuck = True
+    report = await make_pusher(fleet).push(1)
+    assert (report.attempts, report.replicas) == (1, ("a",))
+
+
+async def test_a_call_that_fails_as_a_whole_is_tried_again(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    fleet.down = ["commit"]
+    report = await make_pusher(fleet).push(5)
+    assert report.attempts == 2
+    assert fleet.phases == [*GOOD, "abort", *GOOD[1:]]
+    assert fleet.versions == {"a": 5}
+
+
+@pytest.mark.parametrize(("backend", "first"), [("gloo", "prepare"), ("ipc", "gather"), ("cuda-ipc", "gather")])
+async def test_gloo_gathers_beside_the_push_and_shared_memory_is_filled_before_it(
+    source: FakeSource, backend: str, first: str
+) -> None:
+    source.at = [Place("m", ("GPU-0",))]
+    fleet = Fleet(source, a=1)
+    fleet.engines["a"].place = source.at[0]
+    order: list[str] = []
+    prepared = asyncio.Event()
+    gather, ask = source.gather, fleet.update_weights
+
+    async def gathering(push: int) -> None:
+        if first == "prepare":
+            await prepared.wait()
+        for _ in range(100):  # turns in which a push that does not wait would prepare
+            await asyncio.sleep(0)
+        order.append("gather")
+        await gather(push)
+
+    async def asking(*args: Any, **phase: Any) -> Any:
+        if "prepare" in phase:
+            order.append("prepare")
+            prepared.set()
+        return await ask(*args, **phase)
+
+    source.gather, fleet.update_weights = gathering, asking  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        await WeightPusher(fleet, source, backend, WeightsConfig()).push(1)  # type: ignore[arg-type]
+    assert order[0] == first
+
+
+async def test_weights_that_cannot_be_gathered_are_the_reason_and_no_attempt_is_repeated(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+
+    async def gather(push: int) -> None:
+        raise Internal("policy.gather: rank 1: out of memory")
+
+    source.gather = gather  # type: ignore[method-assign]
+    source.failures = [Internal("bucket 0 was not gathered")] * 5
+    with pytest.raises(Internal, match="rank 1: out of memory"):
+        await make_pusher(fleet).push(1)
+    assert source.calls.count("send") == 1
+    assert fleet.versions == {"a": 0}
