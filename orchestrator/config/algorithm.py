@@ -85,6 +85,11 @@ class PPOConfig(Config):
     minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner."""
+    old_logprobs: Literal["learner", "rollout"] = "learner"
+    """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
+    own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:
+    the engine's, which sampled with them. They take no pass and no correction, but the engine's rounding counts as a
+    move of the policy: for float32, where both differ by less than 1e-4. The first minibatch tells the mismatch."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
     """The correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
@@ -113,6 +118,11 @@ class PPOConfig(Config):
         """True if advantages are estimated from a critic's values."""
         return self.advantages == "gae"
 
+    @property
+    def corrects(self) -> bool:
+        """True if samples are corrected for their distance from the learner's policy."""
+        return self.old_logprobs == "learner" or self.correction == "dis"
+
     def oldest_trained(self, version: int) -> int | None:
         """The oldest version whose tokens the policy of `version` trains on; None: tokens of any version."""
         return None if self.max_token_staleness is None else version - self.max_token_staleness
@@ -120,7 +130,9 @@ class PPOConfig(Config):
     def needs_old_logprobs(self, samples: int) -> bool:
         """True if an update with so many samples needs the learner's log-probs beforehand: for a KL penalty in the
         rewards, or because it takes several optimizer steps. A single step computes them itself, with the same
-        weights."""
+        weights; and with the engine's log-probs the first step measures how far the learner's are from them."""
+        if self.old_logprobs == "rollout":
+            return False
         penalised = self.kl.coef > 0 and self.kl.placement == "reward"
         return penalised or self.epochs > 1 or self.minibatch_size < samples
 
@@ -133,6 +145,11 @@ class PPOConfig(Config):
             raise ValueError(f"importance_cap does not belong to correction {name}, which has a band; leave it out")
         if self.dual_clip is not None and name == "dis":
             raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
+        if self.old_logprobs == "rollout" and (name not in ("tis", "dis") or self.importance_cap != IMPORTANCE_CAP):
+            raise ValueError(
+                f"correction {name} compares the learner's log-probs with the engine's, and old_logprobs: rollout "
+                "takes the engine's for both; leave out correction and importance_cap, or set old_logprobs to learner"
+            )
         if name == "dis" and (self.clip_eps_low, self.clip_eps_high) != (CLIP_EPS, CLIP_EPS):
             raise ValueError("clip_eps_low and clip_eps_high do not belong to correction dis; leave them out")
         return self

@@ -1,5 +1,6 @@
 """Estimates for the update of the learners from experience: rewards, advantages, returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,13 @@ def make_controller(ppo: PPOConfig, coef: float) -> KLController:
     return AdaptiveKL(coef, ppo.kl.target, ppo.kl.horizon)
 
 
+def old_logprobs_of(batch: Batch, ppo: PPOConfig) -> Tensor | None:
+    """The log-probs from before the update as configured, [B, T]; None where the update computes them itself."""
+    if ppo.old_logprobs == "rollout":
+        return batch.logprobs
+    return None if batch.old_logprobs is None else batch.padded(batch.old_logprobs)
+
+
 def estimate_advantages(
     batch: Batch,
     old_logprobs: Tensor | None,
@@ -58,8 +66,8 @@ def estimate_advantages(
 
     Args:
         batch: B responses.
-        old_logprobs: [B, T], the learner's before the update, so that the KL excludes the rollout engine's mismatch;
-            None if no reward holds a KL penalty.
+        old_logprobs: [B, T], from before the update: the learner's, so that the KL excludes the rollout engine's
+            mismatch, or the engine's (ppo.old_logprobs); None if no reward holds a KL penalty.
         ppo: the algorithm.
         kl_coef: coefficient of this batch.
         normaliser: running mean and deviation of earlier scores.
@@ -84,27 +92,31 @@ def estimate_advantages(
     return Advantages(batch.rows(whitened), learned, normaliser, metrics | _described(batch))
 
 
-def measure_distance(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig, version: int) -> Distance:
+def measure_distance(batch: Batch, own: Sequence[Floats], ppo: PPOConfig, version: int) -> Distance:
     """Measures `kl/reference`, `mismatch/*` and `off_policy/*` of B responses, by the tokens that are trained on;
     nothing if there is none. `mismatch/present_mean_abs` is that of the tokens which `version` itself sampled, if
     there are any.
 
     Args:
         batch: the responses.
-        old_logprobs: [B, T], the learner's before the update.
+        own: B arrays [t], the learner's log-probs before the update; [0] for responses of which they are not known.
+            `mismatch/*` and `off_policy/*` are of the others alone.
         ppo: the algorithm.
         version: version of the learner's policy.
     """
     if not (trained := int(batch.mask.sum())):
         return Distance(None, {})
+    own_logprobs = batch.padded(own)
+    old_logprobs = batch.logprobs if ppo.old_logprobs == "rollout" else own_logprobs
     kl = float(_kl(batch, old_logprobs, ppo, batch.mask).sum(1).mean())
     kl *= int(batch.sampled.sum()) / trained  # of whole responses, also where tokens are left out
-    metrics = _off_policy(batch, old_logprobs, ppo)
-    if (present := batch.mask & batch.sampled_since(version)).any():
-        difference = (old_logprobs - batch.logprobs).abs()
+    metrics = {} if batch.ref_logprobs is None else {"kl/reference": kl}
+    mask = batch.mask & torch.tensor([len(row) > 0 for row in own])[:, None]
+    if mask.any():
+        metrics |= _off_policy(batch, own_logprobs, mask, ppo)
+    if (present := mask & batch.sampled_since(version)).any():
+        difference = (own_logprobs - batch.logprobs).abs()
         metrics["mismatch/present_mean_abs"] = float(masked_mean(difference, present))
-    if batch.ref_logprobs is not None:
-        metrics["kl/reference"] = kl
     return Distance(kl, metrics)
 
 
@@ -161,10 +173,13 @@ def _described(batch: Batch) -> dict[str, float]:
     }
 
 
-def _off_policy(batch: Batch, old_logprobs: Tensor, ppo: PPOConfig) -> dict[str, float]:
-    """Measures of the distance between the samplers' policies and the learner's, and of its correction."""
+def _off_policy(batch: Batch, own_logprobs: Tensor, mask: Tensor, ppo: PPOConfig) -> dict[str, float]:
+    """Measures of the distance between the samplers' policies and the learner's, and of its correction if there is
+    one. All [B, T]."""
     cap, band = ppo.importance_cap, ppo.importance_band
-    distance = mismatch(batch.logprobs, old_logprobs, batch.mask, cap=cap)
-    cost = measures(ppo.correction, old_logprobs, batch.logprobs, batch.mask, cap=cap, band=band)
+    distance = mismatch(batch.logprobs, own_logprobs, mask, cap=cap)
     metrics = {f"mismatch/{name}": value for name, value in distance.items()}
+    if not ppo.corrects:
+        return metrics
+    cost = measures(ppo.correction, own_logprobs, batch.logprobs, mask, cap=cap, band=band)
     return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

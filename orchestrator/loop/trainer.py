@@ -21,6 +21,7 @@ from orchestrator.loop.estimate import (
     estimate_advantages,
     make_controller,
     measure_distance,
+    old_logprobs_of,
 )
 from orchestrator.loop.measures import StepReport, check_ages, ledger, speeds, staleness
 from orchestrator.loop.mismatch import MismatchWatch
@@ -42,7 +43,8 @@ class TrainedPolicy(Protocol):
         """Log-probs under the current weights."""
 
     async def trained_logprobs(self) -> list[Floats]:
-        """Log-probs of the last batch that came without old ones, under the weights before its update."""
+        """Log-probs of the last batch that came without old ones, under the weights before its update: of all
+        responses in the first minibatch, [0] for others."""
 
     async def save(self, folder: str) -> str:
         """Writes the model in Hugging Face's format."""
@@ -197,17 +199,17 @@ class Trainer:
         return own
 
     async def _distance(self, batch: Batch, version: int) -> Distance:
-        """Measures the batch by the policy's log-probs from before the update, which the update may have computed."""
+        """Measures the batch by the policy's log-probs from before the update, which the update may have computed, of
+        all of it or of the first minibatch."""
         if (own := batch.old_logprobs) is None:
             own = await self._policy.trained_logprobs()
             check_own_logprobs(own)
-        return measure_distance(batch, batch.padded(own), self._config.ppo, version)
+        return measure_distance(batch, own, self._config.ppo, version)
 
     def _estimate(self, state: TrainState, batch: Batch) -> tuple[Update, Advantages]:
         """The update for the learners, from the batch and the advantages of its tokens."""
         ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
-        padded = None if batch.old_logprobs is None else batch.padded(batch.old_logprobs)
-        estimate = estimate_advantages(batch, padded, ppo, kl_coef, state.normaliser)
+        estimate = estimate_advantages(batch, old_logprobs_of(batch, ppo), ppo, kl_coef, state.normaliser)
         trained = batch.for_policy(estimate.advantages, kl_coef)
         step = state.step + 1
         if not batch.mask.any():

@@ -36,7 +36,7 @@ class PolicyBatch:
     logprobs: Sequence[Floats]
     """[T] as sampled, by the rollout engine"""
     old_logprobs: Sequence[Floats] | None
-    """[T] by this learner, before the update; None where the update is one optimizer step, which computes them"""
+    """[T] by this learner, before the update; None where the update does without, see PPOConfig.needs_old_logprobs"""
     ref_logprobs: Sequence[Floats] | None
     """[T] by the frozen reference; None where the run has none"""
     advantages: Sequence[Floats]
@@ -80,9 +80,11 @@ class PolicyTrainer:
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
         self._computed: list[tuple[_Micro, torch.Tensor]] = []
-        """Log-probs that the last update computed, if its batch came without."""
+        """Log-probs that the first step of the last update computed, if its batch came without."""
         self._lengths: list[int] = []
-        """Tokens of each response of that batch."""
+        """Tokens of each response of that batch; 0 of those that were not in the first step."""
+        self._keeping = False
+        """True in that step."""
         self.sending = WeightSending(self._learner)
         self.snapshots = Snapshots(self._learner, self._write, exported=True)
 
@@ -122,13 +124,14 @@ class PolicyTrainer:
         gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a
         weight is not finite.
 
-        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect. A minibatch of
-        which no token is trained on is left out and counted (`empty_steps`). ValueError if the batch has no old
-        log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
+        `first_log_ratio_max` is 0 but for rounding, the engine's where ppo.old_logprobs is rollout: nothing has moved
+        yet. Anything else is a defect. A minibatch of which no token is trained on is left out and counted
+        (`empty_steps`). ValueError if the batch has no old log-probs and the update needs them, see
+        PPOConfig.needs_old_logprobs.
         """
         if batch.old_logprobs is None and self._ppo.needs_old_logprobs(len(batch.prompts)):
             raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")
-        self._computed, self._lengths = [], [len(response) for response in batch.responses]
+        self._computed, self._lengths = [], [0] * len(batch.responses)
         means, first, counts = Means(), dict[str, float](), tokens_trained(batch.responses, batch.trained)
         order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
         with self._learner.optimizer_state.resident():
@@ -137,6 +140,10 @@ class PolicyTrainer:
                     means.leave_out()
                     continue
                 weight = weight_of(chosen, counts, self._ppo.minibatch_size)
+                self._keeping = batch.old_logprobs is None and not any(self._lengths)
+                if self._keeping:
+                    first_rows = set(chosen)
+                    self._lengths = [len(row) if i in first_rows else 0 for i, row in enumerate(batch.responses)]
                 measured = self._learner.step(self._micro_batches(batch, chosen, tokens, weight), self._loss)
                 if measured and not first:
                     first = {"first_log_ratio_max": measured["log_ratio_max"]}
@@ -145,8 +152,8 @@ class PolicyTrainer:
         return means.result() | first | {"skipped_in_a_row": float(self._learner.skipped_in_a_row)}
 
     def trained_logprobs(self) -> list[Floats]:
-        """The old log-probs of a batch that came without them, as its optimizer step computed them before it
-        changed the weights; [T] for each response. Every rank calls it, once."""
+        """The learner's log-probs of a batch that came without them, as its first optimizer step computed them before
+        it changed the weights: [T] for each response of that step, [0] for others. Every rank calls it, once."""
         by_row: dict[int, Floats] = {}
         for micro, logprobs in self._computed:
             by_row |= dict(zip(micro.rows, micro.pairs.unpad(logprobs), strict=True))
@@ -184,6 +191,8 @@ class PolicyTrainer:
         logits = response_logits(self._learner.model, micro.pairs)
         new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs, trained=ppo.entropy_coef > 0)
         entropy = masked_sum(entropies, mask) / micro.tokens
+        if self._keeping and micro.rows:
+            self._computed.append((micro, new_logprobs.detach()))
         old_logprobs = self._old_logprobs(micro, new_logprobs)
         result = self._policy_loss(micro, new_logprobs, old_logprobs)
         loss = result.loss
@@ -196,13 +205,11 @@ class PolicyTrainer:
         return loss * micro.weight, result._asdict() | {"loss": loss, "entropy": entropy, "log_ratio_max": moved}
 
     def _old_logprobs(self, micro: _Micro, new_logprobs: torch.Tensor) -> torch.Tensor:
-        """The log-probs that came with the batch, or else the present ones, since no step has been taken yet."""
-        if micro.old_logprobs is not None:
-            return micro.old_logprobs
-        old_logprobs = new_logprobs.detach()
-        if micro.rows:
-            self._computed.append((micro, old_logprobs))
-        return old_logprobs
+        """The engine's log-probs if configured, those that came with the batch, or else the present ones, since no
+        step has been taken yet."""
+        if self._ppo.old_logprobs == "rollout":
+            return micro.logprobs
+        return new_logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 
     def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> PolicyLoss:
         ppo, mask = self._ppo, micro.mask

@@ -49,6 +49,12 @@ class Choices:
         return "bfloat16" if self.gpu else "float32"
 
     @property
+    def old_logprobs(self) -> str:
+        """Log-probs that the update takes the ratio to: the engine's, if they are equal to the learner's but for
+        float32's rounding."""
+        return "rollout" if self.dtype == "float32" else "learner"
+
+    @property
     def longest(self) -> int:
         """Longest sequence, in tokens, that all models take."""
         return min(model.longest for model in (self.policy, self.reward) if model)
@@ -176,6 +182,12 @@ def _learning(choices: Choices) -> dict[str, Any]:
         "packing_why": Plain(_packing(policy)),
         "critic_packing": critic.packs,
         "critic_packing_why": Plain(_packing(critic)),
+        "old_logprobs": choices.old_logprobs,
+        "old_logprobs_why": Plain(
+            "those it sampled with, which save a pass; in float32 the learner's are the same but for rounding"
+            if choices.old_logprobs == "rollout"
+            else "the policy's own, since in bfloat16 the engine's differ from them"
+        ),
         "normalise": choices.reward is None or not hasattr(choices.reward.config, "reward_std"),
         "normalise_why": Plain("by their running mean and deviation, unless the reward model does it with its own"),
         "policy_rate": policy_rate,

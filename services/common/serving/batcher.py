@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -26,6 +27,8 @@ MOST_ROWS = 1024
 """Most rows of one pass, however short: the model's input for a row takes far more memory than a short row itself."""
 MODEL_HANGS = "the model of this replica hangs; the replica will be replaced"
 CHECK_S = 10.0
+TESTED_S = 10.0
+"""Time for which a model that has just answered counts as working, in seconds; each test reads all its weights."""
 
 
 class Work(Protocol[Made, Given]):
@@ -107,6 +110,7 @@ class Batcher(Generic[Item, Result]):
         self._working: asyncio.Task[None] | None = None
         self._began: float | None = None
         self._content = self._hung = ""
+        self._answered = -math.inf
 
     async def submit(self, share: Share, work: Work[Item, Result]) -> None:
         """Returns when `work` has the results of all its rows. Cancelling drops the rows that no pass has begun.
@@ -139,12 +143,13 @@ class Batcher(Generic[Item, Result]):
             raise RuntimeError(self._overdue)
 
     async def check_health(self, check: Callable[[], None]) -> None:
-        """Raises unless the model works. An idle model is tested by `check`, which must be quick; a model that
-        computes, by the deadline of its pass. The length of the queue does not matter."""
+        """Raises unless the model works. A model that computes is judged by the deadline of its pass; an idle one by
+        `check`, which must be quick, unless it answered in the last TESTED_S. The length of the queue is ignored."""
         self.check()
-        if self._working is None:
+        if self._working is None and time.monotonic() - self._answered >= TESTED_S:
             async with asyncio.timeout(self._check_s):
                 await self._thread.call(check)
+            self._answered = time.monotonic()
 
     @property
     def _seconds(self) -> float:
@@ -178,6 +183,7 @@ class Batcher(Generic[Item, Result]):
             return
         self._began = None
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
+        self._answered = -math.inf if error else time.monotonic()
         if isinstance(error, Exception):
             self._divide(purpose, parts, error)
 

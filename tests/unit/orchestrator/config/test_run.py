@@ -104,6 +104,18 @@ def refusal(section: dict[str, Any]) -> str:
             {"ppo": {"clip_eps_high": 0.3, "correction": "dis"}},
             "orchestrator.ppo: clip_eps_low and clip_eps_high do not belong to correction dis; leave them out",
         ),
+        (
+            {"ppo": {"old_logprobs": "rollout", "correction": "icepop"}},
+            "orchestrator.ppo: correction icepop compares the learner's log-probs with the engine's, and "
+            "old_logprobs: rollout takes the engine's for both; leave out correction and importance_cap, or set "
+            "old_logprobs to learner",
+        ),
+        (
+            {"ppo": {"old_logprobs": "rollout", "importance_cap": None}},
+            "orchestrator.ppo: correction tis compares the learner's log-probs with the engine's, and "
+            "old_logprobs: rollout takes the engine's for both; leave out correction and importance_cap, or set "
+            "old_logprobs to learner",
+        ),
         ({"loop": {"max_staleness": 1_000}}, "orchestrator.loop.max_staleness: should be 100 or less, got 1000"),
         (
             {"loop": {"depth": 2, "max_staleness": 1}},

@@ -13,7 +13,7 @@ from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import KLConfig, PPOConfig
 from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
-from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
+from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance, old_logprobs_of
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fakes import make_config, make_prompts
 
@@ -55,9 +55,8 @@ def estimated(
     normaliser: RunningNormaliser | None = None,
 ) -> Estimated:
     batch = Batch.of(Collected(experiences, 0.0, 0.0))
-    old = batch.padded(OLD)
-    made = estimate_advantages(batch, old, settings, kl_coef, normaliser or RunningNormaliser())
-    distance = measure_distance(batch, old, settings, 0)
+    made = estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
+    distance = measure_distance(batch, OLD, settings, 0)
     assert distance.kl is not None
     metrics = made.metrics | distance.metrics
     return Estimated(made.advantages, made.returns, made.normaliser, distance.kl, metrics)
@@ -112,6 +111,24 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
     assert actual.metrics["kl/coef"] == 0.1
 
 
+def test_the_engines_logprobs_as_the_old_ones() -> None:
+    """The penalty is of the engine's log-probs; the learner's are known of the second response alone."""
+    settings = PPOConfig(old_logprobs="rollout", gae_lambda=0.5, whiten_advantages=False)
+    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
+    old = old_logprobs_of(batch, settings)
+    assert old is not None
+    made = estimate_advantages(batch, old, settings, 0.1, RunningNormaliser())
+    # k1 0.4 and 0.3; 0.5. Rewards -0.04 and 1.97; -1.05. 1.97 - 1 = 0.97, then -0.04 + 1 - 0.5 + 0.97 / 2 = 0.945.
+    check(made.advantages, [[0.945, 0.97], [-1.05]])
+    own = [np.zeros(0, np.float32), np.asarray([-0.3], np.float32)]
+    distance = measure_distance(batch, own, settings, 0)
+    assert distance.kl == pytest.approx((0.7 + 0.5) / 2)
+    assert distance.metrics["mismatch/mean_abs"] == pytest.approx(0.2)
+    assert not any(name.startswith("off_policy/") for name in distance.metrics)
+    unknown = measure_distance(batch, [own[0]] * 2, settings, 0)
+    assert (unknown.kl, unknown.metrics) == (distance.kl, {"kl/reference": distance.kl})
+
+
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
     batch = Batch.of(Collected(BATCH, 0.0, 0.0))
@@ -131,6 +148,7 @@ def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
         ({"kl": {"coef": 0}, "epochs": 2}, True),
         ({"kl": {"coef": 0}, "minibatch_size": 7}, True),
         ({"kl": {"coef": 0}, "minibatch_size": 9}, False),
+        ({"epochs": 2, "minibatch_size": 7, "old_logprobs": "rollout"}, False),
     ],
 )
 def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(

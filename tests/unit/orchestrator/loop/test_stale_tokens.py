@@ -32,9 +32,9 @@ def made(
 ) -> tuple[Batch, Advantages, Distance]:
     settings = PPOConfig.parse({"whiten_advantages": False, "max_token_staleness": 1} | ppo, "ppo")
     batch = Batch.of(Collected(experiences, 0.0, 0.0), oldest)
-    padded = batch.padded([np.asarray(row, np.float32) for row in old])
-    estimate = estimate_advantages(batch, padded, settings, 0.1, RunningNormaliser())
-    return batch, estimate, measure_distance(batch, padded, settings, 8)
+    own = [np.asarray(row, np.float32) for row in old]
+    estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, RunningNormaliser())
+    return batch, estimate, measure_distance(batch, own, settings, 8)
 
 
 OLD = [[-1.0, -1.0, -1.0, -1.0], [-1.0, -1.0], [-1.0]]
@@ -86,9 +86,7 @@ def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: 
     """All three tokens that are trained on are of version 7 or later; of version 8 is only the last of the first
     response."""
     batch, _, _ = made(BATCH, OLD)
-    distance = measure_distance(
-        batch, batch.padded([np.asarray(row, np.float32) for row in OLD]), PPOConfig(), version
-    )
+    distance = measure_distance(batch, [np.asarray(row, np.float32) for row in OLD], PPOConfig(), version)
     actual = distance.metrics.get("mismatch/present_mean_abs")
     assert actual == (expected if expected is None else pytest.approx(expected, abs=1e-6))
 

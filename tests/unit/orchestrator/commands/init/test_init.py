@@ -63,6 +63,7 @@ def test_a_critic_starts_from_the_reward_model(
     assert run["policy"]["packing"] is True
     assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
+    assert run["ppo"]["old_logprobs"] == "rollout"
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "gemma2", "phi3", "unigram"])
@@ -120,6 +121,7 @@ def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str
     shares = [a["deployments"][0]["ray_actor_options"]["num_gpus"] for a in raw["applications"]]
     assert sum(shares) + run["policy"]["num_gpus"] == pytest.approx(1)
     assert (run["policy"]["dtype"], run["policy"]["zero_stage"], run["gpu_gib"]) == ("bfloat16", 1, 79)
+    assert run["ppo"]["old_logprobs"] == "learner"
 
 
 def test_a_file_is_not_overwritten_unasked(policy_folder: Path, prompts: str, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class Run:
                 update = Update(step + 1, seed, trained, values, estimate.returns)
                 for each in (PolicyLearner(policy), values_of):
                     await each.train(update)
-                distance = measure_distance(batch, batch.padded(old), config.ppo, step + 1)
+                distance = measure_distance(batch, old, config.ppo, step + 1)
                 assert distance.kl is not None
                 kl_coef = make_controller(config.ppo, kl_coef).update(distance.kl, len(batch)).coef
                 normaliser = estimate.normaliser

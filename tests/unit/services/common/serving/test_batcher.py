@@ -193,6 +193,41 @@ async def test_a_check_that_hangs_is_unhealthy(doubler: Doubler) -> None:
     doubler.gate.set()
 
 
+def test_an_idle_model_is_tested_ten_seconds_after_its_last_answer(
+    doubler: Doubler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass and a test are answers, a pass that fails is none."""
+    doubler.gate.set()
+    loop, tests = VirtualLoop(), list[float]()
+    monkeypatch.setattr("services.common.serving.batcher.time", SimpleNamespace(monotonic=loop.time))
+
+    async def run(items: Sequence[int]) -> list[int]:
+        if items == [9]:
+            raise RuntimeError("the model fails")
+        return [2 * item for item in items]
+
+    async def tested_at(*times: float) -> list[float]:
+        tests.clear()
+        for loop.now in times:
+            await batcher.check_health(lambda: tests.append(loop.now))
+        return tests
+
+    async def all_of_it() -> None:
+        assert await tested_at(0, 2, 9, 10, 12, 19, 20) == [0, 10, 20]
+        loop.now = 25
+        assert await ask(batcher, [1]) == [2]
+        await settled()
+        assert await tested_at(30, 34, 35, 37) == [35]
+        with pytest.raises(RuntimeError, match="the model fails"):
+            await ask(batcher, [9])
+        await settled()
+        assert await tested_at(38, 40) == [38]
+
+    batcher = make_batcher(run)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(all_of_it())
+
+
 def test_the_deadline_begins_with_the_turn(doubler: Doubler, monkeypatch: pytest.MonkeyPatch) -> None:
     doubler.gate.set()
     loop = VirtualLoop()
