@@ -11,6 +11,7 @@ from orchestrator.commands.fitting import (
     old_tokens,
     other_root,
     rounded_adapters,
+    rounded_ratios,
     schedules,
     wrong_backend,
 )
@@ -97,7 +98,7 @@ def preflight(deployment: Deployment) -> Inputs:
         problems.lines += ends_without_token(sampled_from(config, tokenizer), config.policy.model)
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
-    kinds = (idle_critics, schedules, old_tokens, rounded_adapters, untested)
+    kinds = (idle_critics, schedules, old_tokens, rounded_adapters, rounded_ratios, untested)
     remarks = tuple(remark for each in kinds for remark in each(deployment))
     return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
 

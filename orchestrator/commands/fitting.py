@@ -170,7 +170,8 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
             f"{mask}: {masked} leaves most tokens out, as batches are sampled {loop.ahead} ahead; give a larger one"
             + (f", or orchestrator.loop.depth {masked}" if masked else "")
         )
-    if config.weights.in_flight == "keep-cache" and loop.max_staleness and config.ppo.correction not in BANDED:
+    corrected = config.ppo.old_logprobs == "learner" and config.ppo.correction not in BANDED
+    if config.weights.in_flight == "keep-cache" and loop.max_staleness and corrected:
         yield (
             "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction "
             f"{config.ppo.correction} leaves none out; choose one of {', '.join(BANDED)}, or in_flight keep"
@@ -201,4 +202,14 @@ def rounded_adapters(deployment: Deployment) -> Iterator[str]:
         yield (
             "orchestrator.policy.lora: merged into bfloat16 weights for each push, which rounds a part of the "
             "movement away (docs/learner.md); dtype float32 loses nothing"
+        )
+
+
+def rounded_ratios(deployment: Deployment) -> Iterator[str]:
+    """Ratios in which the engine's rounding is not small."""
+    run = deployment.orchestrator
+    if run.ppo.old_logprobs == "rollout" and run.policy.dtype != "float32":
+        yield (
+            "orchestrator.ppo.old_logprobs: rollout counts the engine's rounding, about 0.01 nats per token in "
+            f"{run.policy.dtype}, as a move of the policy; learner leaves it out, for one more pass per step"
         )

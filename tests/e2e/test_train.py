@@ -132,10 +132,13 @@ def test_the_trace_has_every_sample_once_in_each_stage(quartet: Quartet, run: Pa
 
 def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
     lines = read_metrics(run / "metrics.jsonl")
-    # Time stamps are taken a moment after their windows end, so windows are compared with them all together.
-    passed = lines[-1]["time"] - lines[0]["time"]
-    assert sum(line["seconds/wall"] for line in lines[1:]) == pytest.approx(passed, abs=1)
-    for line in lines[1:]:
+    trace = json.loads((run / "trace.json").read_text())
+    windows = [event for event in trace if event["name"].startswith("step ")]
+    assert [window["args"]["step"] for window in windows] == [line["step"] for line in lines[1:]]
+    for window, following in pairwise(windows):  # in microseconds
+        assert window["ts"] + window["dur"] == pytest.approx(following["ts"], rel=0, abs=1)
+    for line, window in zip(lines[1:], windows, strict=True):
+        assert line["seconds/wall"] == pytest.approx(window["dur"] / 1e6, abs=2e-6)
         assert sum(line[f"wait/loop/{what}"] for what in LOOPS) == pytest.approx(1)
         for part in PARTS:
             waits = [value for name, value in line.items() if name.startswith(f"wait/{part}/")]

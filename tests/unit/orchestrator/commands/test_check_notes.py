@@ -67,6 +67,18 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
     ]
 
 
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", True), ("float32", False)])
+def test_ratios_to_an_engine_that_rounds_are_told(
+    raw: dict[str, Any], tmp_path: Path, dtype: str, told: bool
+) -> None:
+    raw["orchestrator"]["ppo"]["old_logprobs"] = "rollout"
+    raw["orchestrator"]["policy"] |= {"dtype": dtype, "zero_stage": int(dtype == "bfloat16")}
+    for name in ("rollout", "reference"):
+        args(raw, name)["dtype"] = dtype
+    notes = [note for note in checked(raw, tmp_path).notes if "old_logprobs: rollout counts" in note]
+    assert len(notes) == told
+
+
 def test_adapters_that_are_merged_into_bfloat16_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["orchestrator"]["policy"] |= {"lora": {"rank": 2}, "dtype": "bfloat16", "zero_stage": 1}
     for name in ("rollout", "reference"):
