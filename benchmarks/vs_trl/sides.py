@@ -127,6 +127,8 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
     critic["optimizer"]["learning_rate"] = RATE
     rollout |= {"max_num_seqs": case.batch}
     half = case.dtype == "bfloat16"
+    if half:  # as the file for a machine that computes in bfloat16
+        run["ppo"]["old_logprobs"] = "learner"
     for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
         part["dtype"] = case.dtype
     for learner in (critic, run["policy"]):

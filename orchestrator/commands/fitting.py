@@ -170,11 +170,11 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
             f"{mask}: {masked} leaves most tokens out, as batches are sampled {loop.ahead} ahead; give a larger one"
             + (f", or orchestrator.loop.depth {masked}" if masked else "")
         )
-    corrected = config.ppo.old_logprobs == "learner" and config.ppo.correction not in BANDED
-    if config.weights.in_flight == "keep-cache" and loop.max_staleness and corrected:
+    if config.weights.in_flight == "keep-cache" and loop.max_staleness and config.ppo.correction not in BANDED:
+        banded = BANDED if config.ppo.old_logprobs == "learner" else ("dis",)
         yield (
             "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction "
-            f"{config.ppo.correction} leaves none out; choose one of {', '.join(BANDED)}, or in_flight keep"
+            f"{config.ppo.correction} leaves none out; choose one of {', '.join(banded)}, or in_flight keep"
         )
 
 

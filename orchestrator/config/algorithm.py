@@ -89,14 +89,14 @@ class PPOConfig(Config):
     """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
     own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:
     the engine's, which sampled with them. They take no pass and no correction, but the engine's rounding counts as a
-    move of the policy: for float32, where both differ by less than 1e-4. The first minibatch tells the mismatch."""
+    move of the policy: for float32, where none differs by 1e-4. The mismatch is measured by the first minibatch."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
     """The correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
     weight per response, truncated; icepop: weights per token, 0 outside importance_band; geometric: responses outside
     importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap; dis: the
     ratio is to the engine's log-probs, and tokens outside importance_band are left out (no clip_eps, no dual_clip).
-    Sources are in docs/algorithm.md."""
+    With `old_logprobs: rollout` only dis has an effect. Sources are in docs/algorithm.md."""
     importance_band: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = None
     """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
     importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
@@ -145,10 +145,15 @@ class PPOConfig(Config):
             raise ValueError(f"importance_cap does not belong to correction {name}, which has a band; leave it out")
         if self.dual_clip is not None and name == "dis":
             raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
-        if self.old_logprobs == "rollout" and (name not in ("tis", "dis") or self.importance_cap != IMPORTANCE_CAP):
+        if self.old_logprobs == "rollout" and name not in ("tis", "dis"):
             raise ValueError(
                 f"correction {name} compares the learner's log-probs with the engine's, and old_logprobs: rollout "
-                "takes the engine's for both; leave out correction and importance_cap, or set old_logprobs to learner"
+                "takes the engine's for both; leave it out, or set old_logprobs to learner"
+            )
+        if self.old_logprobs == "rollout" and self.importance_cap != IMPORTANCE_CAP:
+            raise ValueError(
+                "importance_cap bounds the learner's log-probs over the engine's, and old_logprobs: rollout takes "
+                "the engine's for both; leave it out, or set old_logprobs to learner"
             )
         if name == "dis" and (self.clip_eps_low, self.clip_eps_high) != (CLIP_EPS, CLIP_EPS):
             raise ValueError("clip_eps_low and clip_eps_high do not belong to correction dis; leave them out")

@@ -88,8 +88,9 @@ def _environment() -> dict[str, str]:
         # when both want a core; at 5 they take a twentieth. Ray's own processes, at 0, still come before all of them.
         "RAY_worker_niceness": "5",
         # By default glibc gives the memory of large tensors back to the system at once, so that each pass of a model
-        # on the CPU has it mapped and cleared again: a tenth of a pass.
-        "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+        # on the CPU has it mapped and cleared again: up to a tenth of a pass. 32 MiB is the most that every glibc
+        # takes, and a thread's arena of its own could not keep blocks as large.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
         "MALLOC_ARENA_MAX": "1",
         # Reports of Ray's dashboard on each process's memory, in seconds and in milliseconds; Ray's own are 5 s.

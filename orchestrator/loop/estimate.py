@@ -49,7 +49,8 @@ def make_controller(ppo: PPOConfig, coef: float) -> KLController:
 
 
 def old_logprobs_of(batch: Batch, ppo: PPOConfig) -> Tensor | None:
-    """The log-probs from before the update as configured, [B, T]; None where the update computes them itself."""
+    """The log-probs from before the update, [B, T], the learner's or the engine's as configured; None where no reward
+    needs the learner's and the update computes them itself."""
     if ppo.old_logprobs == "rollout":
         return batch.logprobs
     return None if batch.old_logprobs is None else batch.padded(batch.old_logprobs)
@@ -111,10 +112,10 @@ def measure_distance(batch: Batch, own: Sequence[Floats], ppo: PPOConfig, versio
     kl = float(_kl(batch, old_logprobs, ppo, batch.mask).sum(1).mean())
     kl *= int(batch.sampled.sum()) / trained  # of whole responses, also where tokens are left out
     metrics = {} if batch.ref_logprobs is None else {"kl/reference": kl}
-    mask = batch.mask & torch.tensor([len(row) > 0 for row in own])[:, None]
-    if mask.any():
-        metrics |= _off_policy(batch, own_logprobs, mask, ppo)
-    if (present := mask & batch.sampled_since(version)).any():
+    known = batch.mask & torch.tensor([len(row) > 0 for row in own])[:, None]
+    if known.any():
+        metrics |= _off_policy(batch, own_logprobs, known, ppo)
+    if (present := known & batch.sampled_since(version)).any():
         difference = (own_logprobs - batch.logprobs).abs()
         metrics["mismatch/present_mean_abs"] = float(masked_mean(difference, present))
     return Distance(kl, metrics)

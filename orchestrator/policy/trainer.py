@@ -124,10 +124,10 @@ class PolicyTrainer:
         gradient that was not finite, and how many were skipped in a row up to now. NotFinite if a
         weight is not finite.
 
-        `first_log_ratio_max` is 0 but for rounding, the engine's where ppo.old_logprobs is rollout: nothing has moved
-        yet. Anything else is a defect. A minibatch of which no token is trained on is left out and counted
-        (`empty_steps`). ValueError if the batch has no old log-probs and the update needs them, see
-        PPOConfig.needs_old_logprobs.
+        `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect; but where
+        ppo.old_logprobs is rollout, it is the distance from the engine: rounding, and the age of the samples. A
+        minibatch of which no token is trained on is left out and counted (`empty_steps`). ValueError if the batch has
+        no old log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
         """
         if batch.old_logprobs is None and self._ppo.needs_old_logprobs(len(batch.prompts)):
             raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")

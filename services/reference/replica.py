@@ -62,7 +62,7 @@ class Reference(HealthMixin):
         self._check = frozen.check
 
     async def check_health(self) -> None:
-        """Raises if the model does not work: an idle one is tested, one that computes has a deadline."""
+        """Raises if the model does not work: one that computes has a deadline, an idle one is tested."""
         await self._batcher.check_health(self._check)
 
     @translated

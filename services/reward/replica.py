@@ -61,7 +61,7 @@ class Reward(HealthMixin):
         self._check = scorer.check
 
     async def check_health(self) -> None:
-        """Raises if the scorer does not work: an idle one is tested, one that computes has a deadline."""
+        """Raises if the scorer does not work: one that computes has a deadline, an idle one is tested."""
         await self._batcher.check_health(self._check)
 
     @translated

@@ -36,6 +36,8 @@ class FakePolicy:
         self.batches: list[tuple[PolicyBatch, int]] = []
         self.failure: Exception | None = None
         self.meeting: asyncio.Barrier | None = None
+        self.known = 1_000
+        """Responses whose log-probs an update computes."""
         self.skipped_in_a_row: list[int] = []
         """Said of one batch after the other."""
 
@@ -45,7 +47,8 @@ class FakePolicy:
 
     async def trained_logprobs(self) -> list[Any]:
         self.journal.note("trained logprobs")
-        return [np.full(len(response), -1.25, np.float32) for response in self.batches[-1][0].responses]
+        rows = [np.full(len(response), -1.25, np.float32) for response in self.batches[-1][0].responses]
+        return [row if index < self.known else row[:0] for index, row in enumerate(rows)]
 
     async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
         self.journal.note("train policy")

@@ -80,13 +80,18 @@ class Bench:
             "before": old,
         }
 
-    def on_policy(self, layout: dict[str, Any], samples: int) -> tuple[list[Floats], list[Floats]]:
-        """Log-probs of so many samples by a pass before an update of one step, and those that the update computed."""
+    def on_policy(
+        self, layout: dict[str, Any], samples: int, ppo: dict[str, Any] | None = None, trained: bool = True
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Log-probs of so many samples by a pass before an update, by default of one step, and those that the update
+        computed; of an update without tokens to train on if `trained` is false."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        trainer = PolicyTrainer(config, PPOConfig(epochs=1, kl=KLConfig(coef=0)), Distribution(0.7), self._ranks)
+        settings = PPOConfig(epochs=1, kl=KLConfig(coef=0)).model_copy(update=ppo or {})
+        trainer = PolicyTrainer(config, settings, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
         before, rows = trainer.logprobs(prompts, responses), noise(responses, 1)
-        trainer.train(PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0), seed=0)
+        marks = None if trained else [np.zeros(len(response), bool) for response in responses]
+        trainer.train(PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0, marks), seed=0)
         return before, trainer.trained_logprobs()
 
     def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:

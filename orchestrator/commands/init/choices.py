@@ -184,7 +184,7 @@ def _learning(choices: Choices) -> dict[str, Any]:
         "critic_packing_why": Plain(_packing(critic)),
         "old_logprobs": choices.old_logprobs,
         "old_logprobs_why": Plain(
-            "those it sampled with, which save a pass; in float32 the learner's are the same but for rounding"
+            "the engine's, which save a pass; in float32 the policy's own are the same but for rounding"
             if choices.old_logprobs == "rollout"
             else "the policy's own, since in bfloat16 the engine's differ from them"
         ),

@@ -28,7 +28,7 @@ MOST_ROWS = 1024
 MODEL_HANGS = "the model of this replica hangs; the replica will be replaced"
 CHECK_S = 10.0
 TESTED_S = 10.0
-"""Time for which a model that has just answered counts as working, in seconds; each test reads all its weights."""
+"""Time for which a model that has answered counts as working, in seconds; a test reads all weights on the device."""
 
 
 class Work(Protocol[Made, Given]):
@@ -183,8 +183,8 @@ class Batcher(Generic[Item, Result]):
             return
         self._began = None
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
-        self._answered = -math.inf if error else time.monotonic()
         if isinstance(error, Exception):
+            self._answered = -math.inf
             self._divide(purpose, parts, error)
 
     def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
@@ -205,6 +205,7 @@ class Batcher(Generic[Item, Result]):
         if not right:
             return
         results = await self._run([item for _, made in right for item in made])
+        self._answered = time.monotonic()
         for part, error in await self._thread.call(_put, [part for part, _ in right], results):
             if error is None:
                 part.call.finish(len(part.rows))

@@ -107,14 +107,12 @@ def refusal(section: dict[str, Any]) -> str:
         (
             {"ppo": {"old_logprobs": "rollout", "correction": "icepop"}},
             "orchestrator.ppo: correction icepop compares the learner's log-probs with the engine's, and "
-            "old_logprobs: rollout takes the engine's for both; leave out correction and importance_cap, or set "
-            "old_logprobs to learner",
+            "old_logprobs: rollout takes the engine's for both; leave it out, or set old_logprobs to learner",
         ),
         (
             {"ppo": {"old_logprobs": "rollout", "importance_cap": None}},
-            "orchestrator.ppo: correction tis compares the learner's log-probs with the engine's, and "
-            "old_logprobs: rollout takes the engine's for both; leave out correction and importance_cap, or set "
-            "old_logprobs to learner",
+            "orchestrator.ppo: importance_cap bounds the learner's log-probs over the engine's, and old_logprobs: "
+            "rollout takes the engine's for both; leave it out, or set old_logprobs to learner",
         ),
         ({"loop": {"max_staleness": 1_000}}, "orchestrator.loop.max_staleness: should be 100 or less, got 1000"),
         (

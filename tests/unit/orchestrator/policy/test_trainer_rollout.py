@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,18 @@ def test_the_first_step_measures_the_learners_own(
         assert measured[row].tolist() == pytest.approx(before[row].tolist(), abs=1e-5)
     largest = max(float(abs(before[row] - batch.logprobs[row]).max()) for row in first)
     assert metrics["first_log_ratio_max"] == pytest.approx(largest, abs=1e-5)
+
+
+def test_the_first_minibatch_with_tokens_to_train_on_measures(policy_folder: Path, batch: PolicyBatch) -> None:
+    trainer = make_trainer(policy_folder, old_logprobs="rollout", size=2)
+    before = trainer.logprobs(batch.prompts, batch.responses)
+    left_out, second = minibatches(4, epochs=1, size=2, seed=0)
+    marks = [np.full(len(row), index not in left_out) for index, row in enumerate(RESPONSES)]
+    trainer.train(replace(batch, old_logprobs=None, trained=marks), seed=0)
+    measured = trainer.trained_logprobs()
+    assert {index for index, row in enumerate(measured) if len(row)} == set(second)
+    for row in second:
+        assert measured[row].tolist() == pytest.approx(before[row].tolist(), abs=1e-5)
 
 
 def test_a_penalty_in_the_rewards_needs_no_logprobs_of_the_learner(policy_folder: Path, batch: PolicyBatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.loop.measures import StaleSample
@@ -69,6 +70,20 @@ async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_fol
         for name in of_one:
             if not name.startswith(("seconds/", "tokens_per_s/", "wait/", "work/")):
                 assert of_one[name] == of_two[name], name
+
+
+async def test_with_the_engines_logprobs_the_first_minibatch_measures_the_mismatch(policy_folder: Path) -> None:
+    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "epochs": 2, "old_logprobs": "rollout"})
+    stage.policy.known = 1
+    await stage.run()
+    assert stage.journal.names().count("trained logprobs") == 3
+    assert "old logprobs" not in stage.journal.names()
+    for step, (batch, _) in enumerate(stage.policy.batches, 1):
+        assert batch.old_logprobs is None
+        off = np.abs(np.asarray(batch.logprobs[0]) + 1.25).mean()
+        assert stage.log.lines[step]["mismatch/mean_abs"] == pytest.approx(off, abs=1e-6)
+        assert "kl/reference" in stage.log.lines[step]
+        assert "off_policy/ess" not in stage.log.lines[step]
 
 
 async def test_what_runs_ahead_or_shares_a_gpu_has_its_old_logprobs_by_the_batch(policy_folder: Path) -> None:

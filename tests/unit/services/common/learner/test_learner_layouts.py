@@ -184,6 +184,19 @@ async def test_logprobs_of_one_step_come_from_all_ranks(benches: dict[int, RankG
         assert row.tolist() == pytest.approx(expected.tolist(), abs=LOSS)
 
 
+@pytest.mark.parametrize(("trained", "known"), [(True, 5), (False, 0)])
+async def test_logprobs_of_the_first_step_come_from_all_ranks(
+    benches: dict[int, RankGroup], trained: bool, known: int
+) -> None:
+    """Five of 21 samples are in the first minibatch; no step is taken where no token is trained on."""
+    options: dict[str, Any] = {"old_logprobs": "rollout", "minibatch_size": 5, "epochs": 2}
+    before, computed = await benches[2].call(Bench.on_policy, TIMEOUT_S, ACCUMULATED, 21, options, trained)
+    told = [index for index, row in enumerate(computed) if len(row)]
+    assert (len(computed), len(told)) == (21, known)
+    for index in told:
+        assert computed[index].tolist() == pytest.approx(before[index].tolist(), abs=LOSS)
+
+
 async def test_the_steps_move_the_weights_far_beyond_the_tolerance(expected: dict[str, Result]) -> None:
     for result in expected.values():
         assert furthest(result["after"], result["before"]) > 100 * WEIGHT
