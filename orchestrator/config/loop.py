@@ -26,10 +26,10 @@ class LoopConfig(Config):
     max_staleness 0."""
 
     mismatch_limit: PositiveFloat | None = None
-    """Largest mean difference, in nats per token, between the rollout engine's and the
-    learner's log-probs of tokens that the present version sampled (`mismatch/present_mean_abs`), of those in the
-    first minibatch with `ppo.old_logprobs: rollout`. A step beyond it is
-    reported; several in a row end the run. Null: 0.02 in float32, 0.2 in bfloat16."""
+    """Largest mean difference, in nats per token, between the rollout engine's and the learner's log-probs of tokens
+    that the present version sampled (`mismatch/present_mean_abs`), of those in the first minibatch with
+    `ppo.old_logprobs: rollout`. A step beyond it is reported; several in a row end the run. Null: 0.02 in float32,
+    0.2 in bfloat16."""
     mismatch_steps: Count = 3
     """Steps in a row beyond that limit that end the run."""
 

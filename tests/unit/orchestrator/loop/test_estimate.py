@@ -139,25 +139,6 @@ def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     assert without.metrics.items() <= actual.metrics.items()
 
 
-@pytest.mark.parametrize(
-    ("ppo", "needed"),
-    [
-        ({"kl": {"coef": 0}}, False),
-        ({"kl": {"placement": "loss", "estimator": "k3"}}, False),
-        ({}, True),
-        ({"kl": {"coef": 0}, "epochs": 2}, True),
-        ({"kl": {"coef": 0}, "minibatch_size": 7}, True),
-        ({"kl": {"coef": 0}, "minibatch_size": 9}, False),
-        ({"epochs": 2, "minibatch_size": 7, "old_logprobs": "rollout"}, False),
-    ],
-)
-def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
-    ppo: dict[str, Any], needed: bool
-) -> None:
-    """A batch has 8 samples here."""
-    assert PPOConfig.parse({"epochs": 1, "minibatch_size": 8} | ppo, "ppo").needs_old_logprobs(8) is needed
-
-
 def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
     # Rewards 1.92 and -1.05 as above: each less the other, at every token. No critic, no returns.
     actual = estimate(advantages="rloo", samples_per_prompt=2)
