@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from services.common.models.device import default_device
+from services.common.ranks.lone_groups import share_listener
 from services.common.ranks.rendezvous import reach_store, serve_store
 
 Part = TypeVar("Part")
@@ -62,6 +63,7 @@ def start_distributed(ranks: Ranks) -> None:
     # Without this DeepSpeed's first start on a CPU compiles a shared-memory kernel for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not distributed.is_initialized():
+        share_listener()
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
             rank=ranks.rank,

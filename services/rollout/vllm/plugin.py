@@ -1,10 +1,12 @@
 """vLLM's entry point (`vllm.general_plugins`): loaded in every process of an engine."""
 
+from services.common.ranks.lone_groups import share_listener
 from services.rollout.vllm.parent import end_with_parent
 
 
 def register() -> None:
-    """Registers the weight-transfer engine `quartet`, and lets the process end with the one that started it.
+    """Registers the weight-transfer engine `quartet`, lets the process end with the one that started it, and lets
+    its groups of one rank share a listener.
 
     vLLM loads plugins several times in a process; further calls do nothing.
     """
@@ -13,3 +15,4 @@ def register() -> None:
     if "quartet" not in Factory._registry:
         Factory.register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
     end_with_parent()
+    share_listener()
