@@ -74,11 +74,12 @@ def estimate_advantages(
         normaliser: running mean and deviation of earlier scores.
     """
     scores, sampled = batch.scores, batch.sampled
-    kl = torch.zeros(sampled.shape) if old_logprobs is None else _kl(batch, old_logprobs, ppo, sampled)
     if ppo.normalise_scores:
         normaliser = normaliser.update(scores)
         scores = normaliser.normalise(scores)
     in_reward = kl_coef if ppo.kl.placement == "reward" else 0.0
+    charged = in_reward > 0 and old_logprobs is not None
+    kl = _kl(batch, old_logprobs, ppo, sampled) if charged else torch.zeros(sampled.shape)
     rewards = shape_rewards(scores.float(), kl, sampled, kl_coef=in_reward, clip=ppo.score_clip)
     advantages, returns = _advantages(batch, rewards, ppo)
     whitened = _whitened(advantages, batch.mask) if ppo.whiten_advantages else advantages

@@ -168,6 +168,29 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
     assert_same(again, straight)
 
 
+@pytest.mark.exhaustive  # in `make test` it dies there
+async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
+    """The replicas' connections to it stay open; every attempt of the push ends at its own deadlines."""
+    raw = yaml.safe_load(again.config.read_text())
+    raw["orchestrator"]["weights"] = {"timeout_s": 20, "stall_s": 3, "attempts": 2}
+    raw["orchestrator"]["timeouts"] = {"train_s": 20}
+    again.config.write_text(yaml.safe_dump(raw))
+    engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
+    process = again.start("--resume")
+    again.wait(again.reached(3), process)
+    frozen = named(quartet, "ray::Rank")
+    engine.suspend()
+    try:
+        await eventually(partial(updated, quartet, again), PATIENCE_S)
+        frozen.suspend()
+    finally:
+        engine.resume()
+    again.wait(again.interrupted(1), process)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert not psutil.pid_exists(frozen.pid) or frozen.status() == psutil.STATUS_ZOMBIE
+    assert_same(again, straight)
+
+
 async def test_what_cannot_be_resumed_is_said(quartet: Quartet, straight: Run, again: Run) -> None:
     """The critic stays as it was: it is asked to restore only what the policy can restore too."""
     code, told = finished(quartet.folder, "train", str(straight.config))

@@ -212,6 +212,17 @@ async def test_a_replica_frozen_with_its_engine(quartet: Quartet, loop: Loop) ->
                 process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.exhaustive  # the calls, without processes: tests/unit/orchestrator/push/test_newcomers.py
+async def test_a_frozen_registry_is_replaced_and_a_newcomer_joins_by_the_next(quartet: Quartet, loop: Loop) -> None:
+    """The newcomer applies to a process that does not answer, and waits without a deadline of its own."""
+    frozen = named(quartet, "ray::Registry")
+    frozen.suspend()
+    psutil.Process(next(iter(rollouts(quartet).values()))).kill()
+    await loop.further(3)
+    await loop.reaching(2)
+    assert named(quartet, "ray::Registry").pid != frozen.pid
+
+
 async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet, loop: Loop) -> None:
     for name in ("ray::ServeController", "ray::ProxyActor"):
         named(quartet, name).kill()

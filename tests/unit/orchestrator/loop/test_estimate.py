@@ -127,6 +127,12 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
     assert not any(name.startswith("off_policy/") for name in distance.metrics)
     unknown = measure_distance(batch, [own[0]] * 2, settings, 0)
     assert (unknown.kl, unknown.metrics) == (distance.kl, {"kl/reference": distance.kl})
+    # dis corrects by the learner's own: one token, whose ratio is exp(-0.3 + 0.5) or its inverse.
+    dis = settings.model_copy(update={"correction": "dis"})
+    corrected = measure_distance(batch, own, dis, 0).metrics
+    assert corrected["off_policy/ess"] == pytest.approx(1)
+    assert corrected["off_policy/ratio_p50"] == pytest.approx(np.exp(0.2))
+    assert corrected["off_policy/corrected"] == 0
 
 
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:

@@ -62,6 +62,22 @@ def test_the_first_minibatch_with_tokens_to_train_on_measures(policy_folder: Pat
         assert measured[row].tolist() == pytest.approx(before[row].tolist(), abs=1e-5)
 
 
+def test_a_first_step_that_is_skipped_measures_too(policy_folder: Path, batch: PolicyBatch) -> None:
+    """Its forward pass came before any weight moved, and so does that of the step after it."""
+    trainer = make_trainer(policy_folder, old_logprobs="rollout", size=2, rate=5.0)
+    before = trainer.logprobs(batch.prompts, batch.responses)
+    skipped, second = minibatches(4, epochs=1, size=2, seed=0)
+    advantages = [row * (np.nan if index in skipped else 1) for index, row in enumerate(batch.advantages)]
+    metrics = trainer.train(replace(batch, old_logprobs=None, advantages=advantages), seed=0)
+    assert metrics["skipped_steps"] == 1
+    measured = trainer.trained_logprobs()
+    assert {index for index, row in enumerate(measured) if len(row)} == set(skipped)
+    for row in skipped:
+        assert measured[row].tolist() == pytest.approx(before[row].tolist(), abs=1e-5)
+    largest = max(float(abs(before[row] - batch.logprobs[row]).max()) for row in second)
+    assert metrics["first_log_ratio_max"] == pytest.approx(largest, abs=1e-5)
+
+
 def test_a_penalty_in_the_rewards_needs_no_logprobs_of_the_learner(policy_folder: Path, batch: PolicyBatch) -> None:
     trainer = make_trainer(policy_folder, old_logprobs="rollout", kl=KLConfig(coef=0.1), epochs=2, size=3)
     assert trainer.train(replace(batch, old_logprobs=None), seed=0)["skipped_steps"] == 0
