@@ -9,7 +9,7 @@ import torch
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
 from services.common.models.offload import Residence
-from services.common.models.sequences import enough_tokens, length_batches, pad_pairs
+from services.common.models.sequences import passes
 from services.common.wire.codec import Floats, Ints
 from services.reference.config import ReferenceConfig
 
@@ -28,10 +28,12 @@ class FrozenModel:
 
     def __init__(self, config: ReferenceConfig, device: torch.device, gpus: int = 1) -> None:
         spread = gpus > 1
-        self.model = load_causal(config.model, config.dtype, spread=spread).eval().requires_grad_(False)
+        self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
+        self.model.eval().requires_grad_(False)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._batch_tokens = config.batch_tokens
         self._device = device
+        self._packing = config.packing
 
     @torch.inference_mode()
     def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
@@ -55,8 +57,7 @@ class FrozenModel:
         prompts = [question.prompt_ids for question in questions]
         responses = [question.response_ids for question in questions]
         answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
-        for batch in length_batches(prompts, responses, self._batch_tokens, enough_tokens(self._device)):
-            pairs = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
+        for batch, pairs in passes(prompts, responses, self._batch_tokens, self._device, packing=self._packing):
             logprobs = distribution.logprobs(response_logits(self.model, pairs), pairs)
             for i, row in zip(batch, pairs.unpad(logprobs), strict=True):
                 answers[i] = row

@@ -21,6 +21,8 @@ SMALL_MODEL = 5_000_000
 """Parameters below which a second thread does not make a model faster."""
 RATES = ((10_000_000, 2e-4, 1e-3), (100_000_000, 5e-5, 2e-4), (1_000_000_000, 5e-6, 2e-5))
 """(limit, policy's rate, critic's rate): learning rates for models with fewer parameters than the limit."""
+PASS = 2048
+"""Most tokens in a pass of a frozen model on a CPU: its layers' outputs then stay in the cores' caches."""
 LARGE_RATES = (1e-6, 9e-6)
 """Learning rates of policy and critic for larger models."""
 
@@ -106,6 +108,11 @@ class Choices:
         return max(1024, min(16_384, 1 << max(0, room.bit_length() - 1)))
 
     @property
+    def pass_tokens(self) -> int:
+        """Tokens in a pass of reward model and reference."""
+        return self.batch_tokens if self.gpu else min(PASS, self.batch_tokens)
+
+    @property
     def kv_cache(self) -> int:
         """MiB for keys and values of all responses that are sampled at the same time, or an eighth of the memory."""
         memory = (self.machine.gpu_gib if self.gpu else self.machine.memory_gib) * 1024
@@ -165,7 +172,7 @@ def _learning(choices: Choices) -> dict[str, Any]:
     policy_rate, critic_rate = choices.rates
     if choices.reward:
         scorer: dict[str, Any] = {"kind": "model", "model": choices.reward.folder, "dtype": choices.dtype}
-        scorer["batch_tokens"] = choices.batch_tokens
+        scorer |= {"batch_tokens": choices.pass_tokens, "packing": choices.reward.packs}
         starts = "it starts from the reward model, which knows the task best"
     else:
         scorer = {"kind": "function", "function": choices.function}
@@ -202,6 +209,9 @@ def _machine(choices: Choices) -> dict[str, Any]:
         environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     if not gpu:
         environment["TORCHDYNAMO_DISABLE"] = "1"
+        # glibc would give back tensors of more than 32 MiB after each use, and the next one would have to be mapped
+        # and cleared again.
+        environment["MALLOC_MMAP_MAX_"] = "0"
     cpus = 1 if gpu else 0.2  # of the cores that Ray counts; processes of a small machine share them
     why = f"{threads} {'thread' if threads == 1 else 'threads'} each, for the {choices.machine.cores} cores here"
     return {
@@ -210,6 +220,7 @@ def _machine(choices: Choices) -> dict[str, Any]:
         "kv_cache_mib": choices.kv_cache,
         "kv_cache_why": Plain("room for the keys and values of what is sampled at the same time"),
         "batch_tokens": choices.batch_tokens,
+        "pass_tokens": choices.pass_tokens,
         "zero_stage": 1 if gpu else 0,
         "checkpointing": gpu,
         "policy_cpus": cpus,

@@ -14,6 +14,10 @@ class FrozenConfig(Config):
     """Arithmetic of the forward pass."""
     batch_tokens: Count = 16_384
     """Most tokens, padding included, in one forward pass."""
+    packing: bool = False
+    """Put the sequences of a forward pass one after another in a single row, without padding; each attends only to
+    itself. Without it sequences of similar length are padded together. Architectures whose layers attend through a
+    window or cap their scores are refused."""
     offload: bool = False
     """Keep the weights in host memory, pinned, and on the GPU only while they are used, which leaves its memory to
     other processes meanwhile. Does nothing on a CPU."""

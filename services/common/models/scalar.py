@@ -46,9 +46,12 @@ class ScalarModel(nn.Module):
         return self(pairs)[:, pairs.predictors]
 
     def scores(self, pairs: PairTensors) -> torch.Tensor:
-        """[B]: the output at each response's last token. The pairs are padded."""
+        """[B]: the output at each response's last token."""
+        scalars = self(pairs)
+        if pairs.boundaries is not None:
+            return scalars[0, pairs.boundaries[1:].long() - 1]
         last = pairs.action_mask.sum(1) - 1
-        return self(pairs)[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+        return scalars[:, -pairs.width :].gather(1, last[:, None])[:, 0]
 
 
 def _width(config: Any) -> int:
@@ -58,9 +61,10 @@ def _width(config: Any) -> int:
     return int(getattr(text, "word_embed_proj_dim", text.hidden_size))
 
 
-def load_scalar(path: str, dtype: str) -> ScalarModel:
-    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head."""
-    full: Any = _load(AutoModelForSequenceClassification, path, dtype)
+def load_scalar(path: str, dtype: str, *, packing: bool = False) -> ScalarModel:
+    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or cannot
+    take packed pairs and has to."""
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype, packing=packing)
     head = getattr(full, "score", None)
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")

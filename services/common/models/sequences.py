@@ -186,6 +186,21 @@ def length_batches(
         yield batch
 
 
+def passes(
+    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, device: torch.device, *, packing: bool
+) -> Iterator[tuple[list[int], PairTensors]]:
+    """Divides pairs into passes of a model that is not trained, of at most `max_tokens`; yields the indices and the
+    tensors of each, packed or else padded."""
+    batches = (
+        packed_batches(prompts, responses, max_tokens)
+        if packing
+        else length_batches(prompts, responses, max_tokens, enough_tokens(device))
+    )
+    make = concatenate_pairs if packing else pad_pairs
+    for batch in batches:
+        yield batch, make([prompts[i] for i in batch], [responses[i] for i in batch], device)
+
+
 def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
     """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
     attention's cost grows with length, and similar lengths give batches of similar memory.

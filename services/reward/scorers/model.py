@@ -12,7 +12,7 @@ from services.common.config.base import ConfigError
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
-from services.common.models.sequences import enough_tokens, length_batches, pad_pairs
+from services.common.models.sequences import passes
 from services.common.wire.codec import Floats
 from services.common.wire.identity import model_hash, tokenizer_hash
 from services.common.wire.pairs import Pair
@@ -34,13 +34,14 @@ class ModelScorer:
         labels = AutoConfig.from_pretrained(config.model).num_labels
         if labels != 1:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
-        self._model = load_scalar(config.model, config.dtype).eval().requires_grad_(False)
+        self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)
         self._residence = Residence(self._model, device, config.idle_s)
         extra = self._model.config
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
         self.batch_tokens = config.batch_tokens
         self._device = device
+        self._packing = config.packing
         self.max_length = max_length(self._model)
         self.texts = False
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
@@ -55,9 +56,8 @@ class ModelScorer:
         responses = [scored.response_ids for scored in pairs]
         scores = np.empty(len(pairs), np.float32)
         with self._residence.use():
-            for batch in length_batches(prompts, responses, self.batch_tokens, enough_tokens(self._device)):
-                padded = pad_pairs([prompts[i] for i in batch], [responses[i] for i in batch], self._device)
-                scores[batch] = self._model.scores(padded).cpu().numpy()
+            for batch, tensors in passes(prompts, responses, self.batch_tokens, self._device, packing=self._packing):
+                scores[batch] = self._model.scores(tensors).cpu().numpy()
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
 

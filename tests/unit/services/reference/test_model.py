@@ -18,9 +18,13 @@ def make(folder: Path, **options: Any) -> FrozenModel:
     return FrozenModel(ReferenceConfig(model=str(folder), **options), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
-def test_each_response_at_its_own_temperature_and_in_its_own_place(policy_folder: Path, batch_tokens: int) -> None:
-    frozen = make(policy_folder, dtype="float32", batch_tokens=batch_tokens)
+def test_each_response_at_its_own_temperature_and_in_its_own_place(
+    policy_folder: Path, batch_tokens: int, packing: bool
+) -> None:
+    frozen = make(policy_folder, dtype="float32", batch_tokens=batch_tokens, packing=packing)
+    assert frozen.model.config._attn_implementation == ("packed_sdpa" if packing else "padded_sdpa")
     temperatures = [0.5, 2.0, 0.5, 1.0]
     questions = [
         Question(prompt, response, Distribution(temperature))

@@ -62,7 +62,10 @@ def test_a_critic_starts_from_the_reward_model(
     assert (run["data"]["prompt_split"], run["data"]["eval_split"]) == ("train[:90%]", "train[90%:]")
     assert run["policy"]["packing"] is True
     assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
+    frozen = args(raw, "reward")["scorer"], args(raw, "reference")
+    assert [(each["packing"], each["batch_tokens"]) for each in frozen] == [(True, 2048)] * 2
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
+    assert run["policy"]["env_vars"]["MALLOC_MMAP_MAX_"] == "0"
     assert run["ppo"]["old_logprobs"] == "rollout"
 
 
@@ -72,8 +75,8 @@ def test_a_function_scores_models_of_any_family(name: str, prompts: str, tmp_pat
     raw = written(tmp_path, Wanted(str(folder), FUNCTION, prompts))
     assert args(raw, "reward")["scorer"] == {"kind": "function", "function": FUNCTION}
     assert args(raw, "critic")["model"] == str(folder)
-    packs = FAMILIES[name].packs
-    assert (raw["orchestrator"]["policy"]["packing"], args(raw, "critic")["packing"]) == (packs, packs)
+    packing = [args(raw, service)["packing"] for service in ("reference", "critic")]
+    assert [raw["orchestrator"]["policy"]["packing"], *packing] == [FAMILIES[name].packs] * 3
 
 
 def test_capped_attention_is_not_packed_even_without_windows(prompts: str, tmp_path: Path) -> None:
@@ -122,6 +125,8 @@ def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str
     assert sum(shares) + run["policy"]["num_gpus"] == pytest.approx(1)
     assert (run["policy"]["dtype"], run["policy"]["zero_stage"], run["gpu_gib"]) == ("bfloat16", 1, 79)
     assert run["ppo"]["old_logprobs"] == "learner"
+    assert args(raw, "reference")["batch_tokens"] == run["policy"]["micro_batch_tokens"] > 2048
+    assert "MALLOC_MMAP_MAX_" not in run["policy"]["env_vars"]
 
 
 def test_a_file_is_not_overwritten_unasked(policy_folder: Path, prompts: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from services.common.config.learner import LoraConfig, OptimizerConfig, PolicyCo
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_tokenizer
 from services.common.models.scalar import load_scalar
-from services.common.models.sequences import pad_pairs
+from services.common.models.sequences import concatenate_pairs, pad_pairs
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests import plain
@@ -95,6 +95,13 @@ def test_a_reward_model_scores_the_last_token(name: str, tmp_path: Path) -> None
         rows = [torch.tensor([[*p, *r]]) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
         expected = [float(whole.score(body(row).last_hidden_state[0, -1])) for row in rows]
     assert actual == pytest.approx(expected, abs=1e-4)
+    if not FAMILIES[name].packs:
+        with pytest.raises(ConfigError, match=r"^packing: .* has layers without plain causal attention"):
+            load_scalar(str(reward), "float32", packing=True)
+        return
+    packed = load_scalar(str(reward), "float32", packing=True).eval()
+    with torch.no_grad():
+        assert packed.scores(concatenate_pairs(PROMPTS, RESPONSES)).tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_critic_values_and_learns(folder: Path, tmp_path: Path) -> None:

@@ -73,3 +73,21 @@ def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
     assert inputs["packed_lengths"] == (3, 4)
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (4, 4)
     assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]
+
+
+def test_half_precision_is_computed_in_float32_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    half = [states(heads).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    wide = [state.detach().float().requires_grad_() for state in half]
+    (actual, _), (expected, _) = (
+        packed_attention(Attention(), *each, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries)
+        for each in (half, wide)
+    )
+    assert torch.equal(actual, expected.bfloat16())
+    actual.backward(weights := torch.randn(actual.shape).bfloat16())
+    expected.backward(weights.float())
+    for state, other in zip(half, wide, strict=True):
+        assert state.grad is not None
+        assert other.grad is not None
+        assert torch.equal(state.grad, other.grad.bfloat16())

@@ -46,9 +46,13 @@ def raw_scores(folder: Path) -> np.ndarray:
     return np.asarray([float(model.score(model.model(row).last_hidden_state)[0, -1, 0]) for row in rows])
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
-def test_a_model_scores_the_last_token_normalised_as_its_config_says(reward_folder: Path, batch_tokens: int) -> None:
-    scorer = make(kind="model", model=str(reward_folder), dtype="float32", batch_tokens=batch_tokens)
+def test_a_model_scores_the_last_token_normalised_as_its_config_says(
+    reward_folder: Path, batch_tokens: int, packing: bool
+) -> None:
+    options = {"dtype": "float32", "batch_tokens": batch_tokens, "packing": packing}
+    scorer = make(kind="model", model=str(reward_folder), **options)
     actual = scorer.score(PAIRS)
     assert actual.dtype == np.float32
     expected = (raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD
