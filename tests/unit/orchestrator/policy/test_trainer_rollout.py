@@ -63,7 +63,7 @@ def test_the_first_minibatch_with_tokens_to_train_on_measures(policy_folder: Pat
 
 
 def test_a_first_step_that_is_skipped_measures_too(policy_folder: Path, batch: PolicyBatch) -> None:
-    """Its forward pass came before any weight moved, and so does that of the step after it."""
+    """No weight has moved before its forward pass, nor before that of the step after it."""
     trainer = make_trainer(policy_folder, old_logprobs="rollout", size=2, rate=5.0)
     before = trainer.logprobs(batch.prompts, batch.responses)
     skipped, second = minibatches(4, epochs=1, size=2, seed=0)
