@@ -9,7 +9,7 @@ import torch
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
 from services.common.models.offload import Residence
-from services.common.models.sequences import passes
+from services.common.models.sequences import frozen_passes
 from services.common.wire.codec import Floats, Ints
 from services.reference.config import ReferenceConfig
 
@@ -57,7 +57,9 @@ class FrozenModel:
         prompts = [question.prompt_ids for question in questions]
         responses = [question.response_ids for question in questions]
         answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
-        for batch, pairs in passes(prompts, responses, self._batch_tokens, self._device, packing=self._packing):
+        for batch, pairs in frozen_passes(
+            prompts, responses, self._batch_tokens, self._device, packing=self._packing
+        ):
             logprobs = distribution.logprobs(response_logits(self.model, pairs), pairs)
             for i, row in zip(batch, pairs.unpad(logprobs), strict=True):
                 answers[i] = row

@@ -50,7 +50,7 @@ class Model:
 
     @property
     def packs(self) -> bool:
-        """True if a learner may pack sequences for it, with torch's own attention."""
+        """True if its sequences may be packed, with torch's own attention."""
         return packed_attention.takes(self.network) and not packed_attention.caps(self.config)
 
     def cached(self, dtype: str) -> int:

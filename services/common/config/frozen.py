@@ -16,8 +16,8 @@ class FrozenConfig(Config):
     """Most tokens, padding included, in one forward pass."""
     packing: bool = False
     """Put the sequences of a forward pass one after another in a single row, without padding; each attends only to
-    itself. Without it sequences of similar length are padded together. Architectures whose layers attend through a
-    window or cap their scores are refused."""
+    itself. Without it sequences of similar length are padded together. Architectures with windows, chunks, recurrent
+    layers or capped scores are refused."""
     offload: bool = False
     """Keep the weights in host memory, pinned, and on the GPU only while they are used, which leaves its memory to
     other processes meanwhile. Does nothing on a CPU."""

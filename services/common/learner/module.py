@@ -23,7 +23,7 @@ from services.common.learner.tensor_parallel import (
     whole_shape,
 )
 from services.common.models.device import default_device
-from services.common.models.sequences import PairTensors, concatenate_pairs, length_batches, packed_batches, pad_pairs
+from services.common.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from services.common.ranks.ranks import Ranks, start_distributed
 from services.common.wire.codec import Floats, Ints
 
@@ -181,8 +181,7 @@ class TrainedModule:
 
     def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
         """The model's input for the pairs of one pass: packed or padded, on this rank's device."""
-        make = concatenate_pairs if self._config.packing else pad_pairs
-        return make(prompts, responses, self.device)
+        return pair_tensors(prompts, responses, self.device, packing=self._config.packing)
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
         """Collects the rows of all ranks; every rank calls it.

@@ -62,8 +62,8 @@ def _width(config: Any) -> int:
 
 
 def load_scalar(path: str, dtype: str, *, packing: bool = False) -> ScalarModel:
-    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or cannot
-    take packed pairs and has to."""
+    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or with
+    `packing` if its attention cannot keep packed pairs apart."""
     full: Any = _load(AutoModelForSequenceClassification, path, dtype, packing=packing)
     head = getattr(full, "score", None)
     if not isinstance(head, torch.nn.Linear):

@@ -101,6 +101,14 @@ class PairTensors:
         return [row[:length].copy() for row, length in zip(rows, self.lengths, strict=True)]
 
 
+def pair_tensors(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device, *, packing: bool
+) -> PairTensors:
+    """Packs B pairs, or else pads them."""
+    make = concatenate_pairs if packing else pad_pairs
+    return make(prompts, responses, device)
+
+
 def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
     """Pads B pairs. The padding has id 0 and is masked out."""
     wide_p = max(len(prompt) for prompt in prompts)
@@ -186,19 +194,19 @@ def length_batches(
         yield batch
 
 
-def passes(
+def frozen_passes(
     prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, device: torch.device, *, packing: bool
 ) -> Iterator[tuple[list[int], PairTensors]]:
     """Divides pairs into passes of a model that is not trained, of at most `max_tokens`; yields the indices and the
-    tensors of each, packed or else padded."""
+    tensors of each. A single pair that is longer makes a pass of its own."""
     batches = (
         packed_batches(prompts, responses, max_tokens)
         if packing
         else length_batches(prompts, responses, max_tokens, enough_tokens(device))
     )
-    make = concatenate_pairs if packing else pad_pairs
     for batch in batches:
-        yield batch, make([prompts[i] for i in batch], [responses[i] for i in batch], device)
+        some, their = [prompts[i] for i in batch], [responses[i] for i in batch]
+        yield batch, pair_tensors(some, their, device, packing=packing)
 
 
 def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:

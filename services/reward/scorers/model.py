@@ -12,7 +12,7 @@ from services.common.config.base import ConfigError
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
-from services.common.models.sequences import passes
+from services.common.models.sequences import frozen_passes
 from services.common.wire.codec import Floats
 from services.common.wire.identity import model_hash, tokenizer_hash
 from services.common.wire.pairs import Pair
@@ -56,7 +56,9 @@ class ModelScorer:
         responses = [scored.response_ids for scored in pairs]
         scores = np.empty(len(pairs), np.float32)
         with self._residence.use():
-            for batch, tensors in passes(prompts, responses, self.batch_tokens, self._device, packing=self._packing):
+            for batch, tensors in frozen_passes(
+                prompts, responses, self.batch_tokens, self._device, packing=self._packing
+            ):
                 scores[batch] = self._model.scores(tensors).cpu().numpy()
         normalised: Floats = (scores - self._mean) / self._std
         return normalised

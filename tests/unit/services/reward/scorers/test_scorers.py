@@ -1,6 +1,7 @@
 """Scorers: a model, a function, a blend."""
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def test_a_model_scores_the_last_token_normalised_as_its_config_says(
     assert scorer.identity == pb.ScorerIdentity(
         name=f"model:{reward_folder}", model_hash=model_hash(reward_folder), weight=1
     )
+
+
+def test_packing_is_refused_where_attention_has_a_window(reward_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "windowed"
+    shutil.copytree(reward_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
+    assert make(kind="model", model=str(folder), dtype="float32").score(PAIRS).shape == (4,)
+    with pytest.raises(ConfigError, match=r"^packing: .*windowed has layers without plain causal attention"):
+        make(kind="model", model=str(folder), dtype="float32", packing=True)
 
 
 def test_normalisation_can_be_turned_off(reward_folder: Path) -> None:
