@@ -75,17 +75,19 @@ def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
     assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]
 
 
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    return packed_attention(Attention(), query, key, value, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries)[0]
+
+
 def test_half_precision_is_computed_in_float32_on_a_cpu() -> None:
     torch.manual_seed(0)
-    boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     half = [states(heads).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
     wide = [state.detach().float().requires_grad_() for state in half]
-    (actual, _), (expected, _) = (
-        packed_attention(Attention(), *each, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries)
-        for each in (half, wide)
-    )
+    actual, expected = attended(*half), attended(*wide)
     assert torch.equal(actual, expected.bfloat16())
-    actual.backward(weights := torch.randn(actual.shape).bfloat16())
+    weights = torch.randn(actual.shape).bfloat16()
+    actual.backward(weights)
     expected.backward(weights.float())
     for state, other in zip(half, wide, strict=True):
         assert state.grad is not None
