@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
@@ -68,19 +69,28 @@ async def ended(quartet: Quartet) -> Ended:
     log = elsewhere / "train.log"
     process = Command(elsewhere, log, "train", str(quartet.config))
     running = asyncio.create_task(asyncio.to_thread(process.wait, PATIENCE_S))
+    folder = elsewhere / "runs" / "three-steps"
+    metrics = folder / "metrics.jsonl"
     seen: set[Listener] = set()
     opened: list[Listener] = []
     drivers: set[int] = set()
+    looked_at_all = False
     while not running.done():
+        # Its steps may take less time than a look: it waits for one when all its parts have been started.
+        if hold := not looked_at_all and metrics.exists() and metrics.stat().st_size > 0:
+            process.send_signal(signal.SIGSTOP)
         # This process has joined the head; the run's is below it.
         own = psutil.Process().children(recursive=True)
         drivers |= {process.pid for process in own}
         listening = set(listeners([*quartet.cluster.processes(), *own])) - seen
         opened += await asyncio.to_thread(unguarded, listening)
         seen |= listening
+        if hold:
+            process.send_signal(signal.SIGCONT)
+            looked_at_all = True
         await asyncio.sleep(0.3)
     assert await running == 0, log.read_text()
-    return Ended(elsewhere / "runs" / "three-steps", before, seen, opened, drivers)
+    return Ended(folder, before, seen, opened, drivers)
 
 
 @pytest.fixture
