@@ -16,24 +16,28 @@ class TextPairs(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "texts", "labels", "ended")
+    __slots__ = ("tokens", "texts", "labels", "ended", "unfinished")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     tokens: _common_pb2.Pairs
     texts: TextPairs
     labels: _containers.RepeatedScalarFieldContainer[str]
     ended: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
+    unfinished: bool
+    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ..., unfinished: bool = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("scores", "scorer")
+    __slots__ = ("scores", "scorer", "kept")
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORER_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     scores: bytes
     scorer: ScorerIdentity
-    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
+    kept: bool
+    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ..., kept: bool = ...) -> None: ...
 
 class ScorerIdentity(_message.Message):
     __slots__ = ("name", "model_hash", "parts", "weight")

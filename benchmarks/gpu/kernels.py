@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.gpu.results import Cell, Results, seconds, wait
 from services.common.models import numerics
-from services.common.models.packed_attention import packed_attention
+from services.common.models.attention.packed import packed_attention
 
 HEADS, GROUPS, WIDTH = 12, 2, 128
 """Attention sizes of a model of 1.5B parameters."""

@@ -62,6 +62,7 @@ class Replicas:
         timeout_s: float,
         stall_s: float,
         on_repeat: Callable[[int], None],
+        **options: Any,
     ) -> AsyncIterator[list[Sample]]:
         """Yields each sample once, in the order in which they finish, as RolloutClient.generate."""
         done: asyncio.Queue[Sample] = asyncio.Queue()

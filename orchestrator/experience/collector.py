@@ -10,6 +10,7 @@ import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import (
     check_own_logprobs,
     check_rows,
@@ -19,14 +20,15 @@ from orchestrator.experience.checks import (
     within,
 )
 from orchestrator.experience.experience import Collected, Experience, Finished
-from orchestrator.experience.pairs import Pairs
 from orchestrator.experience.requests import SampleRequest, calls
-from orchestrator.experience.values import Valued, ask_values
+from orchestrator.experience.scoring.beginnings import Beginnings
+from orchestrator.experience.scoring.pairs import Pairs
+from orchestrator.experience.scoring.values import Valued, ask_values
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from services.common.wire.codec import Floats
 from services.common.wire.ragged import Ragged
-from services.rollout.sample import Sample, Sampling
+from services.rollout.sample import OnParts, Sample, Sampling
 
 SCORING = "timeouts.score_s"
 OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
@@ -56,6 +58,7 @@ class Collector:
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
+        self._beginnings = Beginnings(services, config, end_ids)
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -108,12 +111,13 @@ class Collector:
                 put(Finished(experience, asked, sampled, time.monotonic()))
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
-        async with asyncio.TaskGroup() as group:
+        async with Beside() as beside, asyncio.TaskGroup() as group:
             with (
                 self.stages("generate", [request.number for request in requests]) as finished,
                 within(self._deadline),
             ):
-                async for samples in self._samples(requests, version or 0, newest, on_repeat):
+                on_parts = self._beginnings.of(requests, beside)
+                async for samples in self._samples(requests, version or 0, newest, on_repeat, on_parts):
                     for sample in samples:
                         finished(requests[sample.index].number, tokens=len(sample.response_ids))
                     group.create_task(complete(samples))
@@ -136,6 +140,7 @@ class Collector:
         version: int,
         newest: int | None,
         on_repeat: Callable[[int], None],
+        on_parts: OnParts | None,
     ) -> AsyncIterator[list[Sample]]:
         seeds = [request.seed for request in requests if request.seed is not None]
         sampling = self._config.sampling
@@ -153,6 +158,7 @@ class Collector:
             timeout_s=self._config.longest_generate_s,
             stall_s=self._config.timeouts.stall_s,
             on_repeat=on_repeat,
+            on_parts=on_parts,
         )
 
     async def _complete(

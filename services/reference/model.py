@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from services.common.models.distribution import Distribution
+from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.loading import load_causal, response_logits
 from services.common.models.offload import Residence
-from services.common.models.sequences import frozen_passes
+from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats, Ints
 from services.reference.config import ReferenceConfig
 
@@ -21,6 +22,8 @@ class Question:
     prompt_ids: Ints
     response_ids: Ints
     distribution: Distribution
+    unfinished: bool = False
+    """True if more tokens of the response will be asked for later."""
 
 
 class FrozenModel:
@@ -31,9 +34,9 @@ class FrozenModel:
         self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
         self.model.eval().requires_grad_(False)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
-        self._batch_tokens = config.batch_tokens
-        self._device = device
-        self._packing = config.packing
+        self._passes = FrozenPasses(
+            config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
+        )
 
     @torch.inference_mode()
     def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
@@ -54,13 +57,7 @@ class FrozenModel:
         self.logprobs([Question(one, one, Distribution())])
 
     def _of(self, questions: Sequence[Question], distribution: Distribution) -> list[Floats]:
-        prompts = [question.prompt_ids for question in questions]
-        responses = [question.response_ids for question in questions]
-        answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
-        for batch, pairs in frozen_passes(
-            prompts, responses, self._batch_tokens, self._device, packing=self._packing
-        ):
-            logprobs = distribution.logprobs(response_logits(self.model, pairs), pairs)
-            for i, row in zip(batch, pairs.unpad(logprobs), strict=True):
-                answers[i] = row
-        return answers
+        def compute(pairs: PairTensors) -> list[Floats]:
+            return pairs.unpad(distribution.logprobs(response_logits(self.model, pairs), pairs))
+
+        return self._passes.run(compute, questions, distribution)

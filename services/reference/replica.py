@@ -59,6 +59,7 @@ class Reference(HealthMixin):
             max_length=max_length(frozen.model),
             dtype=config.dtype,
         )
+        self._keeps = config.kept_tokens > 0
         self._check = frozen.check
 
     async def check_health(self) -> None:
@@ -72,11 +73,16 @@ class Reference(HealthMixin):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise InvalidArgument(f"temperature: {temperature:g}; must be more than 0")
         asked = self._asked(request, temperature)
+        if request.unfinished and not self._keeps:
+            return pb.LogprobsResponse()
         packed = PackedPairs.of(request.pairs)
         with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
             pairs = packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
-            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked))
+            unfinished = request.unfinished
+            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked, unfinished))
             await self._batcher.submit(share, call)
+        if unfinished:
+            return pb.LogprobsResponse(kept=True)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
 
     def _asked(self, request: pb.LogprobsRequest, temperature: float) -> Any:

@@ -76,6 +76,8 @@ class Encoder:
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         if received.packed is None:
+            if received.request.unfinished:
+                raise InvalidArgument("unfinished: of texts; send tokens, as a text is taken as complete")
             return self._of_texts(received.request)
         prompts, responses = received.packed.unpack(
             vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
@@ -91,8 +93,8 @@ class Encoder:
         self, prompts: Ragged, responses: Ragged, given: pb.ScoreRequest, rows: Sequence[int]
     ) -> list[Scored]:
         asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
-        if not self._texts:
-            return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
+        if not self._texts or given.unfinished:
+            return [Scored(p, r, NO_TEXT, given.unfinished) for p, r in zip(asked, answers, strict=True)]
         texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
         eos = self._tokenizer.eos_token_id
         pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)

@@ -58,6 +58,7 @@ class Reward(HealthMixin):
         )
         self._encoder = Encoder(tokenizer, self._model.vocab_size, self._model.max_length, texts=scorer.texts)
         self._received = Received
+        self._keeps = scorer.keeps
         self._check = scorer.check
 
     async def check_health(self) -> None:
@@ -68,9 +69,13 @@ class Reward(HealthMixin):
     async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """Scores pairs given as ids or as texts."""
         received = self._received(request)
+        if request.unfinished and not self._keeps:
+            return pb.ScoreResponse(scorer=self._scorer)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)
             await self._batcher.submit(share, call)
+        if request.unfinished:
+            return pb.ScoreResponse(scorer=self._scorer, kept=True)
         return pb.ScoreResponse(scores=pack_floats(call.out), scorer=self._scorer)
 
     @translated

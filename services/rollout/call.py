@@ -16,6 +16,8 @@ from services.rollout.sample import Part, Sample, Sampling
 HEARTBEAT_S = 2.0
 """Seconds after which a stream without a finished sample sends a message all the same, so that callers can tell busy
 replicas from stuck ones."""
+SHORTEST_PARTS_S = 0.1
+"""Shortest time between two messages with tokens of unfinished responses, in seconds."""
 LINGER_S = 0.05
 """Seconds that a finished sample waits for others to share its message. Each message through Serve costs milliseconds
 whatever its size, and small models finish a sample with every engine step."""

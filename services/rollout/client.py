@@ -25,7 +25,7 @@ from services.common.wire.errors import (
     from_rpc,
 )
 from services.rollout.remaining import Remaining
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import OnParts, Part, Sample, Sampling
 
 
 class RolloutClient(ServiceClient[RolloutStub]):
@@ -49,32 +49,32 @@ class RolloutClient(ServiceClient[RolloutStub]):
         timeout_s: float,
         stall_s: float = 20,
         on_repeat: Callable[[int], None] = lambda missing: None,
+        on_parts: OnParts | None = None,
     ) -> AsyncIterator[list[Sample]]:
         """Samples one response per prompt and yields the samples as they finish, each exactly once.
 
-        If a replica dies, is silent, serves another version or timeline, or drops requests, the rest of its samples
-        is asked for again, after the tokens that have come. One call holds at most PAIRS prompts, fewer if refused.
+        What a replica leaves unfinished, as it dies, is silent or gets other weights, is asked for from there on.
 
         Args:
-            prompts: token ids, each [P].
-            sampling: sampling parameters.
+            prompts, sampling: token ids, each [P], and how to sample their responses.
             seeds: one per prompt, for reproducible samples; None for unseeded sampling.
             min_version: oldest version, of the run's timeline, that may serve this; 0 for any weights.
             max_version: newest version that may; None for any. With either, the client needs the run's lease.
             timeout_s: deadline for all samples, repeats included.
             stall_s: seconds of silence after which a replica counts as stuck; a working one speaks every 2 s.
             on_repeat: called before each repeat with the number of samples that are asked for again.
+            on_parts: called every PARTS_S or so with all tokens that have come of unfinished responses.
 
         Raises:
             InvalidArgument: the request can never succeed, or the number of seeds is wrong.
             DeadlineExceeded, Unavailable, FailedPrecondition: some samples did not come in time, or LeaseLost.
         """
-        _check_seeds(seeds, len(prompts))
-        deadline, remaining = Deadline(timeout_s), Remaining(len(prompts))
+        deadline, remaining = Deadline(timeout_s), Remaining(len(prompts), on_parts)
+        bounds = (min_version, max_version)
         backoff, call, refusal = Backoff(deadline), f"{self.application}.Generate", None
         while asked := remaining.next():
-            begun = remaining.begun(asked, (min_version, max_version), self.lease.number)
-            stream = self._stream(prompts, asked, begun, sampling, seeds, (min_version, max_version), deadline.left_s)
+            begun = remaining.begun(asked, bounds, self.lease.number)
+            stream = self._stream(prompts, asked, begun, sampling, seeds, bounds, remaining.parts_s, deadline.left_s)
             try:
                 async for response in _heard(stream, stall_s):
                     refusal = None
@@ -97,8 +97,10 @@ class RolloutClient(ServiceClient[RolloutStub]):
         sampling: Sampling,
         seeds: Sequence[int] | None,
         versions: tuple[int, int | None],
+        parts_s: float,
         timeout_s: float,
     ) -> grpc.aio.UnaryStreamCall:
+        _check_seeds(seeds, len(prompts))
         tokens = [begun[index].response_ids if index in begun else np.empty(0, np.int32) for index in asked]
         request = pb.GenerateRequest(
             prompts=pack_sequences([prompts[index] for index in asked]),
@@ -108,6 +110,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
             max_version=versions[1],
             lease=self.lease if versions != (0, None) else None,
             begun=pack_sequences(tokens) if begun else None,
+            parts_s=parts_s,
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 

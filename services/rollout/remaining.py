@@ -8,21 +8,31 @@ from protos import rollout_pb2 as pb
 from services.common.wire.errors import InvalidReply, ResourceExhausted, ServiceError
 from services.common.wire.replies import reading
 from services.common.wire.splitting import PAIRS
-from services.rollout.sample import Part, Sample, following
+from services.rollout.sample import OnParts, Part, Sample, following
 
 Row = TypeVar("Row", Part, Sample)
+
+PARTS_S = 0.5
+"""Seconds between two messages with tokens of unfinished responses, for callers that make use of them."""
 
 
 class Remaining:
     """The prompts whose samples have not come yet, what has come of those, and how many of them one call asks for."""
 
-    def __init__(self, prompts: int) -> None:
+    def __init__(self, prompts: int, on_parts: OnParts | None = None) -> None:
+        """`on_parts` gets all tokens that have come of unfinished responses, whenever more have come."""
+        self._on_parts = on_parts
         self._missing, self._most = set(range(prompts)), PAIRS
         self._parts: dict[int, Part] = {}
         self._lease = 0
 
     def __len__(self) -> int:
         return len(self._missing)
+
+    @property
+    def parts_s(self) -> float:
+        """The request's parts_s."""
+        return PARTS_S if self._on_parts else 0
 
     def next(self) -> list[int]:
         """Indices of the prompts for the next call; empty when all samples have come."""
@@ -52,6 +62,8 @@ class Remaining:
         for sample in samples:
             self._missing.discard(sample.index)
             self._parts.pop(sample.index, None)
+        if self._on_parts and response.parts:
+            self._on_parts(self._parts)
         return samples
 
     def among(self, asked: Sequence[int]) -> int:

@@ -120,6 +120,11 @@ class Choices:
         whole = self.batch * (self.prompt + self.response + 128) * self.policy.cached(self.dtype)
         return max(64, min(-(-whole // MIB), int(memory / 8)))
 
+    def kept_tokens(self, model: Model) -> int:
+        """Tokens of unfinished responses that a scoring model keeps. On a GPU none: sampling uses all of it."""
+        step = self.batch * (self.prompt + self.response)
+        return 0 if self.gpu else model.kept(step, self.machine.memory_gib * GIB / 16)
+
     @property
     def rates(self) -> tuple[float, float]:
         """Learning rates of policy and critic."""
@@ -173,7 +178,8 @@ def _learning(choices: Choices) -> dict[str, Any]:
     policy_rate, critic_rate = choices.rates
     if choices.reward:
         scorer: dict[str, Any] = {"kind": "model", "model": choices.reward.folder, "dtype": choices.dtype}
-        scorer |= {"batch_tokens": choices.pass_tokens, "packing": choices.reward.packs}
+        kept = choices.kept_tokens(choices.reward)
+        scorer |= {"batch_tokens": choices.pass_tokens, "packing": choices.reward.packs, "kept_tokens": kept}
         starts = "it starts from the reward model, which knows the task best"
     else:
         scorer = {"kind": "function", "function": choices.function}
@@ -181,11 +187,12 @@ def _learning(choices: Choices) -> dict[str, Any]:
     return {
         "policy": policy.folder,
         "policy_path": Plain(policy.folder),
-        "parameters": Plain(_rounded(policy.parameters)),
+        "parameters": Plain(policy.size),
         "dtype": choices.dtype,
         "scorer": scorer,
         "critic": critic.folder,
         "critic_why": Plain(starts),
+        "kept_tokens": choices.kept_tokens(policy),
         "packing": policy.packs,
         "packing_why": Plain(_packing(policy)),
         "critic_packing": critic.packs,
@@ -239,10 +246,3 @@ def _shares(cpus: float, gpus: float) -> dict[str, float]:
 
 def _packing(model: Model) -> str:
     return "sequences one after another, without padding" if model.packs else "its attention does not allow packing"
-
-
-def _rounded(count: int) -> str:
-    for size, unit in ((10**9, "billion"), (10**6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:,}"

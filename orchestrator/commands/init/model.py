@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from orchestrator.deployment.memory import BYTES
 from services.common.config.base import ConfigError
-from services.common.models import packed_attention
+from services.common.models.attention import packed
 from services.common.models.loading import shape_of_causal
 
 
@@ -39,6 +39,15 @@ class Model:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     @property
+    def size(self) -> str:
+        """Number of parameters in words."""
+        count = self.parameters
+        for size, unit in ((10**9, "billion"), (10**6, "million")):
+            if count >= size:
+                return f"{count / size:.3g} {unit}"
+        return f"{count:,}"
+
+    @property
     def longest(self) -> int:
         """Longest sequence that it takes, in tokens."""
         return int(getattr(self.config, "max_position_embeddings", 1 << 15))
@@ -51,7 +60,11 @@ class Model:
     @property
     def packs(self) -> bool:
         """True if its sequences may be packed, with torch's own attention."""
-        return packed_attention.takes(self.network) and not packed_attention.caps(self.config)
+        return packed.takes(self.network) and not packed.caps(self.config)
+
+    def kept(self, tokens: int, memory: float) -> int:
+        """Tokens, of these many, whose keys and values fit into that many bytes; 0 if it cannot be packed."""
+        return min(tokens, int(memory / self.cached("float32"))) if self.packs else 0
 
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""

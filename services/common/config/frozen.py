@@ -1,6 +1,8 @@
 """Configuration of a model that is never trained: the reference's, and a reward model's."""
 
-from pydantic import NonNegativeFloat
+from typing import Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
 
 from services.common.config.base import Config, Count, Dtype, ModelPath
 
@@ -18,11 +20,23 @@ class FrozenConfig(Config):
     """Put the sequences of a forward pass one after another in a single row, without padding; each attends only to
     itself. Without it sequences of similar length are padded together. Architectures with windows, chunks, recurrent
     layers or capped scores are refused."""
+    kept_tokens: NonNegativeInt = 0
+    """Most tokens of unfinished responses whose keys and values are kept, so that a response's beginning is computed
+    while the rest is still sampled. A token takes what it takes in a KV cache. Needs packing; with several replicas
+    few responses are continued by the one that began them. 0: such calls are answered at once and compute nothing."""
     offload: bool = False
     """Keep the weights in host memory, pinned, and on the GPU only while they are used, which leaves its memory to
     other processes meanwhile. Does nothing on a CPU."""
     offload_after_s: NonNegativeFloat = 2.0
     """With offload: seconds without a batch after which the weights leave the GPU. 0: after every batch."""
+
+    @model_validator(mode="after")
+    def _kept_needs_packing(self) -> Self:
+        if self.kept_tokens and not self.packing:
+            raise ValueError(
+                f"kept_tokens: {self.kept_tokens} needs packing; set packing to true, or kept_tokens to 0"
+            )
+        return self
 
     @property
     def idle_s(self) -> float | None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import is_flash_attn_2_available
 
 from services.common.config.base import ConfigError
-from services.common.models import packed_attention, padded_attention
+from services.common.models.attention import packed, padded
 from services.common.models.sequences import PairTensors
 
 
@@ -54,7 +54,7 @@ def _load(
             "process does not both have; sdpa runs anywhere"
         )
     # FlashAttention itself finds a row's sequences by their positions.
-    taken = packed_attention.NAME if packing and attention == "sdpa" else attention
+    taken = packed.NAME if packing and attention == "sdpa" else attention
     capped = attention == "sdpa" and _caps_attention(path)
     if capped:
         taken = "eager"
@@ -64,18 +64,18 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
-    if packing and not packed_attention.takes(model):
+    if packing and not packed.takes(model):
         raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
     if packing and capped:
         raise ConfigError(f"packing: {path} caps its attention scores; set packing to false")
-    padded_attention.use_in(model)
+    padded.use_in(model)
     return without_dropout(model)
 
 
 def _caps_attention(path: str) -> bool:
     """True if the model in `path` caps its attention scores."""
     try:
-        return packed_attention.caps(AutoConfig.from_pretrained(path))
+        return packed.caps(AutoConfig.from_pretrained(path))
     except (OSError, ValueError):
         return False  # loading reports the error
 

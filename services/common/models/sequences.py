@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.models.padded_attention import whole_mask
+from services.common.models.attention.padded import whole_mask
+from services.common.models.attention.prefixes import Past
 from services.common.wire.codec import Ints
 
 Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
@@ -52,6 +53,8 @@ class PairTensors:
     """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
     pair_lengths: tuple[int, ...] = ()
     """Packed: tokens of each pair."""
+    past: Past | None = None
+    """Packed: keys and values of the tokens before the row's, or None if all pairs begin in it."""
 
     @property
     def width(self) -> int:
@@ -72,6 +75,7 @@ class PairTensors:
             longest = max(self.pair_lengths)
             inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
             inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": self.pair_lengths}
+            inputs |= {"packed_past": self.past}
         return inputs
 
     @property
@@ -135,14 +139,26 @@ def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.
 
 
 def concatenate_pairs(
-    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    device: torch.device | str = "cpu",
+    *,
+    past: Past | None = None,
 ) -> PairTensors:
-    """Packs B pairs into one row. Each pair begins at position 0 and at one of the boundaries; the model's attention
-    has to keep pairs apart by them (`packed_attention` does)."""
+    """Packs B pairs into one row. Each pair begins at one of the boundaries; the model's attention has to keep pairs
+    apart by them (`packed_attention` does).
+
+    Args:
+        prompts: token ids, each [P].
+        responses: token ids, each [T].
+        device: the tensors' device.
+        past: what was computed of their first tokens, which are not among these; None if all are given.
+    """
     pairs = list(zip(prompts, responses, strict=True))
+    starts, earlier = (past.starts, past.steps) if past else ([0] * len(pairs), [0] * len(pairs))
     ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int64)
-    ends = list(accumulate(len(prompt) + len(response) for prompt, response in pairs))
-    positions = np.concatenate([np.arange(len(prompt) + len(response)) for prompt, response in pairs])
+    pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
+    ends = list(accumulate(pair_lengths))
     lengths = tuple(len(response) for response in responses)
     predictors = np.concatenate(
         [np.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]
@@ -150,14 +166,20 @@ def concatenate_pairs(
     return PairTensors(
         input_ids=torch.from_numpy(ids)[None].to(device),
         attention_mask=None,
-        position_ids=torch.from_numpy(positions)[None].to(device),
+        position_ids=torch.from_numpy(_counted(starts, pair_lengths))[None].to(device),
         predictors=torch.from_numpy(predictors).to(device),
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
-        steps=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
+        steps=torch.from_numpy(_counted(earlier, lengths))[None].to(device),
         boundaries=torch.from_numpy(np.asarray([0, *ends], np.int32)).to(device),
-        pair_lengths=tuple(len(prompt) + len(response) for prompt, response in pairs),
+        pair_lengths=pair_lengths,
+        past=past,
     )
+
+
+def _counted(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Consecutive numbers from each start on, as many as its length, all end to end."""
+    return np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -192,21 +214,6 @@ def length_batches(
         wide_p, wide_t = next_p, next_t
     if batch:
         yield batch
-
-
-def frozen_passes(
-    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, device: torch.device, *, packing: bool
-) -> Iterator[tuple[list[int], PairTensors]]:
-    """Divides pairs into passes of a model that is not trained, of at most `max_tokens`; yields the indices and the
-    tensors of each. A single pair that is longer makes a pass of its own."""
-    batches = (
-        packed_batches(prompts, responses, max_tokens)
-        if packing
-        else length_batches(prompts, responses, max_tokens, enough_tokens(device))
-    )
-    for batch in batches:
-        some, their = [prompts[i] for i in batch], [responses[i] for i in batch]
-        yield batch, pair_tensors(some, their, device, packing=packing)
 
 
 def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:

@@ -25,6 +25,7 @@ class FunctionScorer:
         self.max_length = 1 << 30
         self.batch_tokens = config.batch_tokens
         self.texts = True
+        self.keeps = False
         self.vocab_size: int | None = None
         try:
             source = inspect.getsource(inspect.getmodule(self._function) or self._function)

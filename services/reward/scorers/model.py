@@ -9,10 +9,11 @@ from transformers import AutoConfig
 
 from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
+from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
-from services.common.models.sequences import frozen_passes
+from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats
 from services.common.wire.identity import model_hash, tokenizer_hash
 from services.common.wire.pairs import Pair
@@ -40,10 +41,12 @@ class ModelScorer:
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
         self.batch_tokens = config.batch_tokens
-        self._device = device
-        self._packing = config.packing
+        self._passes = FrozenPasses(
+            config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
+        )
         self.max_length = max_length(self._model)
         self.texts = False
+        self.keeps = config.kept_tokens > 0
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         self.identity = pb.ScorerIdentity(
             name=f"model:{config.model}", model_hash=model_hash(config.model), weight=1.0
@@ -52,16 +55,14 @@ class ModelScorer:
     @torch.inference_mode()
     def score(self, pairs: Sequence[Scored]) -> Floats:
         """The normalised scores, [B]."""
-        prompts = [scored.prompt_ids for scored in pairs]
-        responses = [scored.response_ids for scored in pairs]
-        scores = np.empty(len(pairs), np.float32)
         with self._residence.use():
-            for batch, tensors in frozen_passes(
-                prompts, responses, self.batch_tokens, self._device, packing=self._packing
-            ):
-                scores[batch] = self._model.scores(tensors).cpu().numpy()
+            scores = np.asarray([outputs[-1] for outputs in self._passes.run(self._outputs, pairs)], np.float32)
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
+
+    def _outputs(self, tensors: PairTensors) -> list[Floats]:
+        """The output at the last token of each pair, B arrays of one number."""
+        return list(self._model.scores(tensors).cpu().numpy()[:, None])
 
     def check(self) -> None:
         """Runs a forward pass over one pair; with offload it checks the device without moving the weights."""

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from services.rollout.vllm.room import Need, startable
 
-PARTS_S = 2.0
+PARTS_S = 0.5
 """Seconds between two times at which parts of unfinished responses are sent."""
 
 

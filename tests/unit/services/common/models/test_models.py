@@ -21,9 +21,9 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from services.common.config.base import ConfigError
-from services.common.models import padded_attention
+from services.common.models.attention.packed import packed_attention
+from services.common.models.attention.padded import NAME as PADDED
 from services.common.models.loading import load_body, load_causal, load_tokenizer, max_length, response_logits
-from services.common.models.packed_attention import packed_attention
 from services.common.models.scalar import ScalarModel, load_scalar, load_value
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
@@ -115,7 +115,7 @@ def test_a_body_that_is_wider_inside_than_its_end_gets_a_head_that_fits(tmp_path
 def test_a_saved_model_knows_nothing_of_packing(policy_folder: Path, tmp_path: Path) -> None:
     load_causal(str(policy_folder), "float32", packing=True).save_pretrained(tmp_path)  # type: ignore[operator]
     assert "packed" not in (tmp_path / "config.json").read_text()
-    assert load_causal(str(tmp_path), "float32").config._attn_implementation == padded_attention.NAME
+    assert load_causal(str(tmp_path), "float32").config._attn_implementation == PADDED
 
 
 def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
@@ -202,14 +202,14 @@ def test_attention_over_padded_rows_is_that_of_transformers_bit_for_bit(
         prompts, responses = [np.resize(p, 20) for p in prompts], [np.resize(r, 10) for r in responses]
     pairs = pad_pairs(prompts, responses)
     assert bool(pairs.attention_mask.all()) is not padded  # type: ignore[union-attr]
-    assert ours.config._attn_implementation == padded_attention.NAME
+    assert ours.config._attn_implementation == PADDED
     with torch.no_grad():
         given = {"position_ids": pairs.position_ids, "attention_mask": pairs.attention_mask.long()}  # type: ignore[union-attr]
         assert torch.equal(ours(**pairs.inputs).logits, theirs(pairs.input_ids, **given).logits)
 
 
 def test_attention_is_the_one_asked_for(policy_folder: Path) -> None:
-    for attention, taken in (("sdpa", padded_attention.NAME), ("eager", "eager")):
+    for attention, taken in (("sdpa", PADDED), ("eager", "eager")):
         assert load_causal(str(policy_folder), "float32", attention).config._attn_implementation == taken
 
 

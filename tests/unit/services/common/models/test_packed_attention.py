@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.models.packed_attention import by_kernel, packed_attention
+from services.common.models.attention.packed import by_kernel, packed_attention
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests.unit.naive import arrays
 

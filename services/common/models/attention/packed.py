@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from services.common.models.attention.prefixes import Past
 from services.common.models.numerics import widen
 
 NAME = "packed_sdpa"
@@ -28,6 +29,7 @@ def packed_attention(
     *,
     packed_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    packed_past: Past | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D]
@@ -40,19 +42,33 @@ def packed_attention(
     Args:
         packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
         cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one.
+        packed_past: keys and values of the tokens before those in the row, in this and every other layer.
     """
     if packed_lengths is None or cu_seq_lens_q is None or query.shape[0] != 1:
         raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-    if kernel is not None:
+    if kernel is not None and packed_past is None:
         return by_kernel(kernel, query, key, value, cu_seq_lens_q, max(packed_lengths), options.get("scaling")), None
     dtype = query.dtype
     # On a CPU the fused kernel's backward pass takes three times as long in bfloat16 as in float32; its forward pass
     # takes about the same.
     whole = [widen(states) if states.device.type == "cpu" else states for states in (query, key, value)]
     split = (states.split(packed_lengths, dim=2) for states in whole)
-    pieces = [sdpa_attention_forward(module, *states, None, **options)[0] for states in zip(*split, strict=True)]
+    pieces = []
+    for sequence, (queries, keys, values) in enumerate(zip(*split, strict=True)):
+        if packed_past is not None:
+            keys, values = packed_past.extended(sequence, module.layer_idx, keys, values)
+        mask = _after(queries, keys)
+        pieces.append(sdpa_attention_forward(module, queries, keys, values, mask, **options)[0])
     return torch.cat(pieces, dim=1).to(dtype), None
+
+
+def _after(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """[L, N] bool, True where one of the last L of N tokens sees a token; None for all N, as the kernel knows it."""
+    rows, columns = queries.shape[2], keys.shape[2]
+    if rows == columns:
+        return None
+    return torch.ones(rows, columns, dtype=torch.bool, device=queries.device).tril(columns - rows)
 
 
 def by_kernel(
@@ -92,10 +108,18 @@ def caps(config: Any) -> bool:
 
 def takes(model: Any) -> bool:
     """True if every layer of a transformers model attends to its whole sequence through an attention function, so
-    that packing is exact: no sliding window, and no recurrent state that would run on into the next sequence."""
+    that packing is exact: no sliding window, no recurrent state that would run on into the next sequence, and no
+    rotation that depends on the length of others."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     window = getattr(model.config, "sliding_window", None)
-    return bool(model._supports_attention_backend) and set(kinds) == {"full_attention"} and window is None
+    plain = set(kinds) == {"full_attention"} and window is None and not _scales_by_length(model.config)
+    return bool(model._supports_attention_backend) and plain
+
+
+def _scales_by_length(config: Any) -> bool:
+    """True if the rotation of a position depends on the longest position of the pass, which may be another pair's."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return any(kind in str(rope) for kind in ("'longrope'", "'dynamic'"))
 
 
 AttentionInterface.register(NAME, packed_attention)

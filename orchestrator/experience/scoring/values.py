@@ -6,7 +6,7 @@ import numpy as np
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.experience.checks import check_rows
-from orchestrator.experience.pairs import Pairs
+from orchestrator.experience.scoring.pairs import Pairs
 from services.common.wire.codec import Floats
 from services.common.wire.ragged import Ragged
 from services.critic.client import CriticClient
