@@ -222,6 +222,7 @@ def _machine(choices: Choices) -> dict[str, Any]:
         environment["MALLOC_MMAP_MAX_"] = "0"
     cpus = 1 if gpu else 0.2  # of the cores that Ray counts; processes of a small machine share them
     why = f"{threads} {'thread' if threads == 1 else 'threads'} each, for the {choices.machine.cores} cores here"
+    why += "" if gpu else "; MALLOC_MMAP_MAX_ has them keep the memory of large tensors"
     return {
         "threads_why": Plain(why),
         "environment": environment,
