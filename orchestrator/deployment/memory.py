@@ -13,6 +13,7 @@ import torch
 
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import GIB, Config
+from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
@@ -120,11 +121,12 @@ def resting_bytes(config: LearnerConfig, shape: ModelSize) -> int:
     return number * width + shape.layer(config.micro_batch_tokens, width) + CONTEXT
 
 
-def frozen_bytes(shape: ModelSize, dtype: str, tokens: int, *, logits: bool) -> int:
-    """Memory of a reference or reward model with passes of `tokens` tokens."""
-    width = BYTES[dtype]
+def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool) -> int:
+    """Memory of a reference or reward model. What it keeps is there twice during a pass that continues it."""
+    width, tokens = BYTES[config.dtype], config.batch_tokens
     head = tokens * shape.vocabulary * width + CHUNKS if logits else 0
-    return shape.parameters * width + shape.layer(tokens, width) + head + CONTEXT
+    kept = 2 * config.kept_tokens * 2 * shape.layers * shape.hidden * width
+    return shape.parameters * width + shape.layer(tokens, width) + head + kept + CONTEXT
 
 
 def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int) -> int:
@@ -187,10 +189,9 @@ def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize
     if isinstance(section, CriticConfig):
         return learner_bytes(section, shape_at(section.model), logits=False)
     if isinstance(section, ReferenceConfig):
-        return frozen_bytes(shape_at(section.model), section.dtype, section.batch_tokens, logits=True)
+        return frozen_bytes(shape_at(section.model), section, logits=True)
     if isinstance(section, RewardConfig):
-        models = _models(section.scorer)
-        return sum(frozen_bytes(shape_at(m.model), m.dtype, m.batch_tokens, logits=False) for m in models)
+        return sum(frozen_bytes(shape_at(m.model), m, logits=False) for m in _models(section.scorer))
     return 0
 
 

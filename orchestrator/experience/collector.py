@@ -111,16 +111,17 @@ class Collector:
                 put(Finished(experience, asked, sampled, time.monotonic()))
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
-        async with Beside() as beside, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             with (
                 self.stages("generate", [request.number for request in requests]) as finished,
                 within(self._deadline),
             ):
-                on_parts = self._beginnings.of(requests, beside)
-                async for samples in self._samples(requests, version or 0, newest, on_repeat, on_parts):
-                    for sample in samples:
-                        finished(requests[sample.index].number, tokens=len(sample.response_ids))
-                    group.create_task(complete(samples))
+                async with Beside() as beside:
+                    on_parts = self._beginnings.of(requests, beside)
+                    async for samples in self._samples(requests, version or 0, newest, on_repeat, on_parts):
+                        for sample in samples:
+                            finished(requests[sample.index].number, tokens=len(sample.response_ids))
+                        group.create_task(complete(samples))
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""

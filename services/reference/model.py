@@ -35,7 +35,7 @@ class FrozenModel:
         self.model.eval().requires_grad_(False)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._passes = FrozenPasses(
-            config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
+            self.model, config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
         )
 
     @torch.inference_mode()

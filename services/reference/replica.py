@@ -18,6 +18,7 @@ from services.common.serving.health import HealthMixin
 from services.common.serving.servicer import translated
 from services.common.serving.share import Share
 from services.common.serving.token_call import TokenCall
+from services.common.wire.callers import Purpose
 from services.common.wire.codec import Floats, PackedPairs, pack_floats
 from services.common.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
@@ -73,7 +74,7 @@ class Reference(HealthMixin):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise InvalidArgument(f"temperature: {temperature:g}; must be more than 0")
         asked = self._asked(request, temperature)
-        if request.unfinished and not self._keeps:
+        if request.unfinished and not (self._keeps and share.purpose is Purpose.TRAINING):
             return pb.LogprobsResponse()
         packed = PackedPairs.of(request.pairs)
         with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):

@@ -37,10 +37,12 @@ class Received:
     """A Score request that has been counted but not decoded."""
 
     def __init__(self, request: pb.ScoreRequest) -> None:
-        """Counts the rows. InvalidArgument if the request holds neither ids nor texts."""
+        """Counts the rows. InvalidArgument if the request holds neither ids nor texts, or unfinished texts."""
         kind = request.WhichOneof("pairs")
         if kind is None:
             raise InvalidArgument("pairs: set tokens or texts")
+        if kind == "texts" and request.unfinished:
+            raise InvalidArgument("unfinished: of texts; send tokens, as a text is taken as complete")
         self.request = request
         self.field = str(kind)
         self.packed = PackedPairs.of(request.tokens) if kind == "tokens" else None
@@ -76,8 +78,6 @@ class Encoder:
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         if received.packed is None:
-            if received.request.unfinished:
-                raise InvalidArgument("unfinished: of texts; send tokens, as a text is taken as complete")
             return self._of_texts(received.request)
         prompts, responses = received.packed.unpack(
             vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"

@@ -15,6 +15,7 @@ from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
 from services.common.serving.servicer import translated
 from services.common.serving.share import Share
+from services.common.wire.callers import Purpose
 from services.common.wire.codec import pack_floats
 from services.reward.config import RewardConfig
 
@@ -69,7 +70,7 @@ class Reward(HealthMixin):
     async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """Scores pairs given as ids or as texts."""
         received = self._received(request)
-        if request.unfinished and not self._keeps:
+        if request.unfinished and not (self._keeps and share.purpose is Purpose.TRAINING):
             return pb.ScoreResponse(scorer=self._scorer)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)

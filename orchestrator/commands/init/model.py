@@ -63,8 +63,10 @@ class Model:
         return packed.takes(self.network) and not packed.caps(self.config)
 
     def kept(self, tokens: int, memory: float) -> int:
-        """Tokens, of these many, whose keys and values fit into that many bytes; 0 if it cannot be packed."""
-        return min(tokens, int(memory / self.cached("float32"))) if self.packs else 0
+        """Tokens, of these many, whose keys and values fit into that many bytes; 0 if none can be kept."""
+        return (
+            min(tokens, int(memory / self.cached("float32"))) if self.packs and packed.continues(self.network) else 0
+        )
 
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""

@@ -46,7 +46,7 @@ class Beginnings:
 
         Args:
             requests: those of the call.
-            beside: makes the calls, to each service one at a time, and ends them with the samples. Their failures
+            beside: makes the calls, one at a time to each service, and ends them with the sampling. Their failures
                 are ignored: the calls for the whole responses meet them again, and handle them.
         """
         if not self._begin:
@@ -67,12 +67,18 @@ class Beginnings:
             lengths = {index: len(part.response_ids) for index, part in parts.items()}
             for service in self._begin.keys() - busy:
                 known = sent[service]
-                if sum(length - known.get(index, 0) for index, length in lengths.items()) < ENOUGH_TOKENS:
+                new = {i: count for i, length in lengths.items() if (count := _new(length, known.get(i, 0)))}
+                if sum(new.values()) < ENOUGH_TOKENS:
                     continue
                 known |= lengths
                 busy.add(service)
-                prompts = Ragged.of([requests[index].prompt.prompt_ids for index in parts])
-                responses = Ragged.of([part.response_ids for part in parts.values()])
+                prompts = Ragged.of([requests[index].prompt.prompt_ids for index in new])
+                responses = Ragged.of([parts[index].response_ids for index in new])
                 beside.start(send(service, prompts, responses), f"beginnings for {service}")
 
         return heard
+
+
+def _new(length: int, known: int) -> int:
+    """New tokens of a response; all, if it has become shorter, as it was begun again."""
+    return length if length < known else length - known

@@ -1,11 +1,13 @@
 """Passes of a model that is not trained, over pairs of any lengths."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from services.common.config.base import ConfigError
+from services.common.models.attention import packed
 from services.common.models.attention.prefixes import Past, Prefix, Prefixes
 from services.common.models.sequences import (
     PairTensors,
@@ -37,14 +39,23 @@ class Pair(Protocol):
 class FrozenPasses:
     """Divides pairs into passes, padded or packed, and continues those that have begun in an earlier call."""
 
-    def __init__(self, max_tokens: int, device: torch.device, *, packing: bool, kept_tokens: int = 0) -> None:
+    def __init__(
+        self, model: Any, max_tokens: int, device: torch.device, *, packing: bool, kept_tokens: int = 0
+    ) -> None:
         """
         Args:
+            model: the transformers model that the passes are for.
             max_tokens: most tokens of a pass; a single pair that is longer makes a pass of its own.
             device: the model's first device.
             packing: True if the model takes packed pairs.
             kept_tokens: most tokens whose keys and values are kept for unfinished pairs; above 0 only with packing.
+
+        Raises:
+            ConfigError: the model's keys and values cannot be kept.
         """
+        if kept_tokens and not packed.continues(model):
+            kind = model.config.model_type
+            raise ConfigError(f"kept_tokens: layers of {kind} attend more than once; set kept_tokens to 0")
         self._max_tokens, self._device, self._packing = max_tokens, device, packing
         self._prefixes = Prefixes(kept_tokens)
 
@@ -56,7 +67,11 @@ class FrozenPasses:
         which were not there then."""
         keys = [(key, pair.prompt_ids.tobytes()) for pair in pairs]
         whole = [np.concatenate([pair.prompt_ids, pair.response_ids]) for pair in pairs]
-        begun = [self._prefixes.take(*asked) for asked in zip(keys, whole, strict=True)]
+        begun: list[Prefix | None] = [None] * len(pairs)
+        for i in sorted(
+            range(len(pairs)), key=lambda i: pairs[i].unfinished
+        ):  # whole responses have the first choice
+            begun[i] = self._prefixes.take(keys[i], whole[i])
         rests = [_rest(pair, ids, prefix) for pair, ids, prefix in zip(pairs, whole, begun, strict=True)]
         answers: list[Floats] = [np.empty(0, np.float32)] * len(pairs)
         for batch in self._batches([prompt for prompt, _ in rests], [response for _, response in rests]):
@@ -66,6 +81,7 @@ class FrozenPasses:
             for at, (i, row) in enumerate(zip(batch, rows, strict=True)):
                 prefix = begun[i]
                 answers[i] = np.concatenate([prefix.answers, row]) if prefix else row
+                begun[i] = None
                 if past and kept[at]:
                     self._prefixes.keep(
                         keys[i], Prefix(whole[i], len(pairs[i].prompt_ids), past.layers[at], answers[i])

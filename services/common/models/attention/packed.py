@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from services.common.models.numerics import widen
 NAME = "packed_sdpa"
 """The name under which it is registered with transformers, which makes no attention mask for an unknown name."""
 
+MASKED_ROWS = 512
+"""Most queries of a continued sequence at a time, as these need a mask."""
 Kernel = Callable[..., torch.Tensor]
 """torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
 
@@ -58,17 +60,27 @@ def packed_attention(
     for sequence, (queries, keys, values) in enumerate(zip(*split, strict=True)):
         if packed_past is not None:
             keys, values = packed_past.extended(sequence, module.layer_idx, keys, values)
-        mask = _after(queries, keys)
-        pieces.append(sdpa_attention_forward(module, queries, keys, values, mask, **options)[0])
+        for some, seen, mask in _blocks(queries, keys):
+            past = keys[:, :, :seen], values[:, :, :seen]
+            pieces.append(sdpa_attention_forward(module, some, *past, mask, **options)[0])
     return torch.cat(pieces, dim=1).to(dtype), None
 
 
-def _after(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-    """[L, N] bool, True where one of the last L of N tokens sees a token; None for all N, as the kernel knows it."""
+def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, torch.Tensor | None]]:
+    """Divides the queries of the last L of N tokens, [1, heads, L, D], into blocks, whose masks take little memory.
+
+    Yields the queries of a block, the number of first tokens that they see, and a mask [rows, seen], True where a
+    query sees a token. If L is N, all queries with no mask, since the kernel knows that one.
+    """
     rows, columns = queries.shape[2], keys.shape[2]
     if rows == columns:
-        return None
-    return torch.ones(rows, columns, dtype=torch.bool, device=queries.device).tril(columns - rows)
+        yield queries, columns, None
+        return
+    seen = columns - rows
+    for block in queries.split(MASKED_ROWS, dim=2):
+        before, seen = seen, seen + block.shape[2]
+        mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=block.device)
+        yield block, seen, mask.tril(before)
 
 
 def by_kernel(
@@ -89,6 +101,10 @@ def by_kernel(
     return attended[None]
 
 
+_ATTEND_TWICE = {"diffllama"}
+"""Architectures whose layers call the attention function twice, with different values."""
+
+
 @functools.cache
 def _varlen() -> Kernel | None:
     """Torch's kernel, or None if this version of torch lacks it or has it in another form."""
@@ -98,6 +114,11 @@ def _varlen() -> Kernel | None:
         return None
     wanted = {"scale", "window_size"}
     return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def continues(model: Any) -> bool:
+    """True if a layer's keys and values can be kept for the tokens that follow: it attends once. Needs `takes`."""
+    return takes(model) and model.config.model_type not in _ATTEND_TWICE
 
 
 def caps(config: Any) -> bool:

@@ -12,6 +12,10 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a layer, each [1, groups, N, D]."""
 
 
+MOST_ALIKE = 256
+"""Most prefixes of one key: they are compared one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The first N tokens of a prompt and its response, and what a model has computed of them."""
@@ -44,7 +48,11 @@ class Prefixes:
         """Tokens of all prefixes."""
 
     def keep(self, key: Hashable, prefix: Prefix) -> None:
-        """Keeps it for the next sequence of this key that begins with it."""
+        """Keeps it for the next sequence of this key that begins with it, unless it is longer than all may be."""
+        if len(prefix.ids) > self._most:
+            return
+        if len(self._kept.get(key, ())) >= MOST_ALIKE:
+            self._remove(key, 0)
         # Behind all others: dictionaries have their entries in the order in which they were added.
         self._kept[key] = [*self._kept.pop(key, []), prefix]
         self.tokens += len(prefix.ids)
@@ -53,13 +61,17 @@ class Prefixes:
 
     def take(self, key: Hashable, ids: Ints) -> Prefix | None:
         """Gives away the prefix of this key that has most of the first tokens in common with `ids`, cut to these and
-        to fewer than `ids` has. None if there is none."""
-        begun = self._kept.get(key)
-        if not begun:
-            return None
+        to fewer than `ids` has.
+
+        None if there is none that shares half of its response: a prefix with another response is likely that of
+        another sample of the same prompt, which will ask for it.
+        """
+        begun = self._kept.get(key, [])
         shared = [_shared(prefix.ids, ids[:-1]) for prefix in begun]
-        best = int(np.argmax(shared))
-        return self._remove(key, best).cut(shared[best])
+        own = [count for count, prefix in zip(shared, begun, strict=True) if _is_own(prefix, count)]
+        if not own:
+            return None
+        return self._remove(key, shared.index(max(own))).cut(max(own))
 
     def _remove(self, key: Hashable, at: int) -> Prefix:
         removed = self._kept[key].pop(at)
@@ -85,11 +97,16 @@ class Past:
         self.steps = [len(prefix.ids) - prefix.prompt_length if prefix else 0 for prefix in prefixes]
         """Tokens of each sequence's response that are in its prefix."""
         self._keeps = kept
+        self._met: list[set[int]] = [set() for _ in prefixes]
         self.layers: list[dict[int, Layer]] = [{} for _ in prefixes]
         """Keys and values of each whole sequence that is kept, once the pass has ended."""
 
     def extended(self, sequence: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
-        """The keys and values of a whole sequence from those of its tokens in the row, each [1, groups, L, D]."""
+        """The keys and values of a whole sequence from those of its tokens in the row, each [1, groups, L, D].
+        RuntimeError if the layer was asked about before: the keys and values of both cannot be told apart."""
+        if layer in self._met[sequence]:
+            raise RuntimeError(f"kept_tokens: layer {layer} of this architecture attends more than once")
+        self._met[sequence].add(layer)
         if before := self._before[sequence].get(layer):
             keys, values = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
         elif self._keeps[sequence]:
@@ -97,6 +114,11 @@ class Past:
         if self._keeps[sequence]:
             self.layers[sequence][layer] = keys, values
         return keys, values
+
+
+def _is_own(prefix: Prefix, shared: int) -> bool:
+    # A last token is computed again in any case, so that of a response of one token nothing need be shared.
+    return 2 * (shared - prefix.prompt_length) >= len(prefix.ids) - prefix.prompt_length - 1
 
 
 def _shared(some: Ints, others: Ints) -> int:

@@ -24,6 +24,7 @@ from orchestrator.deployment.memory import (
     shortage,
 )
 from services.common.config.base import GIB
+from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import load
@@ -99,8 +100,13 @@ def test_a_learner_holds_less_where_ranks_divide_or_the_host_takes_over(configs:
 
 
 def test_frozen_models_and_engines(configs: Configs) -> None:
-    assert frozen_bytes(SMALL, "bfloat16", 10, logits=False) == 2000 + 2 * 1040 + CONTEXT
-    assert frozen_bytes(SMALL, "bfloat16", 10, logits=True) == 2000 + 2 * 1040 + 2 * 10 * 50 + CHUNKS + CONTEXT
+    frozen = FrozenConfig.model_construct(dtype="bfloat16", batch_tokens=10, kept_tokens=0)
+    assert frozen_bytes(SMALL, frozen, logits=False) == 2000 + 2 * 1040 + CONTEXT
+    keeping = FrozenConfig.model_construct(dtype="bfloat16", batch_tokens=10, kept_tokens=7)
+    # Keys and values, twice, in two bytes each.
+    states = 2 * 2 * 7 * SMALL.layers * SMALL.hidden * 2
+    assert frozen_bytes(SMALL, keeping, logits=False) == 2000 + 2 * 1040 + states + CONTEXT
+    assert frozen_bytes(SMALL, frozen, logits=True) == 2000 + 2 * 1040 + 2 * 10 * 50 + CHUNKS + CONTEXT
     told = configs.engine(kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7)
     step = 100 * 2 * (4 * 4 + 2 * 16)
     expected = 2000 + (3 << 20) + step + 3 * 7 * 50 * 4 + GRAPHS + CONTEXT

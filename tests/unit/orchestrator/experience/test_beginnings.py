@@ -80,6 +80,13 @@ async def test_one_call_at_a_time_is_under_way_and_ends_with_the_samples(fakes: 
         return True
 
     fakes.reward.begins = hang
+    scored = fakes.reward.answer
+
+    def score(response: Any) -> float:
+        assert left == ["ended"]  # before the whole responses are asked about
+        return float(scored(response))
+
+    fakes.reward.answer = score
     async with asyncio.timeout(10):
         await collect(fakes, make_collector(fakes, policy_folder), {0: 300}, {0: 600}, {0: 900})
     assert (len(fakes.reward.begun), len(fakes.reference.begun)) == (1, 3)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.common.models.attention.prefixes import Past, Prefix, Prefixes
+from services.common.models.attention.prefixes import MOST_ALIKE, Past, Prefix, Prefixes
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -56,7 +56,23 @@ def test_no_more_is_kept_than_may_be_and_the_oldest_leaves_first() -> None:
     assert prefixes.take("b", ids(1, 2, 3, 4)) is None
     assert [prefixes.take("a", ids(1, 2, 3, 4)) is None for _ in range(2)] == [False, True]
     prefixes.keep("long", prefix(*range(8)))
-    assert prefixes.tokens == 0  # it is longer than all that may be kept, and "c" was older
+    assert prefixes.tokens == 3  # it is longer than all that may be kept, and drives none out
+
+
+def test_so_many_prefixes_of_one_key_are_compared_at_most() -> None:
+    prefixes = Prefixes(10_000)
+    for last in range(MOST_ALIKE + 5):
+        prefixes.keep("key", prefix(1, 2, 10 + last))
+    assert prefixes.tokens == 3 * MOST_ALIKE
+    assert prefixes.take("key", ids(1, 2, 14, 3)).ids.tolist() == [1, 2]  # type: ignore[union-attr]
+    assert prefixes.take("key", ids(1, 2, 20, 3)).ids.tolist() == [1, 2, 20]  # type: ignore[union-attr]
+
+
+def test_a_prefix_with_another_response_is_left_to_its_own_sequence() -> None:
+    prefixes = Prefixes(100)
+    prefixes.keep("key", prefix(1, 2, 3, 4, 5))
+    assert prefixes.take("key", ids(1, 2, 7, 8, 9)) is None
+    assert prefixes.take("key", ids(1, 2, 3, 8, 9)).ids.tolist() == [1, 2, 3]  # type: ignore[union-attr]
 
 
 def test_keys_and_values_follow_those_of_the_prefix() -> None:
