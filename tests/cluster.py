@@ -123,7 +123,7 @@ async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float) -> 
     clock = asyncio.get_running_loop().time
     start = clock()
     while not await check():
-        assert clock() - start < timeout_s, f"not within {timeout_s:g} s: {check.__qualname__}"
+        assert clock() - start < timeout_s, f"not within {timeout_s:g} s: {check}"
         await asyncio.sleep(0.05)
     return clock() - start
 
