@@ -8,6 +8,7 @@ import torch
 
 from services.common.models.distribution import Distribution
 from services.common.models.frozen_passes import FrozenPasses
+from services.common.models.linear import use_onednn
 from services.common.models.loading import load_causal, response_logits
 from services.common.models.offload import Residence
 from services.common.models.sequences import PairTensors
@@ -33,6 +34,7 @@ class FrozenModel:
         spread = gpus > 1
         self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
         self.model.eval().requires_grad_(False)
+        use_onednn(self.model)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._passes = FrozenPasses(
             self.model, config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens

@@ -23,6 +23,7 @@ from services.common.learner.tensor_parallel import (
     whole_shape,
 )
 from services.common.models.device import default_device
+from services.common.models.linear import use_onednn
 from services.common.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from services.common.ranks.ranks import Ranks, start_distributed
 from services.common.wire.codec import Floats, Ints
@@ -56,6 +57,8 @@ class TrainedModule:
             deepspeed.zero.Init(module=module, config_dict_or_path=describe(config))
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(default_device())
+        else:  # with both of the above, DeepSpeed divides the weights of plain linear layers only
+            use_onednn(module)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,
@@ -237,11 +240,9 @@ class TrainedModule:
 
 def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Copies scalars from their device in one transfer, since each transfer waits for all computation in progress."""
-    return (
-        dict(zip(scalars, torch.stack([scalar.float() for scalar in scalars.values()]).tolist(), strict=True))
-        if scalars
-        else {}
-    )
+    if not scalars:
+        return {}
+    return dict(zip(scalars, torch.stack([scalar.float() for scalar in scalars.values()]).tolist(), strict=True))
 
 
 def scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
 from services.common.models.frozen_passes import FrozenPasses
+from services.common.models.linear import use_onednn
 from services.common.models.loading import load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
@@ -36,6 +37,7 @@ class ModelScorer:
         if labels != 1:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
         self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)
+        use_onednn(self._model)
         self._residence = Residence(self._model, device, config.idle_s)
         extra = self._model.config
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0

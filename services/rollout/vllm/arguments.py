@@ -12,6 +12,9 @@ from services.rollout.config import RolloutConfig
 FREE_SHARE = 0.02
 """Share of a GPU that has to be free for an engine with a configured cache size."""
 
+CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU. vLLM's own 128 makes short responses slower there."""
+
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """vLLM's arguments for this configuration.
@@ -34,6 +37,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         distributed_executor_backend="uni" if single else "mp",
         max_num_batched_tokens=config.max_num_batched_tokens,
         enforce_eager=eager(config, gpu=gpu),
+        block_size=None if gpu else CPU_BLOCK,
         # Allocates weights and KV cache so that they can be released apart.
         enable_sleep_mode=config.colocate and gpu,
         seed=config.seed,

@@ -1,0 +1,70 @@
+"""Linear layers in float32 on a CPU, computed by oneDNN where torch's own library is slower."""
+
+import functools
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+CPUINFO = Path("/proc/cpuinfo")
+LEAST_PRODUCTS = 1 << 23
+"""Multiplications of a layer's call from which on oneDNN is faster: it takes a few microseconds longer to begin."""
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer whose larger products in float32 are oneDNN's; all others are torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # as nn.Linear calls it
+        """[..., in] -> [..., out]."""
+        single = input.dtype == self.weight.dtype == torch.float32
+        rows = input.numel() // self.in_features
+        if single and input.device.type == "cpu" and rows * self.weight.numel() >= LEAST_PRODUCTS:
+            product: torch.Tensor = _Product.apply(input, self.weight, self.bias)
+            return product
+        return super().forward(input)
+
+
+class _Product(torch.autograd.Function):
+    """input @ weight.T + bias, and its gradients. The weight's is torch's, which is as fast there."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        return multiply(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            multiply(gradient, weight.t(), None) if of_input else None,
+            rows.t() @ input.reshape(-1, input.shape[-1]) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+def use_onednn(model: nn.Module, cpuinfo: Path = CPUINFO) -> None:
+    """Turns the linear layers of `model` into OneDnnLinear on AMD's processors, where the kernels that MKL, torch's
+    library for float32, chooses are slower (`python -m benchmarks.products`). Elsewhere it does nothing."""
+    if not _is_amd(cpuinfo):
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:  # a class of another kind computes something else
+            module.__class__ = OneDnnLinear
+
+
+@functools.cache
+def _is_amd(cpuinfo: Path) -> bool:
+    on_x86 = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available()
+    return on_x86 and cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+
+
+def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., in] -> [..., out] by oneDNN: input @ weight.T + bias. It is what torch's compiler calls on a CPU."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return product
