@@ -13,7 +13,7 @@ FREE_SHARE = 0.02
 """Share of a GPU that has to be free for an engine with a configured cache size."""
 
 CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on a CPU. vLLM's own 128 makes short responses slower there."""
+"""Tokens of a block of the KV cache on a CPU. With vLLM's own 128 short responses take longer there."""
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:

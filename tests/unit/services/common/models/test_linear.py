@@ -65,6 +65,16 @@ def test_it_computes_the_layer_and_its_inputs_gradient(amd: Path) -> None:
     assert products(half, torch.randn(ROWS, IN, dtype=torch.bfloat16)) == 0
 
 
+def test_nothing_is_kept_where_no_gradient_is_asked_for(amd: Path) -> None:
+    layer, rows = made(amd), torch.randn(ROWS, IN)
+    expected = layer(rows).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            actual = layer(torch.clone(rows))
+        assert not actual.requires_grad
+        assert torch.equal(actual, expected)
+
+
 def test_a_frozen_layer_passes_its_gradient_on(amd: Path) -> None:
     layer = made(amd).requires_grad_(False)
     rows = torch.randn(ROWS, IN, requires_grad=True)

@@ -30,6 +30,10 @@ def test_a_step_takes_as_many_tokens_as_vllms_own_offline_engine(policy_folder: 
     assert engine_args(config(policy_folder, max_num_batched_tokens=512)).max_num_batched_tokens == 512
 
 
+def test_blocks_of_the_cache_are_small_on_a_cpu(policy_folder: Path) -> None:
+    assert engine_args(config(policy_folder)).block_size == 32
+
+
 def test_every_transport_comes_through_one_engine(policy_folder: Path) -> None:
     for backend in ("auto", "gloo", "ipc", "nccl"):
         given = engine_args(config(policy_folder, weight_backend=backend))
