@@ -18,9 +18,9 @@ def amd(tmp_path: Path) -> Path:
     return file
 
 
-def made(cpuinfo: Path, *, bias: bool = True, out: int = OUT) -> nn.Linear:
+def made(cpuinfo: Path, *, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(IN, out, bias=bias))
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=bias))
     use_onednn(model, cpuinfo)
     layer: nn.Linear = model[0]
     return layer
