@@ -35,7 +35,7 @@ from services.common.wire.errors import Internal
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests import disk_faults
-from tests.unit.layouts import noise, pairs
+from tests.unit.rows import noise, pairs
 
 POLICY, CRITIC = PolicyLearner.name, CriticLearner.name
 KINDS = ("killed at an event", "killed at a moment", "full at an event", disk_faults.WITHIN)

@@ -1,10 +1,10 @@
 """Five steps of policy and critic under any layout of the learner, for tests that compare layouts."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from orchestrator.config.algorithm import KLConfig, PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
@@ -12,37 +12,15 @@ from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.learner.ema import local_share
 from services.common.models.distribution import Distribution
 from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Bools, Floats, Ints
+from services.common.wire.codec import Floats
 from services.common.wire.errors import NotFinite
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
+from tests.unit.rows import marks, noise, pairs
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
 Result = dict[str, Any]
 Weights = dict[str, np.ndarray]
-
-
-def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
-    """Prompts of 1 to 9 tokens and responses of 1 to 24, over 60 words."""
-    draw = np.random.default_rng(seed)
-
-    def rows(longest: int) -> list[Ints]:
-        return [draw.integers(4, 64, draw.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
-
-    return rows(9), rows(24)
-
-
-def marks(rows: Sequence[Ints]) -> list[Bools]:
-    """About half of the tokens, and none of every third row."""
-    draw = np.random.default_rng(5)
-    return [(draw.random(len(row)) < 0.5) & (index % 3 > 0) for index, row in enumerate(rows)]
-
-
-def noise(rows: Sequence[Ints], seed: int, around: Sequence[Floats] | None = None) -> list[Floats]:
-    """Normal numbers for each token, about `around` or 0."""
-    draw = np.random.default_rng(seed)
-    made = [draw.normal(0, 0.3, len(row)).astype(np.float32) for row in rows]
-    return made if around is None else [a + b for a, b in zip(around, made, strict=True)]
 
 
 class Bench:
@@ -207,6 +185,17 @@ class Bench:
             except NotFinite as error:
                 said.append(str(error))
         return said
+
+    def in_garbage(self, layout: dict[str, Any], folder: Path, which: str) -> tuple[Result, Result]:
+        """Six steps, on the way a snapshot and a running mean; and the same where all memory is NaN until something
+        is written to it: what came of both."""
+        straight, _ = self.resumed(layout, folder / "zeros", which)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            return straight, self.resumed(layout, folder / "garbage", which)[1]
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def pushed(self, layout: dict[str, Any]) -> dict[int, bytes]:
         """Digests of the buckets that rank 0 sends of the untrained policy."""

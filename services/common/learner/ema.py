@@ -47,9 +47,14 @@ class Average:
 
 
 def local_share(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's share of a parameter: with ZeRO 3 its partition, otherwise all of it."""
-    local_share: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
-    return local_share
+    """This rank's share of a parameter: with ZeRO 3 its partition, flat and without the padding that makes all
+    ranks' partitions equally long; otherwise all of it."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.data
+    partition: torch.Tensor = parameter.ds_tensor.data
+    before = parameter.ds_zero_partition_rank * partition.numel()
+    # DeepSpeed never writes the padding: it is whatever that memory held before, NaN included.
+    return partition[: max(parameter.ds_numel - before, 0)]
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

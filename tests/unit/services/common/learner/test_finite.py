@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bfloat16, zero 2": {"zero_stage": 2, "dtype": "bfloat16"},
     "bfloat16, zero 3": {"dtype": "bfloat16"} | BY_LAYERS,
     "running mean, zero 0": {"ema_decay": 0.9},
+    "running mean, zero 3": {"ema_decay": 0.9} | BY_LAYERS,
     "adapters, zero 0": {"lora": LoraConfig(rank=4)},
     "adam offload": {"adam_offload": True, "zero_stage": 2},
     "both offloads": {"adam_offload": True, "param_offload": True} | BY_LAYERS,
@@ -67,6 +68,19 @@ async def test_weights_that_are_not_finite_on_one_rank_are_refused_on_all(
     assert all("weights are not finite" in text for text in said)
     assert not (tmp_path / "model").exists()
     assert not (tmp_path / "snapshot").exists()
+
+
+PADDED = ["both offloads", *(pytest.param(name, marks=MORE) for name in LAYOUTS if name.endswith("zero 3"))]
+
+
+# The critic's bias is a single number, of which all ranks but one hold padding.
+@pytest.mark.parametrize("name", PADDED)
+async def test_padding_is_part_of_no_weight(benches: dict[int, RankGroup], tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name] | {"ranks": 2}
+    wanted, actual = await benches[2].call(Bench.in_garbage, TIMEOUT_S, layout, tmp_path, "critic")
+    assert actual["steps"] == wanted["steps"]
+    assert furthest(actual["weights"], wanted["weights"]) == 0
+    assert all((a == b).all() for a, b in zip(actual["averages"], wanted["averages"], strict=True))
 
 
 # Last: DeepSpeed remembers in a process that layers were divided.

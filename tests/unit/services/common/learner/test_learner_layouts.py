@@ -25,8 +25,9 @@ from services.common.ranks.group import RankGroup, RanksLost
 from tests.computing import computing
 from tests.pairwise import covered
 from tests.plain import furthest
-from tests.unit.layouts import OPTIMIZER, Bench, Result, noise, pairs
+from tests.unit.layouts import OPTIMIZER, Bench, Result
 from tests.unit.rank_processes import spawned
+from tests.unit.rows import noise, pairs
 
 pytestmark = pytest.mark.processes
 

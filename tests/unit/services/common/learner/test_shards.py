@@ -5,7 +5,7 @@ import pytest
 
 from services.common.learner.shards import Pass, shards
 from services.common.models.sequences import packed_batches
-from tests.unit.layouts import pairs
+from tests.unit.rows import pairs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

@@ -16,7 +16,8 @@ from services.common.models.distribution import Distribution
 from services.common.ranks.group import RankGroup
 from services.common.wire.errors import InvalidArgument
 from tests.plain import furthest
-from tests.unit.layouts import OPTIMIZER, Bench, pairs
+from tests.unit.layouts import OPTIMIZER, Bench
+from tests.unit.rows import pairs
 
 pytestmark = pytest.mark.processes
 
