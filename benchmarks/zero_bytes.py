@@ -67,7 +67,11 @@ def _held(stage: Stage, folder: str, place: Ranks) -> Held:
 
     before = _storages().keys()
     config = LearnerConfig(
-        model=folder, dtype="bfloat16", zero_stage=stage, optimizer=OptimizerConfig(learning_rate=1e-3)
+        model=folder,
+        dtype="bfloat16",
+        zero_stage=stage,
+        ranks=place.world_size,
+        optimizer=OptimizerConfig(learning_rate=1e-3),
     )
     learner = RankLearner(load_causal(folder, "bfloat16"), config, place)
     ids = torch.arange(16)[None]

@@ -37,7 +37,12 @@ class FrozenModel:
         use_onednn(self.model)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._passes = FrozenPasses(
-            self.model, config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
+            self.model,
+            config.batch_tokens,
+            device,
+            packing=config.packing,
+            last=False,
+            kept_tokens=config.kept_tokens,
         )
 
     @torch.inference_mode()

@@ -18,9 +18,10 @@ HEARTBEAT_S = 2.0
 replicas from stuck ones."""
 SHORTEST_PARTS_S = 0.1
 """Shortest time between two messages with tokens of unfinished responses, in seconds."""
-LINGER_S = 0.05
-"""Seconds that a finished sample waits for others to share its message. Each message through Serve costs milliseconds
-whatever its size, and small models finish a sample with every engine step."""
+LINGER_S = 0.2
+"""Seconds that a finished sample waits for others to share its message, unless it is the last. Each message through
+Serve costs milliseconds whatever its size, and so do the calls for its samples' scores, log-probs and values; small
+models finish a sample with every engine step."""
 
 
 class Call:

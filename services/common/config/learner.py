@@ -214,7 +214,9 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
 
 
 def _zero(config: LearnerConfig) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": REDUCE_ELEMENTS}
+    # A model without copies has no gradients to average. DeepSpeed does not copy into the bucket what does not fit.
+    alone = config.ranks == config.tensor_parallel.size and config.zero_stage in (1, 2)
+    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": 1 if alone else REDUCE_ELEMENTS}
     if config.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if config.param_offload:

@@ -184,7 +184,7 @@ class TrainedModule:
 
     def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
         """The model's input for the pairs of one pass: packed or padded, on this rank's device."""
-        return pair_tensors(prompts, responses, self.device, packing=self._config.packing)
+        return pair_tensors(prompts, responses, self.device, packing=self._config.packing, last=False)
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
         """Collects the rows of all ranks; every rank calls it.

@@ -40,7 +40,14 @@ class FrozenPasses:
     """Divides pairs into passes, padded or packed, and continues those that have begun in an earlier call."""
 
     def __init__(
-        self, model: Any, max_tokens: int, device: torch.device, *, packing: bool, kept_tokens: int = 0
+        self,
+        model: Any,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        packing: bool,
+        last: bool,
+        kept_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -48,6 +55,7 @@ class FrozenPasses:
             max_tokens: most tokens of a pass; a single pair that is longer makes a pass of its own.
             device: the model's first device.
             packing: True if the model takes packed pairs.
+            last: True if the model has to see the last token of each response.
             kept_tokens: most tokens whose keys and values are kept for unfinished pairs; above 0 only with packing.
 
         Raises:
@@ -56,7 +64,7 @@ class FrozenPasses:
         if kept_tokens and not packed.continues(model):
             kind = model.config.model_type
             raise ConfigError(f"kept_tokens: layers of {kind} attend more than once; set kept_tokens to 0")
-        self._max_tokens, self._device, self._packing = max_tokens, device, packing
+        self._max_tokens, self._device, self._packing, self._last = max_tokens, device, packing, last
         self._prefixes = Prefixes(kept_tokens)
 
     def run(
@@ -96,8 +104,8 @@ class FrozenPasses:
     def _tensors(self, pairs: Sequence[tuple[Ints, Ints]], past: Past | None) -> PairTensors:
         prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
         if self._packing:
-            return concatenate_pairs(prompts, responses, self._device, past=past)
-        return pad_pairs(prompts, responses, self._device)
+            return concatenate_pairs(prompts, responses, self._device, last=self._last, past=past)
+        return pad_pairs(prompts, responses, self._device, last=self._last)
 
 
 def _rest(pair: Pair, whole: Ints, prefix: Prefix | None) -> tuple[Ints, Ints]:

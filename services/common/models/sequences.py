@@ -32,7 +32,8 @@ class PairTensors:
 
     Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
     responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
-    another; L is the number of their tokens and C that of their responses'.
+    another; L is the number of their tokens and C that of their responses'. Without the responses' last tokens, from
+    which nothing in the response is predicted, L is less: by 1 padded, and by B packed.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +44,8 @@ class PairTensors:
     """[R, L] int64, 0 at each prompt's first token"""
     predictors: torch.Tensor
     """[C] int64, the column before each response token"""
+    response_ids: torch.Tensor
+    """[R, C] int64, 0 at padding"""
     action_mask: torch.Tensor
     """[R, C] bool, True on response tokens; made from lengths, so a sampled pad token counts as one"""
     lengths: tuple[int, ...]
@@ -78,11 +81,6 @@ class PairTensors:
             inputs |= {"packed_past": self.past}
         return inputs
 
-    @property
-    def response_ids(self) -> torch.Tensor:
-        """[R, C] int64."""
-        return self.input_ids[:, self.predictors + 1]
-
     def trained(self, rows: Sequence[np.ndarray] | None, *, counts: bool = True) -> torch.Tensor:
         """[R, C] bool, the mask of a loss: True at the response tokens that `rows`, B boolean arrays, mark, at all of
         them if it is None. All False unless the pairs count: every sum over them, and its gradient, is then zero."""
@@ -106,23 +104,27 @@ class PairTensors:
 
 
 def pair_tensors(
-    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device, *, packing: bool
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device, *, packing: bool, last: bool
 ) -> PairTensors:
     """Packs B pairs, or else pads them."""
     make = concatenate_pairs if packing else pad_pairs
-    return make(prompts, responses, device)
+    return make(prompts, responses, device, last=last)
 
 
-def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu") -> PairTensors:
-    """Pads B pairs. The padding has id 0 and is masked out."""
-    wide_p = max(len(prompt) for prompt in prompts)
-    wide_t = max(len(response) for response in responses)
-    input_ids = np.zeros((len(prompts), wide_p + wide_t), np.int64)
-    attention = np.zeros_like(input_ids)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        tokens = slice(wide_p - len(prompt), wide_p + len(response))
-        input_ids[row, tokens] = np.concatenate([prompt, response])
+def pad_pairs(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu", *, last: bool = True
+) -> PairTensors:
+    """Pads B pairs. The padding has id 0 and is masked out. Without `last` the model does not see the last token of
+    each response."""
+    seen = _seen(responses, last)
+    wide_p, wide_t = _longest(prompts), _longest(responses)
+    input_ids = np.zeros((len(prompts), wide_p + _longest(seen)), np.int64)
+    attention, response_ids = np.zeros_like(input_ids), np.zeros((len(prompts), wide_t), np.int64)
+    for row, (prompt, begun, response) in enumerate(zip(prompts, seen, responses, strict=True)):
+        tokens = slice(wide_p - len(prompt), wide_p + len(begun))
+        input_ids[row, tokens] = np.concatenate([prompt, begun])
         attention[row, tokens] = 1
+        response_ids[row, : len(response)] = response
     positions = np.maximum(attention.cumsum(1) - 1, 0)
     lengths = tuple(len(response) for response in responses)
     return PairTensors(
@@ -132,6 +134,7 @@ def pad_pairs(prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.
         else torch.from_numpy(attention).to(device),
         position_ids=torch.from_numpy(positions).to(device),
         predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
+        response_ids=torch.from_numpy(response_ids).to(device),
         action_mask=torch.from_numpy(np.arange(wide_t) < np.asarray(lengths)[:, None]).to(device),
         lengths=lengths,
         steps=torch.arange(wide_t, device=device)[None],
@@ -143,6 +146,7 @@ def concatenate_pairs(
     responses: Sequence[Ints],
     device: torch.device | str = "cpu",
     *,
+    last: bool = True,
     past: Past | None = None,
 ) -> PairTensors:
     """Packs B pairs into one row. Each pair begins at one of the boundaries; the model's attention has to keep pairs
@@ -152,22 +156,23 @@ def concatenate_pairs(
         prompts: token ids, each [P].
         responses: token ids, each [T].
         device: the tensors' device.
+        last: False leaves out the last token of each response.
         past: what was computed of their first tokens, which are not among these; None if all are given.
     """
-    pairs = list(zip(prompts, responses, strict=True))
+    pairs = list(zip(prompts, _seen(responses, last), strict=True))
     starts, earlier = (past.starts, past.steps) if past else ([0] * len(pairs), [0] * len(pairs))
     ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int64)
     pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
     ends = list(accumulate(pair_lengths))
     lengths = tuple(len(response) for response in responses)
-    predictors = np.concatenate(
-        [np.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]
-    )
+    prompt_ends = [end - len(response) - 1 for end, (_, response) in zip(ends, pairs, strict=True)]
+    predictors = _counted(prompt_ends, lengths)
     return PairTensors(
         input_ids=torch.from_numpy(ids)[None].to(device),
         attention_mask=None,
         position_ids=torch.from_numpy(_counted(starts, pair_lengths))[None].to(device),
         predictors=torch.from_numpy(predictors).to(device),
+        response_ids=torch.from_numpy(np.concatenate(responses).astype(np.int64))[None].to(device),
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
         steps=torch.from_numpy(_counted(earlier, lengths))[None].to(device),
@@ -175,6 +180,14 @@ def concatenate_pairs(
         pair_lengths=pair_lengths,
         past=past,
     )
+
+
+def _seen(responses: Sequence[Ints], last: bool) -> Sequence[Ints]:
+    return responses if last else [response[:-1] for response in responses]
+
+
+def _longest(rows: Sequence[Ints]) -> int:
+    return max(len(row) for row in rows)
 
 
 def _counted(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:

@@ -44,7 +44,12 @@ class ModelScorer:
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
         self.batch_tokens = config.batch_tokens
         self._passes = FrozenPasses(
-            self._model.body, config.batch_tokens, device, packing=config.packing, kept_tokens=config.kept_tokens
+            self._model.body,
+            config.batch_tokens,
+            device,
+            packing=config.packing,
+            last=True,
+            kept_tokens=config.kept_tokens,
         )
         self.max_length = max_length(self._model)
         self.texts = False

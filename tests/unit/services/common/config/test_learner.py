@@ -79,7 +79,9 @@ def test_what_deepspeed_is_told(model: str) -> None:
     told = describe(config)
     assert told["bf16"] == {"enabled": True}
     assert told["gradient_accumulation_steps"] == 1
-    assert told["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 50_000_000}
+    assert told["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1}
+    several = config.model_copy(update={"ranks": 2})
+    assert describe(several)["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 50_000_000}
     assert told["gradient_clipping"] == 3
     assert told["optimizer"]["type"] == "AdamW"
     assert told["optimizer"]["params"] == {

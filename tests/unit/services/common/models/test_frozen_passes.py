@@ -42,7 +42,9 @@ class Counted:
 
     def __init__(self, folder: Path, kept_tokens: int, max_tokens: int = 60) -> None:
         self.model = load_causal(str(folder), "float32", packing=True).eval().requires_grad_(False)
-        self.passes = FrozenPasses(self.model, max_tokens, torch.device("cpu"), packing=True, kept_tokens=kept_tokens)
+        self.passes = FrozenPasses(
+            self.model, max_tokens, torch.device("cpu"), packing=True, last=False, kept_tokens=kept_tokens
+        )
         self.tokens = 0
 
     def logprobs(self, asked: list[Question]) -> list[Floats]:
@@ -66,11 +68,11 @@ def test_a_response_that_grows_gets_the_log_probs_of_the_whole_one(name: str, tm
     actual = grown.logprobs(questions())
     assert [len(row) for row in actual] == [len(response) for response in RESPONSES]
     assert plain.furthest(actual, expected) < 1e-5
-    # Of each response what follows, and its last token before: a response of one token is computed whole again.
-    rest = sum(len(response) - half + 1 for response, half in zip(RESPONSES, halves, strict=True))
+    # Of each response the last token before and what follows but the last: one of one token is computed whole again.
+    rest = sum(len(response) - half for response, half in zip(RESPONSES, halves, strict=True))
     repeated = sum(len(response) == half for response, half in zip(RESPONSES, halves, strict=True))
     assert rest <= grown.tokens - before <= rest + repeated
-    assert whole.tokens == sum(len(p) + len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True))
+    assert whole.tokens == sum(len(p) + len(r) - 1 for p, r in zip(PROMPTS, RESPONSES, strict=True))
 
 
 def test_a_response_that_went_on_otherwise_is_computed_from_there(policy_folder: Path) -> None:
@@ -89,7 +91,7 @@ def test_another_sample_of_the_same_prompt_takes_none_of_a_group(policy_folder: 
     grown.logprobs([Question(prompt, response[:16], DISTRIBUTION, unfinished=True) for response in group[1:]])
     before = grown.tokens
     actual = grown.logprobs([Question(prompt, response, DISTRIBUTION) for response in group])
-    assert grown.tokens - before == len(prompt) + 20 + 3 * 5
+    assert grown.tokens - before == len(prompt) + 19 + 3 * 4
     expected = Counted(policy_folder, 0).logprobs([Question(prompt, response, DISTRIBUTION) for response in group])
     assert plain.furthest(actual, expected) < 1e-5
 
@@ -156,7 +158,8 @@ def test_a_reward_model_scores_a_response_that_grew(name: str, tmp_path: Path) -
             return list(model.scores(pairs).numpy()[:, None])
 
     whole, grown = (
-        FrozenPasses(model.body, 60, torch.device("cpu"), packing=True, kept_tokens=kept) for kept in (0, 10_000)
+        FrozenPasses(model.body, 60, torch.device("cpu"), packing=True, last=True, kept_tokens=kept)
+        for kept in (0, 10_000)
     )
     grown.run(compute, questions([max(1, len(response) // 2) for response in RESPONSES]))
     actual = [outputs[-1] for outputs in grown.run(compute, questions())]

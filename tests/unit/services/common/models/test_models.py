@@ -52,30 +52,34 @@ def head_outputs(folder: Path, row: list[int]) -> torch.Tensor:
     return model.score(model.model(torch.tensor([row])).last_hidden_state)[0, :, 0]
 
 
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_response_logits_equal_those_without_padding(kind: str, tmp_path: Path) -> None:
+def test_response_logits_equal_those_without_padding(kind: str, last: bool, tmp_path: Path) -> None:
     folder = make_policy(tmp_path / kind, kind=kind, tied=True)  # type: ignore[arg-type]
     model = load_causal(str(folder), "float32").eval().requires_grad_(False)
-    actual = response_logits(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
+    actual = response_logits(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES), last=last))
     assert actual.shape == (3, 4, 64)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(actual[row, : len(response)], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_packed_logits_equal_those_of_each_sequence_alone(kind: str, tmp_path: Path) -> None:
+def test_packed_logits_equal_those_of_each_sequence_alone(kind: str, last: bool, tmp_path: Path) -> None:
     folder = make_policy(tmp_path / kind, kind=kind, tied=True)  # type: ignore[arg-type]
     plain = load_causal(str(folder), "float32").eval().requires_grad_(False)
     model = load_causal(str(folder), "float32", packing=True).eval().requires_grad_(False)
-    pairs = concatenate_pairs(arrays(PROMPTS), arrays(RESPONSES))
+    pairs = concatenate_pairs(arrays(PROMPTS), arrays(RESPONSES), last=last)
     actual = response_logits(model, pairs)
     assert actual.shape == (1, 7, 64)
     for piece, prompt, response in zip(actual[0].split(pairs.lengths), PROMPTS, RESPONSES, strict=True):
         alone = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(piece, alone, atol=1e-5, rtol=0)
     # The model that takes the row for one sequence finds something else, so that the comparison tells.
-    crossed = plain(pairs.input_ids, position_ids=pairs.position_ids, attention_mask=torch.ones(1, 14)).logits
+    crossed = plain(
+        pairs.input_ids, position_ids=pairs.position_ids, attention_mask=torch.ones_like(pairs.input_ids)
+    ).logits
     assert (crossed[0, pairs.predictors] - actual[0]).abs().max() > 0.01
 
 

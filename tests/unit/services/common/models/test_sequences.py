@@ -62,6 +62,29 @@ def test_packed_pairs_lie_in_one_row_and_positions_begin_again() -> None:
     assert [row.tolist() for row in pairs.unpad(torch.tensor([[1.0, 2.0, 3.0]]))] == [[1, 2], [3]]
 
 
+def test_without_the_last_tokens_the_same_columns_predict_the_same_tokens() -> None:
+    prompts, responses = [ids(5), ids(6, 7, 8), ids(4)], [ids(9, 4), ids(3), ids()]
+    padded = pad_pairs(prompts, responses, last=False)
+    assert padded.input_ids.tolist() == [[0, 0, 5, 9], [6, 7, 8, 0], [0, 0, 4, 0]]
+    assert padded.attention_mask is not None
+    assert padded.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 1, 0]]
+    assert padded.position_ids.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2], [0, 0, 0, 0]]
+    assert padded.predictors.tolist() == [2, 3]
+    assert padded.response_ids.tolist() == [[9, 4], [3, 0], [0, 0]]
+    packed = concatenate_pairs(prompts, responses, last=False)
+    assert packed.input_ids.tolist() == [[5, 9, 6, 7, 8, 4]]
+    assert packed.position_ids.tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert packed.predictors.tolist() == [0, 1, 4]
+    assert packed.response_ids.tolist() == [[9, 4, 3]]
+    assert packed.boundaries is not None
+    assert packed.boundaries.tolist() == [0, 2, 5, 6]
+    for pairs in (padded, packed):
+        whole = (pad_pairs if pairs is padded else concatenate_pairs)(prompts, responses)
+        assert (pairs.action_mask == whole.action_mask).all()
+        assert (pairs.steps == whole.steps).all()
+        assert (pairs.width, pairs.lengths) == (whole.width, whole.lengths)
+
+
 @pytest.mark.parametrize("make", [pad_pairs, concatenate_pairs])
 def test_values_go_to_their_tokens_and_back(make: Callable[..., PairTensors]) -> None:
     pairs = make([ids(5), ids(6, 7, 8)], [ids(9), ids(3, 4)])
