@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_del
 from orchestrator.push.newcomers import registered
 from services.common.weight_transfer.place import Place
 from services.common.weight_transfer.registry import NAME_ERRORS, NAMESPACE, Answer, Applicant, registry_name
-from tests.cluster import Quartet
+from tests.cluster import Quartet, eventually
 from tests.forked import FORKED
 
 APPLICATION = "rollout of another"
@@ -62,5 +62,12 @@ async def test_a_run_that_ended_with_its_registry_still_there_is_waited_for(
     await registry.answer.remote({"new": Answer(b"lease", 60, None)})
     assert await applied == Answer(b"lease", 60, None)
     await opening.__aexit__(None, None, None)
-    with pytest.raises(NAME_ERRORS):
-        ray.get_actor(registry_name(APPLICATION), namespace=NAMESPACE)
+
+    async def gone() -> bool:
+        try:
+            ray.get_actor(registry_name(APPLICATION), namespace=NAMESPACE)
+        except NAME_ERRORS:
+            return True
+        return False
+
+    await eventually(gone, 10)  # Ray does not wait for an actor that it kills
