@@ -94,7 +94,8 @@ class Plain:
     def _step(self, batch: PolicyBatch, rows: Sequence[int]) -> float:
         ppo = self._ppo
         assert batch.old_logprobs is not None
-        pairs = pad_pairs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows], self._device)
+        prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
+        pairs = pad_pairs(prompts, responses, self._device, last=False)
         sampled, old, advantages = (
             pad_rows([values[i] for i in rows], pairs.width, self._device)
             for values in (batch.logprobs, batch.old_logprobs, batch.advantages)

@@ -101,7 +101,7 @@ class Plain:
     def step(self, ppo: PPOConfig) -> float:
         """One optimizer step; the loss."""
         batch = self._batch
-        pairs = concatenate_pairs(batch.prompts, batch.responses, self._where)
+        pairs = concatenate_pairs(batch.prompts, batch.responses, self._where, last=False)
         loss = self._loss(pairs, ppo)
         loss.backward()
         parameters = list(self._model.parameters())

@@ -58,7 +58,7 @@ class Call:
             while running.left:
                 done = await running.finished(heartbeat_s)
                 if done and running.left:
-                    done += await running.finished(LINGER_S, all_of_them=True)
+                    done += await running.finished(min(LINGER_S, heartbeat_s), all_of_them=True)
                 failed = [error for task in done if (error := task.exception())]
                 answer = self._answer([task.result() for task in done if not task.exception()])
                 if answer.samples or answer.parts or not done:

@@ -8,7 +8,8 @@ from services.common.config.base import Config, Count, Dtype, Fraction, ModelPat
 
 REDUCE_ELEMENTS = 50_000_000
 """Elements in one bucket of gradients between ranks. DeepSpeed keeps one bucket allocated; its own default is ten
-times as large, 1 GB in bfloat16 whatever the model's size."""
+times as large, 1 GB in bfloat16 whatever the model's size. With ZeRO 1 or 2 a single copy of the model has none, as
+there is nothing to average."""
 
 
 class OptimizerConfig(Config):
@@ -214,7 +215,8 @@ def describe(config: LearnerConfig) -> dict[str, Any]:
 
 
 def _zero(config: LearnerConfig) -> dict[str, Any]:
-    # A model without copies has no gradients to average. DeepSpeed does not copy into the bucket what does not fit.
+    # A model of which there is one copy has no gradients to average. What does not fit into the bucket is not copied
+    # into it; with adam_offload it is copied once all the same.
     alone = config.ranks == config.tensor_parallel.size and config.zero_stage in (1, 2)
     zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": 1 if alone else REDUCE_ELEMENTS}
     if config.adam_offload:

@@ -32,7 +32,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
+        of_input, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
         return multiply(input, weight, bias)
 
     @staticmethod
@@ -60,7 +61,8 @@ def use_onednn(model: nn.Module, cpuinfo: Path = CPUINFO) -> None:
 
 @functools.cache
 def _is_amd(cpuinfo: Path) -> bool:
-    on_x86 = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available()
+    # The operation has no public name, so that another torch may lack it.
+    on_x86 = platform.machine() == "x86_64" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return on_x86 and cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
 
 

@@ -46,7 +46,7 @@ class ScalarModel(nn.Module):
         return self(pairs)[:, pairs.predictors]
 
     def scores(self, pairs: PairTensors) -> torch.Tensor:
-        """[B]: the output at each response's last token."""
+        """[B]: the output at each response's last token, which `pairs` have to hold."""
         scalars = self(pairs)
         if pairs.boundaries is not None:
             return scalars[0, pairs.boundaries[1:].long() - 1]

@@ -84,6 +84,15 @@ def test_a_frozen_layer_passes_its_gradient_on(amd: Path) -> None:
     assert layer.weight.grad is None
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_only_what_the_gradients_need_is_kept(amd: Path, frozen: bool) -> None:
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.numel()), lambda _: None):
+        made(amd).requires_grad_(not frozen)(torch.randn(ROWS, IN, requires_grad=True))
+    # A frozen layer's input is needed by none of them.
+    assert sorted(kept) == ([IN * OUT] if frozen else [IN * OUT, ROWS * IN])
+
+
 def test_other_processors_and_other_layers_stay_as_they_are(amd: Path, tmp_path: Path) -> None:
     intel = tmp_path / "intel"
     intel.write_text("vendor_id\t: GenuineIntel\n")
