@@ -32,8 +32,8 @@ class PairTensors:
 
     Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
     responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
-    another; L is the number of their tokens and C that of their responses'. Both can leave
-    out the last token of each response, from which nothing in it is predicted; C stays as it is.
+    another; L is the number of their tokens and C that of their responses'. Both can leave out the last token of each
+    response, from which nothing in it is predicted; C stays as it is.
     """
 
     input_ids: torch.Tensor

@@ -16,6 +16,7 @@ from services.common.wire.ragged import Ragged
 from services.rollout.call import Call
 from services.rollout.sample import FinishReason, Part, Sample, Sampling
 from tests.unit.batches import share
+from tests.unit.virtual_time import in_virtual_time
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -94,6 +95,15 @@ async def test_samples_are_handed_out_as_they_finish() -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(finished)
     assert engine.cancelled == []
+
+
+@in_virtual_time
+async def test_a_sample_waits_a_fifth_of_a_second_for_others_unless_it_is_the_last() -> None:
+    engine, clock = FakeEngine(), asyncio.get_running_loop()
+    for index, ends in enumerate((0.1, 0.25, 0.4, 1.0, 1.05)):
+        clock.call_at(ends, engine.finish, index)
+    heard = [(round(clock.time(), 3), [s.index for s in answer.samples]) async for answer in start(engine, 5)]
+    assert heard == [(0.3, [0, 1]), (0.6, [2]), (1.05, [3, 4])]
 
 
 async def test_while_nothing_finishes_a_heartbeat_is_heard() -> None:
