@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from services.common.models.attention import short
 from services.common.models.attention.prefixes import Past
 from services.common.models.numerics import widen
 
@@ -38,8 +40,9 @@ def packed_attention(
     -> [1, L, heads, D].
 
     The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
-    square of their sum. In half precision on a GPU one kernel takes all sequences, elsewhere torch's fused kernel
-    takes one after the other. RuntimeError if the model passes on no lengths, or there are several rows.
+    square of their sum. In half precision on a GPU one kernel takes all sequences. Elsewhere torch's fused kernel or
+    `short_attention` takes those of one length together. RuntimeError if the model passes on no lengths, or there are
+    several rows.
 
     Args:
         packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
@@ -51,19 +54,45 @@ def packed_attention(
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
     if kernel is not None and packed_past is None:
         return by_kernel(kernel, query, key, value, cu_seq_lens_q, max(packed_lengths), options.get("scaling")), None
-    dtype = query.dtype
-    # On a CPU the fused kernel's backward pass takes three times as long in bfloat16 as in float32; its forward pass
-    # takes about the same.
-    whole = [widen(states) if states.device.type == "cpu" else states for states in (query, key, value)]
-    split = (states.split(packed_lengths, dim=2) for states in whole)
+    states = (query, key, value)
+    if packed_past is not None:
+        return _continued(module, states, packed_lengths, packed_past, **options), None
+    # Sequences of one length are neighbours, as passes have them in the order of their lengths.
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths)]
     pieces = []
+    for (length, _), *run in zip(runs, *(_by_length(state, runs) for state in states), strict=True):
+        if short.takes(query, length):
+            attended = short.short_attention(*run, scale=options.get("scaling"))
+        else:
+            attended = sdpa_attention_forward(module, *map(_precise, run), None, **options)[0]
+        pieces.append(attended.to(query.dtype).flatten(0, 1)[None])
+    return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0], None
+
+
+def _by_length(state: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """[1, heads, L, D] -> [N, heads, length, D] for each (length, N) of `runs`: N sequences of that length."""
+    parts = state.split([length * count for length, count in runs], dim=2) if len(runs) > 1 else [state]
+    return [part[0].unflatten(1, (-1, length)).transpose(0, 1) for part, (length, _) in zip(parts, runs, strict=True)]
+
+
+def _precise(state: torch.Tensor) -> torch.Tensor:
+    """The input of the fused kernel. On a CPU that is float32: its backward pass takes three times as long in half
+    precision, its forward pass about the same."""
+    return widen(state) if state.device.type == "cpu" else state
+
+
+def _continued(
+    module: nn.Module, states: tuple[torch.Tensor, ...], lengths: tuple[int, ...], past: Past, **options: Any
+) -> torch.Tensor:
+    """packed_attention for sequences of which some have begun in an earlier pass: one after the other."""
+    pieces = []
+    split = (_precise(state).split(lengths, dim=2) for state in states)
     for sequence, (queries, keys, values) in enumerate(zip(*split, strict=True)):
-        if packed_past is not None:
-            keys, values = packed_past.extended(sequence, module.layer_idx, keys, values)
+        keys, values = past.extended(sequence, module.layer_idx, keys, values)
         for some, seen, mask in _blocks(queries, keys):
-            past = keys[:, :, :seen], values[:, :, :seen]
-            pieces.append(sdpa_attention_forward(module, some, *past, mask, **options)[0])
-    return torch.cat(pieces, dim=1).to(dtype), None
+            before = keys[:, :, :seen], values[:, :, :seen]
+            pieces.append(sdpa_attention_forward(module, some, *before, mask, **options)[0])
+    return torch.cat(pieces, dim=1).to(states[0].dtype)
 
 
 def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, torch.Tensor | None]]:

@@ -75,21 +75,35 @@ def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
     assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]
 
 
-def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    return packed_attention(Attention(), query, key, value, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries)[0]
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: tuple[int, ...] = LENGTHS
+) -> torch.Tensor:
+    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return packed_attention(Attention(), query, key, value, None, packed_lengths=lengths, cu_seq_lens_q=boundaries)[0]
 
 
 def test_half_precision_is_computed_in_float32_on_a_cpu() -> None:
     torch.manual_seed(0)
-    half = [states(heads).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    half = [states(heads).half().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
     wide = [state.detach().float().requires_grad_() for state in half]
     actual, expected = attended(*half), attended(*wide)
-    assert torch.equal(actual, expected.bfloat16())
-    weights = torch.randn(actual.shape).bfloat16()
+    assert torch.equal(actual, expected.half())
+    weights = torch.randn(actual.shape).half()
     actual.backward(weights)
     expected.backward(weights.float())
     for state, other in zip(half, wide, strict=True):
         assert state.grad is not None
         assert other.grad is not None
-        assert torch.equal(state.grad, other.grad.bfloat16())
+        assert torch.equal(state.grad, other.grad.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(2, 2, 5), (3, 3, 3), (4, 1, 4)])
+def test_sequences_of_one_length_attend_each_to_itself(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = (states(heads).to(dtype) for heads in (HEADS, GROUPS, GROUPS))
+    alone = [
+        attended(*(state[:, :, end - length : end] for state in (query, key, value)), lengths=(length,))
+        for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)
+    ]
+    torch.testing.assert_close(attended(query, key, value, lengths=lengths), torch.cat(alone, dim=1))
