@@ -33,6 +33,8 @@ class Case:
     """All responses have the same length; else they end by themselves."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Quartet's. TRL computes in float32: its bfloat16 is autocast, which no CPU gains by."""
+    old_logprobs: Literal["learner", "rollout"] = "rollout"
+    """Quartet's. TRL takes the ratio to the log-probs of generation, as `rollout` does."""
 
     @property
     def longest(self) -> int:
@@ -76,7 +78,8 @@ _LARGE = Case(512, 6, 8, 1024, batch=32, prompt=12, response=96, epochs=1, minib
 CASES = {
     "demo": Case(128, 2, 4, 106, batch=64, prompt=16, response=32, epochs=4, minibatches=4),
     "20M": _LARGE,
-    "20M-bf16": replace(_LARGE, dtype="bfloat16"),
+    "20M-bf16": replace(_LARGE, dtype="bfloat16", old_logprobs="learner"),
+    "20M-bf16-rollout": replace(_LARGE, dtype="bfloat16"),
     "20M-uneven": replace(_LARGE, vocabulary=32, batch=64, response=128, equal=False),
 }
 """Cases by name."""

@@ -108,7 +108,7 @@ class Quartet:
 
 
 def configured(folder: Path, case: Case) -> dict[str, Any]:
-    """The file that `quartet init` writes for the models of a case, with its sizes and learning rate."""
+    """The file that `quartet init` writes for the models of a case, with its sizes, learning rate and arithmetic."""
     wanted = Wanted(
         str(folder / "policy"),
         str(folder / "reward"),
@@ -120,19 +120,20 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
     run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["data"]["prompt_split"] = "train"
     run["sampling"]["min_new_tokens"] = case.response if case.equal else 0
-    run["ppo"] |= {"epochs": case.epochs, "minibatch_size": case.batch // case.minibatches}
+    run["ppo"] |= {
+        "epochs": case.epochs,
+        "minibatch_size": case.batch // case.minibatches,
+        "old_logprobs": case.old_logprobs,
+    }
     run["evaluation"]["every"] = 0
     run["policy"]["optimizer"]["learning_rate"] = RATE
     rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
     critic["optimizer"]["learning_rate"] = RATE
     rollout |= {"max_num_seqs": case.batch}
-    half = case.dtype == "bfloat16"
-    if half:  # as the file for a machine that computes in bfloat16
-        run["ppo"]["old_logprobs"] = "learner"
     for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
         part["dtype"] = case.dtype
     for learner in (critic, run["policy"]):
-        learner["zero_stage"] = int(half)
+        learner["zero_stage"] = int(case.dtype == "bfloat16")
     return raw
 
 

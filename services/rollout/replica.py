@@ -181,7 +181,7 @@ class Rollout(HealthMixin):
 def _parts_s(asked: float) -> float:
     if asked and not SHORTEST_PARTS_S <= asked <= HEARTBEAT_S:
         raise InvalidArgument(f"parts_s: {asked:g}; must be {SHORTEST_PARTS_S:g} to {HEARTBEAT_S:g}, or 0")
-    return asked or HEARTBEAT_S
+    return asked
 
 
 def build(args: dict[str, Any]) -> serve.Application:
