@@ -13,7 +13,7 @@ from services.rollout.sample import OnParts, Part, Sample, following
 Row = TypeVar("Row", Part, Sample)
 
 PARTS_S = 0.5
-"""Seconds between two messages with tokens of unfinished responses, for callers that make use of them."""
+"""Least seconds between two messages with tokens of unfinished responses, for callers that make use of them."""
 
 
 class Remaining:
