@@ -71,7 +71,8 @@ class Call:
                 failed = [error for task in done if (error := task.exception())]
                 answer = self._answer([task.result() for task in done if not task.exception()])
                 if answer.samples or answer.parts or not done:
-                    due = clock() + parts_s if answer.parts else due
+                    if answer.parts:
+                        due = clock() + parts_s
                     yield answer  # even if another row failed: what is sampled need not be sampled again
                 if failed:
                     raise failed[0]

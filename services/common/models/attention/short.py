@@ -42,7 +42,6 @@ def short_attention(
     FlashAttention 2 (Dao 2023, algorithm 1).
 
     Args:
-        query, key, value: as said above.
         scale: multiplies the scores; None: 1 / sqrt(D).
         most_weights: most weights at a time, unless a single sequence has more.
     """
