@@ -32,6 +32,7 @@ from benchmarks.bare_broadcast import STALL_S, Bare
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
+from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
 from services.common.config.base import MIB
 from services.common.ranks.rendezvous import serve_store
@@ -93,7 +94,7 @@ async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int, backen
     pusher = WeightPusher(fleet, source, backend, config)  # type: ignore[arg-type]
     bare = Bare(mib, replicas)
     layers = Layers(others, list(others.members), _weights(mib), 1_000_000)
-    prover = Prover(_Learner(mib), probe_sequences(VOCABULARY, MAX_LENGTH), 1e-3, every=1)
+    prover = Prover(_Learner(mib), probe_sequences(VOCABULARY, MAX_LENGTH), Tolerance(1e-3, 1e-3), every=1)
     sides: dict[str, Callable[[], Awaitable[float]]] = {
         "bare": bare.broadcast,
         "push": lambda: _pushed(pusher),

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from orchestrator.config.weights import WeightsConfig
-from orchestrator.push.prover import Prover
+from orchestrator.push.prover import BOUNDS, Prover
 from orchestrator.push.pusher import PushReport, WeightPusher
+from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.probe import TOLERANCE, probe_sequences
+from services.common.weight_transfer.probe import probe_sequences
 from services.common.wire.codec import Floats, Ints
 from services.critic.client import CriticClient
 from services.rollout.client import RolloutClient
@@ -88,7 +89,7 @@ class TrainerSource:
 
 def make_prover(source: Any) -> Prover:
     """Proves every push."""
-    return Prover(source, probe_sequences(len(WORDS), MAX_LENGTH), TOLERANCE["float32"], every=1)
+    return Prover(source, probe_sequences(len(WORDS), MAX_LENGTH), Tolerance(*BOUNDS["float32"]), every=1)
 
 
 def make_pusher(rollout: Any, source: Any, prover: Prover | None = None, **config: Any) -> WeightPusher:

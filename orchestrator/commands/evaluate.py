@@ -14,6 +14,7 @@ from rich.table import Table
 
 from orchestrator.clients import Services, check_models
 from orchestrator.commands.check import evaluation_prompts, load_judges
+from orchestrator.commands.fitting import ends_without_token
 from orchestrator.commands.train import RUNS
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
@@ -64,6 +65,9 @@ async def evaluate_model(
     tokenizer = load_tokenizer(config.policy.model)
     prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
     judges = load_judges(config)
+    sampled = sampled_from(config, tokenizer)
+    for problem in ends_without_token(sampled, config.policy.model):
+        raise ConfigError(problem)
     offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)
     try:
@@ -75,9 +79,7 @@ async def evaluate_model(
         requests = evaluation_requests(config, prompts)
         # One call for all prompts, so that an offline engine starts only once.
         everything = config.model_copy(update={"prompts_per_call": len(requests)})
-        collector = Collector(
-            services, config if offline is None else everything, sampled_from(config, tokenizer).end_ids
-        )
+        collector = Collector(services, config if offline is None else everything, sampled.end_ids)
         collected = await collector.collect(requests, version=None, critic_step=None)
     finally:
         await connected.close()

@@ -4,9 +4,10 @@ miss."""
 from collections.abc import Callable, Mapping
 
 from orchestrator.config.loop import LoopConfig
+from orchestrator.push.tolerance import Tolerance
 
-LIMIT = {"float32": 0.02, "bfloat16": 0.2}
-"""Largest mean difference in nats per token: many times the rounding differences of two engines' kernels."""
+BOUNDS = {"float32": (1e-3, 0.02), "bfloat16": (0.05, 0.2)}
+"""Least and most of the default limit, in nats per token."""
 MEASURED = "mismatch/present_mean_abs"
 
 
@@ -24,7 +25,7 @@ class MismatchWatch:
             dtype: the policy's dtype, which determines the default limit.
             note: shows a message to the user.
         """
-        self._limit = LIMIT[dtype] if config.mismatch_limit is None else config.mismatch_limit
+        self._limit = Tolerance.of(config.mismatch_limit, BOUNDS[dtype])
         self._steps = config.mismatch_steps
         self._note = note
         self._beyond = 0
@@ -39,12 +40,14 @@ class MismatchWatch:
         difference = metrics.get(MEASURED)
         if difference is None:
             return
-        if difference <= self._limit:
+        limit = self._limit.nats
+        if difference <= limit:
+            self._limit.learn(difference)
             self._beyond = 0
             return
         self._beyond += 1
         said = (
-            f"step {step}: {MEASURED} is {difference:.3g} nats, beyond loop.mismatch_limit {self._limit:g} "
+            f"step {step}: {MEASURED} is {difference:.3g} nats, beyond loop.mismatch_limit {limit:.3g} "
             f"({self._beyond} of {self._steps} steps in a row)"
         )
         if self._beyond >= self._steps:

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.push.source import both
+from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.probe import TOLERANCE, Probe, probe_sequences
+from services.common.weight_transfer.probe import Probe, probe_sequences
 from services.common.wire.codec import Floats, Ints, pack_sequences, split, unpack_floats
 from services.common.wire.errors import ServiceError
 
@@ -17,6 +18,8 @@ log = logging.getLogger("quartet")
 
 Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
 
+BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.1)}
+"""Least and most of the default tolerance, in nats per token."""
 PUSHES_WITHOUT_PROOF = 3
 """Pushes in a row without a proof, because a replica died meanwhile or had no time, at which the push fails."""
 
@@ -36,12 +39,12 @@ class ProbeLearner(Protocol):
 class Prover:
     """Makes replicas score a few fixed sequences after a push, and compares with the learner."""
 
-    def __init__(self, learner: ProbeLearner, sequences: Sequence[Ints], tolerance: float, every: int) -> None:
+    def __init__(self, learner: ProbeLearner, sequences: Sequence[Ints], tolerance: Tolerance, every: int) -> None:
         """
         Args:
             learner: scores the sequences too.
             sequences: the sequences, from `probe_sequences`.
-            tolerance: largest mean absolute difference, in nats.
+            tolerance: largest mean absolute difference; learns from the first proof.
             every: pushes between two proofs of the same members; 0: only the first two pushes, and those after a
                 change of members, are proved.
         """
@@ -93,10 +96,12 @@ class Prover:
         self._proved = set()
         # At the same time, since each side's pass reads all weights of the model, as a push does.
         answers, logprobs = await both(ask(self._asked), scoring)
-        probe = Probe(self._sequences, logprobs, self._tolerance)
+        probe = Probe(self._sequences, logprobs, self._tolerance.nats)
         reports = {report.replica: report for report in answers}
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
             raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
+        if means := [probe.mean(_scores(report, self._sequences)) for report in answers if report.ok]:
+            self._tolerance.learn(max(means))
         self._settle(version, {name: _why(reports.get(name)) for name in members})
 
     async def of_members(self, ask: Ask) -> Probe | None:
@@ -104,7 +109,7 @@ class Prover:
         meanwhile. None if no member answers; the next push then proves the newcomer."""
         for report in await ask(self._asked):
             if report.ok:
-                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance)
+                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance.nats)
         return None
 
     def _is_due(self, members: Collection[str]) -> bool:
@@ -156,7 +161,8 @@ def make_prover(
     """
     weights = config.weights
     sequences = probe_sequences(vocabulary or model.vocab_size, model.max_length)
-    return Prover(learner, sequences, weights.prove_tolerance or TOLERANCE[config.policy.dtype], weights.prove_every)
+    tolerance = Tolerance.of(weights.prove_tolerance, BOUNDS[config.policy.dtype])
+    return Prover(learner, sequences, tolerance, weights.prove_every)
 
 
 def _why(report: pb.WeightReport | None) -> str:

@@ -33,6 +33,8 @@ class Engine(Protocol):
     place: Place
     """Machine and GPUs of these processes."""
     vocab_size: int
+    end_ids: tuple[int, ...]
+    """Tokens that end a text of the model. A configuration may name some that the model does not have."""
     max_length: int
     longest_manifest: int
     """Largest packed manifest, in bytes, that a push may have."""

@@ -126,6 +126,14 @@ class Rollout(HealthMixin):
         for token in sampling.stop_token_ids:
             if not 0 <= token < self._engine.vocab_size:
                 raise InvalidArgument(f"sampling.stop_token_ids: {token} is outside the vocabulary")
+        # vLLM's mask of early ends would write beyond its logits, which ends the engine.
+        outside = [token for token in self._engine.end_ids if token >= self._engine.vocab_size]
+        if sampling.min_new_tokens and outside:
+            raise InvalidArgument(
+                f"sampling.min_new_tokens: {sampling.min_new_tokens}; must be 0, as the model's folder names an end "
+                f"of texts, {outside[0]}, that is not one of its {self._engine.vocab_size} tokens; correct "
+                "eos_token_id in its generation_config.json"
+            )
 
     def _check_fit(self, prompts: Ragged, sampling: Sampling) -> None:
         if not len(prompts):

@@ -48,9 +48,10 @@ class Distribution:
         [R, t, V] -> [R, t], both [R, C, 2]."""
         check_logits(logits, self.temperature)
         size = logits.shape[-1] if self.vocabulary is None else min(self.vocabulary, logits.shape[-1])
-        ends = _filled(self.end_ids, logits.device) if self.min_new_tokens and self.end_ids else None
+        masked = tuple(token for token in self.end_ids if token < size) if self.min_new_tokens else ()
+        ends = _filled(masked, logits.device) if masked else None
         whole = size == logits.shape[-1] and ends is None
-        always = next((token for token in range(size) if ends is None or token not in self.end_ids), 0)
+        always = next((token for token in range(size) if token not in masked), 0)
 
         def piece(logits: Tensor, ids: Tensor, steps: Tensor) -> Tensor:
             kept, never = tempered(logits[..., :size], self.temperature), ids >= size

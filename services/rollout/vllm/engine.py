@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from services.common.models.distribution import end_ids
 from services.common.models.loading import shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
@@ -54,6 +55,7 @@ class VLLMEngine:
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.end_ids = end_ids(config.model, self.tokenizer)
         self._expected = ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype)
         self.longest_manifest = self._expected.longest_manifest
 

@@ -1,11 +1,13 @@
 """`quartet evaluate`: what it asks before it generates anything, and what it makes of the file."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import GenerationConfig
 
 from orchestrator.clients import Services
 from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, rollout_config
@@ -80,6 +82,15 @@ async def test_services_that_are_down_are_said_to_be(policy_folder: Path, tmp_pa
     )
     with pytest.raises(Unavailable, match=re.escape(message)):
         await evaluate_model(deployment, "current", "train", None)
+
+
+async def test_an_end_that_min_new_tokens_could_not_mask_is_named(policy_folder: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(policy_folder, policy)
+    GenerationConfig(eos_token_id=50256).save_pretrained(policy)
+    deployment = load(tmp_path, policy, [], sampling={"max_new_tokens": 4, "min_new_tokens": 1})
+    with pytest.raises(ConfigError, match="min_new_tokens: 1, but of the tokens that end a text 50256 is not one"):
+        await evaluate_model(deployment, "current", "train", None, lambda config, purpose: make_services())
 
 
 @pytest.mark.parametrize("name", ["rollout", "reward", "reference"])

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.push.prover import PUSHES_WITHOUT_PROOF, Prover, PushDisproved
 from orchestrator.push.prover import make_prover as configured
+from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
@@ -30,7 +31,7 @@ def source() -> FakeSource:
 
 
 def make_prover(source: FakeSource, every: int = 3) -> Prover:
-    return Prover(source, SEQUENCES, tolerance=1e-3, every=every)
+    return Prover(source, SEQUENCES, Tolerance(1e-3, 1e-3), every=every)
 
 
 def test_the_sequences_are_the_same_for_every_run_and_fit_the_model() -> None:
@@ -66,22 +67,29 @@ async def test_without_a_period_only_the_first_two_and_changes_of_members_are_pr
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "tolerance", "every"),
+    ("dtype", "weights", "tolerances", "every"),
     [
-        ("float32", {}, 1e-3, 40),
-        ("bfloat16", {}, 0.1, 40),
-        ("bfloat16", {"prove_tolerance": 0.02}, 0.02, 40),
-        ("float32", {"prove_every": 0}, 1e-3, 0),
+        ("float32", {}, (1e-3, 1e-4), 40),
+        ("bfloat16", {}, (0.1, 0.05), 40),
+        ("bfloat16", {"prove_tolerance": 0.02}, (0.02, 0.02), 40),
+        ("float32", {"prove_every": 0}, (1e-3, 1e-4), 0),
     ],
 )
 def test_a_prover_as_it_is_configured(
-    policy_folder: Path, source: FakeSource, dtype: str, weights: dict[str, Any], tolerance: float, every: int
+    policy_folder: Path,
+    source: FakeSource,
+    dtype: str,
+    weights: dict[str, Any],
+    tolerances: tuple[float, float],
+    every: int,
 ) -> None:
     policy = {"model": str(policy_folder), "dtype": dtype, "optimizer": {"learning_rate": 0.1}, "zero_stage": 1}
     config = make_config(policy_folder, policy=policy, weights=weights)
     model = common_pb2.ModelInfo(vocab_size=96, max_length=128)
     prover = configured(config, source, model, 64)
-    assert (prover._tolerance, prover._every) == (tolerance, every)
+    before = prover._tolerance.nats
+    prover._tolerance.learn(0.0)
+    assert ((before, prover._tolerance.nats), prover._every) == (tolerances, every)
     assert [row.tolist() for row in prover._sequences] == [row.tolist() for row in SEQUENCES]
     assert max(row.max() for row in configured(config, source, model, None)._sequences) >= 64
 
@@ -101,6 +109,19 @@ async def test_a_replica_that_computes_something_else_fails_the_push(source: Fak
     with pytest.raises(PushDisproved, match=expected):
         await pusher.push(3)
     assert fleet.phases == [*PUSH, "probe"]  # not tried again: that would not mend it
+
+
+async def test_the_first_proof_shows_how_differently_engine_and_learner_round(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    pusher = make_pusher(fleet, prover=Prover(source, SEQUENCES, Tolerance(1e-4, 1e-3), every=1))
+    for version, off_by in enumerate([0.00006, 0.00029], 1):  # 5 times 0.00006 is 0.0003
+        fleet.engines["b"].off_by = off_by
+        await pusher.push(version)
+    fleet.engines["b"].off_by = 0.00032
+    with pytest.raises(
+        PushDisproved, match=r"^version 3: b computes .* by 0.00032 nats in the mean.*, tolerance 0.0003\d*; these"
+    ):
+        await pusher.push(3)
 
 
 async def test_numbers_that_are_none_prove_nothing(source: FakeSource) -> None:
@@ -154,7 +175,7 @@ async def test_a_push_without_proof_costs_the_learner_nothing(source: FakeSource
             return await source.score(sequences)
 
     fleet = Fleet(source, a=1)
-    pusher = make_pusher(fleet, prover=Prover(Learner(), SEQUENCES, tolerance=1e-3, every=3))
+    pusher = make_pusher(fleet, prover=Prover(Learner(), SEQUENCES, Tolerance(1e-3, 1e-3), every=3))
     for version in range(1, 8):
         await pusher.push(version)
     assert len(asked) == 3
@@ -172,7 +193,7 @@ async def test_learner_and_replicas_score_at_the_same_time(source: FakeSource) -
         scoring.set()
         return [pb.WeightReport(replica="a", ok=True, logprobs=pack_floats(await source.score(SEQUENCES)))]
 
-    prover = Prover(Learner(), SEQUENCES, tolerance=1e-3, every=3)
+    prover = Prover(Learner(), SEQUENCES, Tolerance(1e-3, 1e-3), every=3)
     prover.begin(1, ["a"])
     async with asyncio.timeout(60):
         await prover.prove(1, 1, ["a"], ask)

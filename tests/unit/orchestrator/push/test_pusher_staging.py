@@ -14,6 +14,7 @@ from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
+from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.models.distribution import Distribution
@@ -111,7 +112,7 @@ async def test_weights_that_were_staged_over_cannot_be_delivered() -> None:
 async def test_the_learner_scores_before_it_trains_and_later_members_are_proved_next_time() -> None:
     source = FakeSource()
     fleet = Fleet(source, a=1)
-    prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], 0.01, every=5)
+    prover = Prover(source, [np.asarray([1, 2, 3], np.int32)], Tolerance(0.01, 0.01), every=5)
     pusher = make_pusher(fleet, prover=prover)
     staged = await pusher.stage(1)
     assert prover._learner_logprobs is not None

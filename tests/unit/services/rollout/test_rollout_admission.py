@@ -40,6 +40,7 @@ class Engine(FakeEngine):
 
     vocab_size = 64
     max_length = 128
+    end_ids: tuple[int, ...] = (2, 63)
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,3 +214,11 @@ async def test_another_identity_that_repeats_a_lease_does_not_sample_with_it(rol
 async def test_what_cannot_be_generated_is_named(rollout: Any, request_: pb.GenerateRequest, message: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         await samples(rollout, request_, Context())
+
+
+async def test_an_end_that_the_model_does_not_have_is_named_where_it_would_be_masked(rollout: Any) -> None:
+    rollout._engine.end_ids = (2, 50256)
+    assert await samples(rollout, ask(1), Context())
+    early = ask(1, sampling=pb.SamplingParams(max_new_tokens=2, min_new_tokens=1))
+    with pytest.raises(InvalidArgument, match=r"min_new_tokens: 1; must be 0, .* 50256, that is not one of its 64"):
+        await samples(rollout, early, Context())

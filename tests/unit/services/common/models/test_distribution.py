@@ -48,6 +48,9 @@ DISTRIBUTIONS = [
     Distribution(0.7, vocabulary=VOCABULARY),
     Distribution(1.0, min_new_tokens=2, end_ids=(0, 2)),
     Distribution(1.3, vocabulary=VOCABULARY, min_new_tokens=9, end_ids=(1,)),
+    # Ends that are padding, and that the model does not have: as if they were not named.
+    Distribution(1.0, vocabulary=VOCABULARY, min_new_tokens=2, end_ids=(0, 9, 20)),
+    Distribution(1.0, min_new_tokens=2, end_ids=(20,)),
 ]
 
 
