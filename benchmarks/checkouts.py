@@ -12,25 +12,23 @@ the middle half lies, and the ratio of the sides' medians. The first steps, whic
 """
 
 import os
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
 
-import psutil
 import typer
 import yaml
 from rich.console import Console
 
+from benchmarks.family import Family
 from orchestrator.deployment.listeners import free_ports
 
 HERE = Path(__file__).parents[1]
-MARK = "QUARTET_BENCHMARK_SIDE"
 WARM_UP = 3
 LONGEST_S = 300
 """Seconds that a turn may take."""
@@ -72,7 +70,7 @@ class Side:
         self._log = folder / "log"
         self._metrics = folder / "runs/demo/metrics.jsonl"
         self._run: subprocess.Popen[bytes] | None = None
-        self._stopped: list[psutil.Process] = []
+        self._family = Family(str(folder))
 
     def start(self, steps: int) -> None:
         """Starts the services and a run of so many steps; returns when it has warmed up, and is stopped.
@@ -95,45 +93,30 @@ class Side:
             SystemExit: the run ended, or took more than LONGEST_S seconds.
         """
         start, target = time.perf_counter(), self._steps() + steps
-        self._signal(signal.SIGCONT)
+        self._family.go_on()
         while self._steps() < target:
             if not self._run or self._run.poll() is not None or time.perf_counter() - start > LONGEST_S:
                 raise SystemExit(self._last_words(f"the run ended, or took more than {LONGEST_S} s for a turn"))
             time.sleep(0.005)
         seconds = time.perf_counter() - start
-        self._stopped = self._family()
-        self._signal(signal.SIGSTOP)
+        self._family.stop()
         return seconds
 
     def end(self) -> None:
         """Ends the run and the services."""
-        self._signal(signal.SIGCONT)
+        self._family.go_on()
         if self._run:
             self._run.kill()
         self._quartet("down").wait()
 
     def _quartet(self, *arguments: str) -> "subprocess.Popen[bytes]":
         command = [str(self._checkout / ".venv/bin/quartet"), *arguments]
-        environment = os.environ | {"PYTHONPATH": str(self._checkout), MARK: str(self._folder)}
+        environment = os.environ | {"PYTHONPATH": str(self._checkout)} | self._family.environment
         with self._log.open("ab") as log:
             return subprocess.Popen(command, cwd=self._folder, env=environment, stdout=log, stderr=log)
 
     def _steps(self) -> int:
         return self._metrics.read_bytes().count(b"\n") if self._metrics.exists() else 0
-
-    def _family(self) -> list[psutil.Process]:
-        """All processes of this side: those with its mark, and their descendants, whose titles replace the mark."""
-        members: dict[int, psutil.Process] = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.pid not in members and process.environ().get(MARK) == str(self._folder):
-                    members |= {member.pid: member for member in (process, *process.children(recursive=True))}
-        return list(members.values())
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._stopped:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
 
     def _last_words(self, what: str) -> str:
         return f"{self._checkout}: {what}:\n{self._log.read_text(errors='replace')[-4000:]}"

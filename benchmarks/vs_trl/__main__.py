@@ -4,11 +4,11 @@
 
 TRL 1.12.0 is the last release with PPO; it is installed into a virtual environment of its own, at the first run. The
 learning rates are so small that lengths stay as they are. Quartet runs the file that `quartet init` writes for the
-models and this machine, nothing tuned, with its services up while TRL has its turn. The first update of every turn is
-left out.
+models and this machine, nothing tuned; all its processes are stopped while TRL has its turn. The first update of
+every turn is left out.
 
-Prints the ratio of the medians in each round; the share of Quartet's step that each stage takes; and the part of each
-stage that its arithmetic would take, done as fast as these cores do one large matrix product.
+Prints the ratio of the medians in each round; the share of Quartet's step that each stage takes; and the part of
+each stage that its arithmetic would take, done as fast as these cores do one large matrix product in Quartet's dtype.
 """
 
 import os
@@ -86,8 +86,10 @@ def race(name: str, rounds: int, updates: int, python: Path) -> Result:
         quartet.up()
         try:
             for round_ in range(rounds):
-                result.rates.append(rate(trl.threads))
-                theirs, ours = trl.updates(updates)[1:], quartet.updates(updates)[1:]
+                with quartet.family.stopped():
+                    result.rates.append(rate(trl.threads, CASES[name].dtype))
+                    theirs = trl.updates(updates)[1:]
+                ours = quartet.updates(updates)[1:]
                 result.ours.extend(ours)
                 result.ratios.append(median(theirs) / median(update["step"] for update in ours))
                 console.print(f"{name}, round {round_ + 1} of {rounds}: {result.ratios[-1]:.2f}")

@@ -28,11 +28,11 @@ def operations(case: Case, response: float) -> dict[str, float]:
     }
 
 
-def rate(threads: int) -> float:
-    """Floating-point operations per second of the cores in one large product of float32 matrices."""
+def rate(threads: int, dtype: str) -> float:
+    """Floating-point operations per second of the cores in one large product of matrices of this dtype."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    left, right = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
+    left, right = (torch.randn(SIZE, SIZE).to(getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
     for _ in range(8):
         start = time.perf_counter()

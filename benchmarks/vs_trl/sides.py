@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.family import Family
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, compose
@@ -68,13 +69,15 @@ class Trl:
 
 
 class Quartet:
-    """Quartet's services, up between its turns."""
+    """Quartet's services, which are up all the time."""
 
     def __init__(self, folder: Path, raw: dict[str, Any]) -> None:
         """`raw` is the contents of the file, whose run is called `race`."""
         self._config = folder / CONFIG
         self._folder = folder
         self._raw = raw
+        self.family = Family(str(folder))
+        """All processes that it has started."""
 
     def up(self) -> None:
         """Starts the services."""
@@ -103,7 +106,7 @@ class Quartet:
 
     def _quartet(self, *arguments: str) -> None:
         root = str(Path(__file__).parents[2])
-        environment = os.environ | {"PYTHONPATH": root}
+        environment = os.environ | {"PYTHONPATH": root} | self.family.environment
         run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
 
 

@@ -47,7 +47,8 @@ class Probe:
         return float(self._differences(logprobs).mean())
 
     def _differences(self, logprobs: Sequence[Floats]) -> Floats:
-        return np.abs(np.concatenate(list(logprobs)) - np.concatenate(self.expected))
+        differences: Floats = np.abs(np.concatenate(list(logprobs)) - np.concatenate(self.expected))
+        return differences
 
 
 def probe_sequences(vocabulary: int, max_length: int) -> list[Ints]:
