@@ -15,7 +15,7 @@ class Family:
     def __init__(self, name: str) -> None:
         """`name` is the mark's value, and another for each side."""
         self.environment = {MARK: name}
-        """What the side's first processes need in their environment."""
+        """Environment variables of the first processes of the side."""
         self._name = name
         self._stopped: list[psutil.Process] = []
 
@@ -30,7 +30,7 @@ class Family:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """They stand still in the meantime."""
+        """Stops all of them in the meantime."""
         self.stop()
         try:
             yield

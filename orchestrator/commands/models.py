@@ -23,6 +23,8 @@ from services.reward.config import (
 from services.rollout.config import RolloutConfig
 
 POLICY_FIELD = "orchestrator.policy.model"
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies depend on the length of the sequences."""
 _OWN_CODE = {"working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri"}
 """Keys of a runtime environment that brings its own modules."""
 
@@ -38,13 +40,19 @@ def untested(deployment: Deployment) -> Iterator[str]:
 
 
 def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
-    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them."""
+    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them; and
+    one with which vLLM would rotate all sequences as transformers rotates only those of a pass that is as long."""
     model = load_model_config(section.model)
     rope = getattr(model, "rope_parameters", None) or {}
-    if model is not None and rope.get("rope_type", "default") == "default" and section.max_length > limit(model):
+    kind = rope.get("rope_type", "default")
+    field = f"applications.{name}.args.max_length: {section.max_length}, but {section.model}"
+    if model is not None and kind == "default" and section.max_length > limit(model):
+        yield f"{field} takes {limit(model)} tokens (its max_position_embeddings)"
+    native = int(rope.get("original_max_position_embeddings") or limit(model))
+    if kind in BY_LENGTH and section.max_length > native:
         yield (
-            f"applications.{name}.args.max_length: {section.max_length}, but {section.model} takes "
-            f"{limit(model)} tokens (its max_position_embeddings)"
+            f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "
+            f"the engine would use for all sequences and the learner only for long ones; set it to {native} at most"
         )
 
 

@@ -89,7 +89,8 @@ class PPOConfig(Config):
     """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
     own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:
     the engine's, which sampled with them. They take no pass and no correction, but the engine's rounding counts as a
-    move of the policy: for float32, where none differs by 1e-4. The mismatch is measured by the first minibatch."""
+    move of the policy. That is little in float32, where they differ by less than 1e-4. The mismatch is measured by
+    the first minibatch."""
     correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
     """The correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, Phi3Config
 
 from orchestrator.commands.check import preflight
+from orchestrator.commands.models import too_long_for_model
 from orchestrator.deployment.file import Deployment
+from services.rollout.config import RolloutConfig
 from tests.models import EOS, MAX_LENGTH, make_policy
 from tests.unit.preflights import SUM, args, checked, problems
 
@@ -40,6 +42,35 @@ def test_lengths_must_fit_every_service_and_model(
     raw["orchestrator"]["sampling"]["max_new_tokens"] = 112
     args(raw, "rollout")["max_length"] = 128
     checked(raw, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(max_position_embeddings=64, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        Phi3Config(
+            max_position_embeddings=256,
+            original_max_position_embeddings=64,
+            rope_scaling={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        ),
+    ],
+)
+def test_a_rotation_that_depends_on_the_length_must_not_change_with_it(config: Any, tmp_path: Path) -> None:
+    """vLLM would rotate short sequences as long ones, transformers would not."""
+    config.save_pretrained(tmp_path)
+    kind = config.rope_parameters["rope_type"]
+    found = [
+        list(too_long_for_model(RolloutConfig(model=str(tmp_path), max_length=length), "rollout"))
+        for length in (64, 65)
+    ]
+    assert found == [
+        [],
+        [
+            f"applications.rollout.args.max_length: 65, but {tmp_path} rotates longer sequences than 64 tokens by "
+            f"other frequencies (rope_type {kind}), which the engine would use for all sequences and the learner "
+            "only for long ones; set it to 64 at most"
+        ],
+    ]
 
 
 def test_a_reward_function_must_be_one(raw: dict[str, Any], tmp_path: Path) -> None:
