@@ -166,6 +166,7 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
     """SIGSTOP: it answers nothing and does not die either."""
     raw = yaml.safe_load(again.config.read_text())
     raw["orchestrator"]["timeouts"] = {"train_s": 5}
+    raw["orchestrator"]["checkpoint"] |= {"timeout_s": 5}  # it may freeze while one is taken
     again.config.write_text(yaml.safe_dump(raw))
     process = again.start("--resume")
     again.wait(again.reached(3), process)
@@ -182,6 +183,7 @@ async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight
     raw = yaml.safe_load(again.config.read_text())
     raw["orchestrator"]["weights"] = {"timeout_s": 20, "stall_s": 3, "attempts": 2}
     raw["orchestrator"]["timeouts"] = {"train_s": 20}
+    raw["orchestrator"]["checkpoint"] |= {"timeout_s": 20}
     again.config.write_text(yaml.safe_dump(raw))
     engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
