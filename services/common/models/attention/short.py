@@ -22,9 +22,10 @@ def takes(query: torch.Tensor, length: int) -> bool:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    # The operation has no public name, so that another torch may lack it. Torch's compiler asks it too.
-    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(known and known())
+    # oneDNN takes bfloat16 on each CPU with AVX-512, but multiplies it faster only with instructions of its own.
+    # Torch's questions for these have no public names, so that another torch may lack them.
+    questions = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(question() for question in questions if question)
 
 
 def short_attention(
