@@ -1,9 +1,12 @@
 """Models that are published with dropout: the update computes what the old log-probs were computed with."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
@@ -24,17 +27,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return FAMILIES[request.param].make(tmp_path_factory.mktemp("dropout") / request.param)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_first_ratio_is_one(folder: Path, gradient_checkpointing: bool) -> None:
+def make_trainer(folder: Path, gradient_checkpointing: bool) -> PolicyTrainer:
     config = PolicyConfig(
         model=str(folder),
         optimizer=OptimizerConfig(learning_rate=1e-4),
         gradient_checkpointing=gradient_checkpointing,
     )
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
+    return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
+
+
+def train(trainer: PolicyTrainer) -> dict[str, float]:
     old = trainer.logprobs(PROMPTS, RESPONSES)
     advantages = [np.linspace(-1, 1, len(row), dtype=np.float32) for row in old]
-    metrics = trainer.train(PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
+    return trainer.train(PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_first_ratio_is_one(folder: Path, gradient_checkpointing: bool) -> None:
+    metrics = train(make_trainer(folder, gradient_checkpointing))
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-9)
     assert metrics["grad_norm"] > 0
@@ -48,15 +58,16 @@ def test_a_critic_is_trained_as_it_values(folder: Path) -> None:
     assert metrics["loss"] == pytest.approx(0, abs=1e-9)
 
 
-def test_activations_are_recomputed_where_asked(folder: Path) -> None:
+@pytest.mark.parametrize(("gradient_checkpointing", "computed"), [(False, 2), (True, 3)])
+def test_activations_are_recomputed_where_asked(folder: Path, gradient_checkpointing: bool, computed: int) -> None:
     """Layers in evaluation mode would keep them all, whatever is configured."""
-    config = PolicyConfig(
-        model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4), gradient_checkpointing=True
-    )
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
-    layers = [m for m in trainer._learner.module.modules() if getattr(m, "gradient_checkpointing", False)]
-    assert layers
-    assert all(layer.training for layer in layers)
+    trainer = make_trainer(folder, gradient_checkpointing)
+    layers = [m for m in trainer._learner.module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    calls: Counter[nn.Module] = Counter()
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda called, _: calls.update([called]))
+    train(trainer)  # a pass for the old log-probs, and one with its gradient
+    assert [calls[layer] for layer in layers] == [computed] * 2
 
 
 def test_the_saved_configuration_keeps_its_dropout(folder: Path) -> None:
