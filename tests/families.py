@@ -40,8 +40,6 @@ class Family:
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
     packs: bool = True
     """The attention takes packed sequences."""
-    one_number: bool = True
-    """The sequence classifier has a linear head, as reward models need."""
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Writes a language model with random weights and its tokenizer to `folder`; returns `folder`."""

@@ -149,7 +149,7 @@ def test_what_was_not_kept_is_computed_again(policy_folder: Path) -> None:
     assert plain.furthest(grown.logprobs(questions()), whole.logprobs(questions())) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[str(name.values[0])].one_number])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_reward_model_scores_a_response_that_grew(name: str, tmp_path: Path) -> None:
     model = load_scalar(str(FAMILIES[name].make_reward(tmp_path / name)), "float32", packing=True).eval()
 
