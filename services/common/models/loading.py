@@ -64,8 +64,8 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
-    if packing and not packed.takes(model):
-        raise ConfigError(f"packing: {path} has layers without plain causal attention; set packing to false")
+    if packing and (obstacle := packed.obstacle(model)):
+        raise ConfigError(f"packing: {path} ({model.config.model_type}) {obstacle}; set packing to false")
     if packing and capped:
         raise ConfigError(f"packing: {path} caps its attention scores; set packing to false")
     padded.use_in(model)

@@ -157,19 +157,28 @@ def caps(config: Any) -> bool:
 
 
 def takes(model: Any) -> bool:
-    """True if every layer of a transformers model attends to its whole sequence through an attention function, so
-    that packing is exact: no sliding window, no recurrent state that would run on into the next sequence, and no
-    rotation that depends on the length of others."""
+    """True if packing is exact in a transformers model."""
+    return not obstacle(model)
+
+
+def obstacle(model: Any) -> str:
+    """The property of a transformers model that makes packing inexact; empty if every layer attends to its whole
+    sequence through an attention function: no sliding window, no recurrent state that would run on into the next
+    sequence, and no rotation that depends on the length of others."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     window = getattr(model.config, "sliding_window", None)
-    plain = set(kinds) == {"full_attention"} and window is None and not _scales_by_length(model.config)
-    return bool(model._supports_attention_backend) and plain
+    if set(kinds) != {"full_attention"} or window is not None or not model._supports_attention_backend:
+        return "has layers without plain causal attention"
+    if rope := _scaled_by_length(model.config):
+        return f"has rotary frequencies ({rope}) that depend on the longest position of a pass"
+    return ""
 
 
-def _scales_by_length(config: Any) -> bool:
-    """True if the rotation of a position depends on the longest position of the pass, which may be another pair's."""
+def _scaled_by_length(config: Any) -> str:
+    """The kind of rotary embedding if it depends on the longest position of the pass, which may be another pair's;
+    empty otherwise."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return any(kind in str(rope) for kind in ("'longrope'", "'dynamic'"))
+    return next((kind for kind in ("longrope", "dynamic") if f"'{kind}'" in str(rope)), "")
 
 
 AttentionInterface.register(NAME, packed_attention)

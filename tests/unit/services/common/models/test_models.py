@@ -88,7 +88,7 @@ def test_packing_is_refused_where_a_layer_sees_a_window(tmp_path: Path) -> None:
     config = MistralConfig(**shape, num_attention_heads=2, num_key_value_heads=2, sliding_window=8)
     MistralForCausalLM(config).save_pretrained(tmp_path)
     load_causal(str(tmp_path), "float32")
-    with pytest.raises(ConfigError, match=r"packing: .* has layers without plain causal attention"):
+    with pytest.raises(ConfigError, match=r"packing: .* \(mistral\) has layers without plain causal attention"):
         load_causal(str(tmp_path), "float32", packing=True)
     query, key, value = torch.zeros(3, 1, 2, 4, 8)
     with pytest.raises(RuntimeError, match="gets no lengths of the sequences"):

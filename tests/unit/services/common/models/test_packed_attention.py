@@ -1,16 +1,29 @@
 """Packed attention by one kernel, against one sequence after the other."""
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from services.common.config.base import ConfigError
 from services.common.models.attention.packed import by_kernel, packed_attention
+from services.common.models.loading import load_causal
 from services.common.models.sequences import concatenate_pairs, pad_pairs
+from tests import plain
+from tests.families import FAMILIES
 from tests.unit.naive import arrays
 
 LENGTHS = (3, 1, 5)
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64},
+}
+"""Rotary embeddings with other frequencies in passes of more than 64 positions."""
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
 
@@ -107,3 +120,19 @@ def test_sequences_of_one_length_attend_each_to_itself(lengths: tuple[int, ...],
         for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)
     ]
     torch.testing.assert_close(attended(query, key, value, lengths=lengths), torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_packing_is_refused_where_frequencies_depend_on_the_longest_position(rope: str, tmp_path: Path) -> None:
+    options = {"max_position_embeddings": 64, "rope_parameters": ROPES[rope] | {"rope_type": rope, "rope_theta": 1e4}}
+    family = FAMILIES["bos"]
+    folder = replace(family, options=family.options | options).make(tmp_path / "model")
+    model = plain.language_model(folder)
+    short, long = np.arange(4, 34)[None], np.arange(100)[None] % 60
+    with torch.no_grad():
+        alone = model(torch.from_numpy(short)).logits[0]
+        beside = model(torch.from_numpy(np.concatenate([np.resize(short, (1, 100)), long]))).logits[0, :30]
+    assert (alone - beside).abs().max() > 0.01
+    said = rf"^packing: \S+ \(llama\) has rotary frequencies \({rope}\) that depend on the longest position of a pass"
+    with pytest.raises(ConfigError, match=f"{said}; set packing to false$"):
+        load_causal(str(folder), "float32", packing=True)

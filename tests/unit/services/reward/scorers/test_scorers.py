@@ -71,7 +71,7 @@ def test_packing_is_refused_where_attention_has_a_window(reward_folder: Path, tm
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
     assert make(kind="model", model=str(folder), dtype="float32").score(PAIRS).shape == (4,)
-    with pytest.raises(ConfigError, match=r"^packing: .*windowed has layers without plain causal attention"):
+    with pytest.raises(ConfigError, match=r"^packing: .*windowed \(llama\) has layers without plain causal"):
         make(kind="model", model=str(folder), dtype="float32", packing=True)
 
 
