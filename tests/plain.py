@@ -65,7 +65,7 @@ def scores(folder: Path, prompts: Sequence[Ints], responses: Sequence[Ints]) -> 
 @torch.inference_mode()
 def values(folder: Path | str, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
     """Values by a saved critic: its head at the token before each response token; [T] for each pair."""
-    body = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    body = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = load_file(Path(folder) / "value_head.safetensors")
     answers = []
     for prompt, response in zip(prompts, responses, strict=True):
