@@ -31,10 +31,12 @@ BUCKET_BYTES = 100_000
 
 
 class ModelSource(LocalSource):
-    """The learner's part of a push, for a model in this process."""
+    """The learner's part of a push, for a model in this process: its weights but for those in `lacking`."""
 
-    def __init__(self, model: torch.nn.Module, senders: int = 1, backend: str = "gloo") -> None:
-        tensors = dict(model.named_parameters())
+    def __init__(
+        self, model: torch.nn.Module, senders: int = 1, backend: str = "gloo", lacking: Collection[str] = ()
+    ) -> None:
+        tensors = {name: tensor for name, tensor in model.named_parameters() if name not in lacking}
         super().__init__(tensors, bucket_bytes=BUCKET_BYTES, stall_s=STALL_S, senders=senders, backend=backend)
         self._model = model
         assert self.buckets > 2

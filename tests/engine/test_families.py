@@ -4,6 +4,8 @@ and on the saved model.
 The family of every test run is the one whose pushes went wrong; `-m exhaustive` runs the others (docs/models.md).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import pytest
 import torch
 
 from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from orchestrator.push.prover import PushDisproved
 from services.common.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from services.common.learner.lora import weights_of
-from services.common.models.distribution import Distribution, end_ids
-from services.common.models.loading import load_tokenizer
-from services.common.wire.identity import vocabulary_size
+from services.common.weight_transfer.manifest import Manifest
+from services.common.wire.codec import Floats
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from services.rollout.sample import Sample, Sampling
@@ -27,8 +29,10 @@ from tests.engine_process import EngineProcess
 from tests.families import FAMILIES
 from tests.models import EOS, WORDS
 from tests.pushing import ModelSource, TrainerSource, make_prover, make_pusher, perturbed
+from tests.unit.fakes import make_config
 
 PROMPTS, _ = plain.random_pairs(6, seed=11, longest=24)
+STOPS = (9, 11)
 STEPS = 5
 CLOSE = 1e-4
 
@@ -41,28 +45,37 @@ def each(always: str) -> list[Any]:
 class Agreement:
     """A learner and a reference beside the engine, all from one folder."""
 
-    def __init__(self, engine: EngineProcess, folder: Path, lora: LoraConfig | None = None) -> None:
-        tokenizer = load_tokenizer(str(folder))
+    def __init__(self, engine: EngineProcess, folder: Path, lora: LoraConfig | None = None, **sampling: Any) -> None:
+        sampling = {"max_new_tokens": 30, "min_new_tokens": 3} | sampling
         self.engine = engine
-        self.sampling = Sampling(max_new_tokens=30, min_new_tokens=3)
-        self.distribution = Distribution(
-            vocabulary=vocabulary_size(tokenizer), min_new_tokens=3, end_ids=end_ids(str(folder), tokenizer)
-        )
+        self.prompts = PROMPTS
+        self.sampling = Sampling(**sampling)
+        self.distribution = sampled_from(make_config(folder, sampling=sampling))
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3), lora=lora)
         self.learner = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6), self.distribution)
-        self.reference = FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
+        self.reference = _reference(folder)
 
     async def sample(self) -> list[Sample]:
-        return await self.engine.generate(PROMPTS, self.sampling)
+        return await self.engine.generate(self.prompts, self.sampling)
+
+    def by_learner(self, samples: list[Sample]) -> list[Floats]:
+        """The learner's log-probs of what the engine sampled."""
+        logprobs: list[Floats] = self.learner.logprobs(self.prompts, [s.response_ids for s in samples])
+        return logprobs
+
+    def by_reference(self, samples: list[Sample], **distribution: Any) -> list[Floats]:
+        """The reference's; `distribution` replaces fields of the distribution."""
+        asked = replace(self.distribution, **distribution)
+        questions = [Question(p, s.response_ids, asked) for p, s in zip(self.prompts, samples, strict=True)]
+        logprobs: list[Floats] = self.reference.logprobs(questions)
+        return logprobs
 
     def of_learner(self, samples: list[Sample]) -> float:
         """Largest difference of log-probs between engine and learner."""
-        responses = [sample.response_ids for sample in samples]
-        return plain.furthest([s.logprobs for s in samples], self.learner.logprobs(PROMPTS, responses))
+        return plain.furthest([s.logprobs for s in samples], self.by_learner(samples))
 
     def of_reference(self, samples: list[Sample]) -> float:
-        asked = [Question(p, s.response_ids, self.distribution) for p, s in zip(PROMPTS, samples, strict=True)]
-        return plain.furthest([s.logprobs for s in samples], self.reference.logprobs(asked))
+        return plain.furthest([s.logprobs for s in samples], self.by_reference(samples))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.learner._learner.full_weights()}
@@ -75,11 +88,17 @@ class Agreement:
         """Names of the weights that differ from `before`."""
         return {name for name, tensor in self.weights().items() if not torch.equal(tensor, before[name])}
 
-    async def saved(self, folder: Path) -> float:
-        """Largest difference of log-probs between the learner and an engine that loads what the learner saves."""
+    async def saved(self, folder: Path) -> dict[str, float]:
+        """Largest difference of log-probs between the learner and each of an engine and a reference that load what
+        the learner saves."""
         self.learner.snapshots.save(str(folder))
+        self.reference = _reference(folder)
         await self.engine.start(folder)
-        return self.of_learner(await self.sample())
+        samples = await self.sample()
+        return {
+            "saved, engine": self.of_learner(samples),
+            "saved, reference": plain.furthest(self.by_reference(samples), self.by_learner(samples)),
+        }
 
     def train(self, samples: list[Sample]) -> float:
         """Some steps at a rate that moves every weight; the first log-ratio."""
@@ -113,11 +132,11 @@ async def test_engine_reference_and_learner_agree(
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}
         actual[f"version {version}"] = sides.of_learner(samples)
-    print(name, backend, actual)
-    assert max(actual.values()) < CLOSE
     assert sides.moved(before) == before.keys()
     assert sides.of_reference(samples) > 0.01
-    assert await sides.saved(tmp_path / "saved") < CLOSE
+    actual |= await sides.saved(tmp_path / "saved")
+    print(name, backend, actual)
+    assert max(actual.values()) < CLOSE
 
 
 @pytest.mark.parametrize("name", each("qwen2.5"))
@@ -140,18 +159,30 @@ async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path,
     assert max(actual.values()) < CLOSE
 
 
-async def test_padding_and_early_ends_are_not_sampled_however_likely(engine: EngineProcess, tmp_path: Path) -> None:
+async def test_padding_and_early_ends_have_probability_0_on_all_sides(engine: EngineProcess, tmp_path: Path) -> None:
     folder = FAMILIES["qwen3"].make(tmp_path / "padded")
     model = plain.language_model(folder)
     with torch.no_grad():
         model.lm_head.weight[EOS] *= 2
     model.save_pretrained(folder)
     await engine.start(folder)
-    sampling = Sampling(max_new_tokens=12, min_new_tokens=5, temperature=1.5)
-    samples = await engine.generate([prompt for prompt in PROMPTS for _ in range(8)], sampling)
+    sides = Agreement(
+        engine, folder, max_new_tokens=12, min_new_tokens=5, temperature=1.5, stop_token_ids=list(STOPS)
+    )
+    sides.prompts = [prompt for prompt in PROMPTS for _ in range(8)]
+    samples = await sides.sample()
     assert max(sample.response_ids.max() for sample in samples) < len(WORDS)
     assert min(len(sample.response_ids) for sample in samples) >= 5
-    assert any(sample.response_ids[-1] == EOS for sample in samples)
+    assert {sample.response_ids[-1] for sample in samples} >= {EOS, *STOPS}
+    assert not {EOS, *STOPS} & {token for sample in samples for token in sample.response_ids[:-1].tolist()}
+    early, later = _divided([sample.logprobs for sample in samples], 5)
+    for expected in (sides.by_learner(samples), sides.by_reference(samples)):
+        assert plain.furthest(early, _divided(expected, 5)[0]) < CLOSE
+        assert plain.furthest(later, _divided(expected, 5)[1]) < CLOSE
+    # Stop tokens change the distribution, and only below the minimum.
+    without_stops = _divided(sides.by_reference(samples, end_ids=(EOS,)), 5)
+    assert plain.furthest(early, without_stops[0]) > 0.01
+    assert plain.furthest(later, without_stops[1]) < CLOSE
 
 
 async def test_a_push_that_leaves_weights_stale_is_disproved(engine: EngineProcess, tmp_path: Path) -> None:
@@ -165,5 +196,44 @@ async def test_a_push_that_leaves_weights_stale_is_disproved(engine: EngineProce
     perturbed(model, seed=1)
     source.tensors = {**source.tensors, "lm_head.weight": source.tensors["lm_head.weight"].detach().clone()}
     perturbed(model.lm_head, seed=2)
-    with pytest.raises(PushDisproved, match=r"^version 2: only computes with other weights than were pushed: log-pr"):
+    disproved = r"^version 2: only computes with other weights than were pushed: log-probs of .* tolerance 0\.001"
+    with pytest.raises(PushDisproved, match=f"{disproved}$"):
         await pusher.push(2)
+
+
+async def test_a_proof_names_the_layers_that_got_no_weights(engine: EngineProcess, tmp_path: Path) -> None:
+    """A manifest with all weights of transformers' model may lack those of a layer in vLLM's."""
+    folder = FAMILIES["bos"].make(tmp_path / "stale")
+    model = plain.language_model(folder)
+    await engine.start(folder)
+    await engine._run(_take_any_manifest)
+    lacking = ("lm_head.weight", "model.layers.1.mlp.down_proj.weight")
+    source = ModelSource(model, lacking=lacking)
+    await make_pusher(engine, source, make_prover(source)).push(1)
+    perturbed(model, seed=1)
+    named = r"; these got no weights: lm_head, model\.layers\.1\.mlp\.down_proj$"
+    with pytest.raises(PushDisproved, match=rf"^version 2: only computes with other weights .* 0\.001{named}"):
+        await make_pusher(engine, source, make_prover(source)).push(2)
+
+
+class _AnyWeights:
+    """An engine's check of manifests that takes all."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Does nothing."""
+
+
+def _take_any_manifest() -> None:
+    """Runs in the process for engines."""
+    from tests.engine_process import _hosts
+
+    _hosts[0]._engine._expected = _AnyWeights()  # type: ignore[assignment]
+
+
+def _reference(folder: Path) -> FrozenModel:
+    return FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
+
+
+def _divided(rows: Sequence[Floats], at: int) -> tuple[list[Floats], list[Floats]]:
+    """The rows up to a column, and from there on."""
+    return [row[:at] for row in rows], [row[at:] for row in rows]
