@@ -1,11 +1,11 @@
 """Samples per second of Quartet over TRL's, on the same models, prompts, batches, epochs and lengths, in turns.
 
-    python -m benchmarks.vs_trl [--case demo] [--rounds 3] [--updates 5] [--environment .quartet/trl]
+    python -m benchmarks.vs_trl [--case demo] [--rounds 3] [--updates 5] [--at-rest] [--environment .quartet/trl]
 
 TRL 1.12.0 is the last release with PPO; it is installed into a virtual environment of its own, at the first run. The
 learning rates are so small that lengths stay as they are. Quartet runs the file that `quartet init` writes for the
-models and this machine, nothing tuned; all its processes are stopped while TRL has its turn. The first update of
-every turn is left out.
+models and this machine, nothing tuned. While TRL has its turn all of Quartet's processes are stopped by SIGSTOP, or
+with `--at-rest` only without work. The first update of every turn is left out.
 
 Prints the ratio of the medians in each round; the share of Quartet's step that each stage takes; and the part of
 each stage that its arithmetic would take, done as fast as these cores do one large matrix product in Quartet's dtype.
@@ -13,6 +13,7 @@ each stage that its arithmetic would take, done as fast as these cores do one la
 
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ def main(
     case: Annotated[list[str], typer.Option(help=f"Any of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     updates: Annotated[int, typer.Option(min=2)] = 5,
+    at_rest: Annotated[bool, typer.Option("--at-rest", help="Stop no process during TRL's turn.")] = False,
     environment: Path = Path(".quartet/trl"),
 ) -> None:
     """Runs the benchmark and prints its results."""
@@ -40,7 +42,7 @@ def main(
     ratios = Table("case", "samples/s over TRL's", "each round")
     shares, floors = Table("share of the step", *STAGES), Table("arithmetic's part of it", *STAGES[:-1])
     for name in case:
-        result = race(name, rounds, updates, python)
+        result = race(name, rounds, updates, at_rest, python)
         each = ", ".join(f"{ratio:.2f}" for ratio in result.ratios)
         ratios.add_row(name, f"{median(result.ratios):.2f}", each)
         shares.add_row(name, *(f"{result.share(stage):.0%}" for stage in STAGES))
@@ -75,7 +77,7 @@ class Result:
         return median(update[stage] / update["step"] for update in self.ours)
 
 
-def race(name: str, rounds: int, updates: int, python: Path) -> Result:
+def race(name: str, rounds: int, updates: int, at_rest: bool, python: Path) -> Result:
     """Both sides, one after the other, so many rounds."""
     result = Result([], [], [])
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +88,7 @@ def race(name: str, rounds: int, updates: int, python: Path) -> Result:
         quartet.up()
         try:
             for round_ in range(rounds):
-                with quartet.family.stopped():
+                with nullcontext() if at_rest else quartet.family.stopped():
                     result.rates.append(rate(trl.threads, CASES[name].dtype))
                     theirs = trl.updates(updates)[1:]
                 ours = quartet.updates(updates)[1:]
