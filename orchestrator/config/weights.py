@@ -44,7 +44,7 @@ class WeightsConfig(Config):
     always proved. 0: only these."""
     prove_tolerance: PositiveFloat | None = None
     """Largest mean difference of these log-probs, in nats per token. Null: five times what the first
-    proof measures, when both sides begin with the same weights; from 0.0001 to 0.001 in float32, and from 0.05 to 0.1
+    proof measures, when both sides begin with the same weights; from 0.0001 to 0.001 in float32, and from 0.1 to 0.5
     in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""

@@ -18,7 +18,7 @@ log = logging.getLogger("quartet")
 
 Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
 
-BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.1)}
+BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.1, 0.5)}
 """Least and most of the default tolerance, in nats per token."""
 PUSHES_WITHOUT_PROOF = 3
 """Pushes in a row without a proof, because a replica died meanwhile or had no time, at which the push fails."""
