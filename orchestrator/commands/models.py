@@ -9,6 +9,7 @@ from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function
 from services.common.models.architectures import TESTED_ARCHITECTURES
+from services.common.models.attention.packed import BY_LENGTH
 from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
@@ -23,8 +24,6 @@ from services.reward.config import (
 from services.rollout.config import RolloutConfig
 
 POLICY_FIELD = "orchestrator.policy.model"
-BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies depend on the length of the sequences."""
 _OWN_CODE = {"working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri"}
 """Keys of a runtime environment that brings its own modules."""
 

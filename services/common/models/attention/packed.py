@@ -15,6 +15,8 @@ from services.common.models.attention import short
 from services.common.models.attention.prefixes import Past
 from services.common.models.numerics import widen
 
+BY_LENGTH = ("longrope", "dynamic")
+"""Kinds of rotary embeddings whose frequencies depend on the longest position of a pass."""
 NAME = "packed_sdpa"
 """The name under which it is registered with transformers, which makes no attention mask for an unknown name."""
 
@@ -178,7 +180,7 @@ def _scaled_by_length(config: Any) -> str:
     """The kind of rotary embedding if it depends on the longest position of the pass, which may be another pair's;
     empty otherwise."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return next((kind for kind in ("longrope", "dynamic") if f"'{kind}'" in str(rope)), "")
+    return next((kind for kind in BY_LENGTH if f"'{kind}'" in str(rope)), "")
 
 
 AttentionInterface.register(NAME, packed_attention)
