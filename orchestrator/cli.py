@@ -99,7 +99,7 @@ def check(config: ConfigFile) -> None:
 
     deployment = Deployment.load(config, check_services=True)
     # Imported here because it loads torch, which takes seconds that an error in the file need not wait for.
-    from orchestrator.commands.check import preflight
+    from orchestrator.commands.checks.preflight import preflight
 
     for note in preflight(deployment).notes:
         _say(note)

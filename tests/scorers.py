@@ -41,6 +41,18 @@ def too_few(pairs: Sequence[Pair]) -> list[float]:
     return [0.0] * (len(pairs) - 1)
 
 
+def nested(pairs: Sequence[Pair]) -> list[list[float]]:
+    return [[0.0]] * len(pairs)
+
+
+def nothing(pairs: Sequence[Pair]) -> Any:
+    """Lacks its `return`."""
+
+
+def worded(pairs: Sequence[Pair]) -> list[str]:
+    return ["good"] * len(pairs)
+
+
 def not_finite(pairs: Sequence[Pair]) -> list[float]:
     return [float("nan")] * len(pairs)
 

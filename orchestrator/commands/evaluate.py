@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from orchestrator.clients import Services, check_models
-from orchestrator.commands.check import evaluation_prompts, load_judges
-from orchestrator.commands.fitting import ends_without_token
+from orchestrator.commands.checks.fitting import ends_without_token
+from orchestrator.commands.checks.preflight import evaluation_prompts, load_judges
 from orchestrator.commands.train import RUNS
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
@@ -66,7 +66,7 @@ async def evaluate_model(
     prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
     judges = load_judges(config)
     sampled = sampled_from(config, tokenizer)
-    for problem in ends_without_token(sampled, config.policy.model):
+    for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)
     offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)

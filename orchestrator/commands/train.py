@@ -11,7 +11,7 @@ import ray
 
 from orchestrator.clients import Services, agreed_backend, check_compatible
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
-from orchestrator.commands.check import Inputs, evaluation_prompts, preflight
+from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.lease import Hold, holding
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.commands.run_folder import checkpoint_folder, keep_run_id, locked, run_id

@@ -49,7 +49,10 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         if fresh:
             cluster.stop(ray)
         raise
-    say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}")
+    say(
+        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs of the "
+        f"replicas in {ray.logs}"
+    )
 
 
 def _check_place(config: Path, deployment: Deployment) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeInt, model_validator
 
 from services.common.config.base import Config, Count
+from services.rollout.sample import MOST_STOPS
 
 
 class DataConfig(Config):
@@ -41,8 +42,9 @@ class SamplingConfig(Config):
     min_new_tokens: NonNegativeInt = 0
     """Fewest tokens of a response. Before them, tokens that end a response have probability 0 in the rollout engine,
     the reference and the learner."""
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end a response, in addition to those of the policy's generation configuration and tokenizer."""
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_STOPS)] = ()
+    """Tokens that end a response, in addition to those of the policy's generation configuration and tokenizer; 256 at
+    most."""
     seeded: bool = True
     """Give each request a seed of its own, derived from the run's `seed` and the sample's number."""
 

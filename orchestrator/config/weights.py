@@ -43,9 +43,9 @@ class WeightsConfig(Config):
     learner gives the same log-probs. The first two pushes, a push after a change of members and a new replica are
     always proved. 0: only these."""
     prove_tolerance: PositiveFloat | None = None
-    """Largest mean difference of these log-probs, in nats per token. Null: five times what the first
-    proof measures, when both sides begin with the same weights; from 0.0001 to 0.001 in float32, and from 0.1 to 0.5
-    in bfloat16."""
+    """Largest mean difference of these log-probs, as a part of their standard deviation, or of 1 nat if that is more.
+    Null: five times what the first proof measures, when both sides begin with the same weights; from 0.0001 to 0.001
+    in float32, and from 0.05 to 0.25 in bfloat16."""
     attempts: Count = 5
     """Tries of a push; if all fail the run ends with an error."""
     host: str = "127.0.0.1"

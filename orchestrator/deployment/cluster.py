@@ -71,6 +71,11 @@ class Cluster:
         """Variables that a process has to set before it imports Ray, in order to join."""
         return privacy.environment(Path(self.token), Path(self.folder))
 
+    @property
+    def logs(self) -> Path:
+        """Folder with the logs of Serve's replicas while the head runs."""
+        return Path(self.folder) / "ray" / "session_latest" / "logs" / "serve"
+
     def processes(self) -> list[psutil.Process]:
         """The head and all processes that it started, directly or not."""
         return processes.family(self.folder)

@@ -40,7 +40,7 @@ class MismatchWatch:
         difference = metrics.get(MEASURED)
         if difference is None:
             return
-        limit = self._limit.nats
+        limit = self._limit.now
         if difference <= limit:
             self._limit.learn(difference)
             self._beyond = 0

@@ -42,8 +42,9 @@ class Publishing:
         self._overlaps = config.loop.max_staleness > 0
         self._rest_s = config.timeouts.longest_update_s if config.loop.colocate else None
         self._delivery: asyncio.Task[None] | None = None
-        self.seconds = 0.0
-        """Seconds of the last push that has ended, from the copy to the commit."""
+        self.metrics = {"seconds/push": 0.0}
+        """Metrics of the last push that has ended: its seconds, from the copy to the commit, and what its proof
+        measured, if it was proved."""
 
     async def rest(self) -> None:
         """With loop.colocate: pauses the replicas until the next `publish`, so that the learners get their memory."""
@@ -68,5 +69,6 @@ class Publishing:
         self._commit(await self._pusher.deliver(staged))
 
     def _commit(self, report: PushReport) -> None:
-        self.seconds = report.seconds
+        proved = {} if report.difference is None else {"push/difference": report.difference}
+        self.metrics = {"seconds/push": report.seconds} | proved
         self._committed(report.policy_version)

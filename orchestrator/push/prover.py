@@ -18,8 +18,9 @@ log = logging.getLogger("quartet")
 
 Ask = Callable[[pb.Probe], Awaitable[Sequence[pb.WeightReport]]]
 
-BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.1, 0.5)}
-"""Least and most of the default tolerance, in nats per token."""
+BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.25)}
+"""Least and most of the default tolerance, as a part of the log-probs' spread. In bfloat16 models of 2 to 24 layers,
+whose log-probs had spreads of 1 to 32 nats, differ by 0.01 to 0.045 of it (docs/weights.md)."""
 PUSHES_WITHOUT_PROOF = 3
 """Pushes in a row without a proof, because a replica died meanwhile or had no time, at which the push fails."""
 
@@ -44,7 +45,8 @@ class Prover:
         Args:
             learner: scores the sequences too.
             sequences: the sequences, from `probe_sequences`.
-            tolerance: largest mean absolute difference; learns from the first proof.
+            tolerance: largest mean absolute difference, as a part of the log-probs' spread; learns from the first
+                proof.
             every: pushes between two proofs of the same members; 0: only the first two pushes, and those after a
                 change of members, are proved.
         """
@@ -75,9 +77,10 @@ class Prover:
         if self._learner_logprobs is not None:
             await asyncio.wait([self._learner_logprobs])
 
-    async def prove(self, push: int, version: int, members: Collection[str], ask: Ask) -> None:
-        """Compares at the end of a push. If the learner has not scored for these members, because some came after the
-        weights were staged, the next push proves them.
+    async def prove(self, push: int, version: int, members: Collection[str], ask: Ask) -> float | None:
+        """Compares at the end of a push; returns the largest mean difference of a member, as a part of the spread, or
+        None without a proof. If the learner has not scored for these members, because some came after the weights
+        were staged, the next push proves them.
 
         Args:
             push: number of the push.
@@ -91,25 +94,28 @@ class Prover:
         """
         if not self._is_due(members) or self._learner_logprobs is None or self._scored != push:
             self._unproved += 1
-            return
+            return None
         scoring, self._learner_logprobs = self._learner_logprobs, None
         self._proved = set()
         # At the same time, since each side's pass reads all weights of the model, as a push does.
         answers, logprobs = await both(ask(self._asked), scoring)
-        probe = Probe(self._sequences, logprobs, self._tolerance.nats)
+        probe = Probe(self._sequences, logprobs, self._tolerance.now)
         reports = {report.replica: report for report in answers}
         if wrong := [f"{name} {said}" for name in members if (said := _wrong(reports.get(name), probe))]:
             raise PushDisproved(f"version {version}: {'; '.join(wrong)}")
-        if means := [probe.mean(_scores(report, self._sequences)) for report in answers if report.ok]:
-            self._tolerance.learn(max(means))
+        measured = [probe.measure(_scores(report, self._sequences)) for report in answers if report.ok]
         self._settle(version, {name: _why(reports.get(name)) for name in members})
+        if not measured:
+            return None
+        self._tolerance.learn(max(measured))
+        return max(measured)
 
     async def of_members(self, ask: Ask) -> Probe | None:
         """The answer expected of a newcomer between two pushes: a member's, since the learner may have trained
         meanwhile. None if no member answers; the next push then proves the newcomer."""
         for report in await ask(self._asked):
             if report.ok:
-                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance.nats)
+                return Probe(self._sequences, _scores(report, self._sequences), self._tolerance.now)
         return None
 
     def _is_due(self, members: Collection[str]) -> bool:

@@ -40,6 +40,9 @@ class PushReport:
     seconds: float
     attempts: int
     checksum: str
+    difference: float | None = None
+    """Largest mean difference of a replica's log-probs from the learner's in the proof, as a part of their spread.
+    None if the push was not proved."""
 
 
 class WeightPusher:
@@ -142,11 +145,12 @@ class WeightPusher:
             # Awaited even after a failure: all ranks take part in gathering, so none is left waiting.
             await asyncio.wait([staged.gathering])
         version, members = staged.policy_version, self._group.members
+        difference = None
         if self._prover:
             with self._track("prove", version=version):
-                await self._prover.prove(staged.push, version, members, self._scores)
+                difference = await self._prover.prove(staged.push, version, members, self._scores)
         seconds = time.monotonic() - staged.began
-        self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum)
+        self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum, difference)
         self._ahead = False
         return self._pushed
 

@@ -4,7 +4,7 @@ FACTOR = 5.0
 
 
 class Tolerance:
-    """Largest mean difference of log-probs, in nats per token, that counts as rounding.
+    """Largest mean difference of log-probs that counts as rounding, in the unit of its bounds.
 
     How differently two engines round depends on the model, its dtype and the hardware. The first measurement shows
     it, since a run begins with the same weights on both sides; later ones may be FACTOR times as large.
@@ -26,7 +26,7 @@ class Tolerance:
         return cls(*bounds) if configured is None else cls(configured, configured)
 
     @property
-    def nats(self) -> float:
+    def now(self) -> float:
         """The tolerance now."""
         if self._measured is None:
             return self._most

@@ -45,7 +45,8 @@ class Reference(HealthMixin):
         frozen = FrozenModel(config, default_device(), gpu_count())
         tokenizer = load_tokenizer(config.model)
         self._question = Question
-        self._distribution = partial(Distribution, vocabulary=vocabulary_size(tokenizer))
+        self._tokens = vocabulary_size(tokenizer)
+        self._distribution = partial(Distribution, vocabulary=self._tokens)
         self._admission = Admission(config.limits)
         self._batcher: Batcher[Question, Floats] = Batcher(
             frozen.logprobs,
@@ -97,6 +98,8 @@ class Reference(HealthMixin):
             if not 0 <= token <= last:
                 raise InvalidArgument(f"end_ids: {token} is outside the vocabulary (0 to {last})")
         ends = tuple(sorted(set(request.end_ids)))
+        if request.min_new_tokens and set(range(self._tokens)) <= set(ends):
+            raise InvalidArgument(f"end_ids: all {self._tokens} tokens; before min_new_tokens one must be left")
         return self._distribution(temperature=temperature, min_new_tokens=request.min_new_tokens, end_ids=ends)
 
     @translated

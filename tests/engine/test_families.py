@@ -16,10 +16,8 @@ import torch
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from orchestrator.push.prover import PushDisproved
 from services.common.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from services.common.learner.lora import weights_of
-from services.common.weight_transfer.manifest import Manifest
 from services.common.wire.codec import Floats
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
@@ -28,7 +26,7 @@ from tests import plain
 from tests.engine_process import EngineProcess
 from tests.families import FAMILIES
 from tests.models import EOS, WORDS
-from tests.pushing import ModelSource, TrainerSource, make_prover, make_pusher, perturbed
+from tests.pushing import TrainerSource, make_prover, make_pusher
 from tests.unit.fakes import make_config
 
 PROMPTS, _ = plain.random_pairs(6, seed=11, longest=24)
@@ -183,51 +181,6 @@ async def test_padding_and_early_ends_have_probability_0_on_all_sides(engine: En
     without_stops = _divided(sides.by_reference(samples, end_ids=(EOS,)), 5)
     assert plain.furthest(early, without_stops[0]) > 0.01
     assert plain.furthest(later, without_stops[1]) < CLOSE
-
-
-async def test_a_push_that_leaves_weights_stale_is_disproved(engine: EngineProcess, tmp_path: Path) -> None:
-    """Bytes that arrive are not yet what is computed with."""
-    folder = FAMILIES["bos"].make(tmp_path / "stale")
-    model = plain.language_model(folder)
-    await engine.start(folder)
-    source = ModelSource(model)
-    pusher = make_pusher(engine, source, make_prover(source))
-    await pusher.push(1)
-    perturbed(model, seed=1)
-    source.tensors = {**source.tensors, "lm_head.weight": source.tensors["lm_head.weight"].detach().clone()}
-    perturbed(model.lm_head, seed=2)
-    disproved = r"^version 2: only computes with other weights than were pushed: log-probs of .* tolerance 0\.0001"
-    with pytest.raises(PushDisproved, match=f"{disproved}$"):
-        await pusher.push(2)
-
-
-async def test_a_proof_names_the_layers_that_got_no_weights(engine: EngineProcess, tmp_path: Path) -> None:
-    """A manifest with all weights of transformers' model may lack those of a layer in vLLM's."""
-    folder = FAMILIES["bos"].make(tmp_path / "stale")
-    model = plain.language_model(folder)
-    await engine.start(folder)
-    await engine._run(_take_any_manifest)
-    lacking = ("lm_head.weight", "model.layers.1.mlp.down_proj.weight")
-    source = ModelSource(model, lacking=lacking)
-    await make_pusher(engine, source, make_prover(source)).push(1)
-    perturbed(model, seed=1)
-    named = r"; these got no weights: lm_head, model\.layers\.1\.mlp\.down_proj$"
-    with pytest.raises(PushDisproved, match=rf"^version 2: only computes with other weights .* 0\.001{named}"):
-        await make_pusher(engine, source, make_prover(source)).push(2)
-
-
-class _AnyWeights:
-    """An engine's check of manifests that takes all."""
-
-    def check(self, manifest: Manifest) -> None:
-        """Does nothing."""
-
-
-def _take_any_manifest() -> None:
-    """Runs in the process for engines."""
-    from tests.engine_process import _hosts
-
-    _hosts[0]._engine._expected = _AnyWeights()  # type: ignore[assignment]
 
 
 def _reference(folder: Path) -> FrozenModel:

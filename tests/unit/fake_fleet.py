@@ -96,7 +96,7 @@ class FakeSource:
         self.calls.append(("join", membership, world_size))
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
-        return [-row[1:].astype(np.float32) for row in sequences]
+        return [np.float32(-1 / 64) * row[1:].astype(np.float32) for row in sequences]
 
     async def gather(self, push: int) -> None:
         self.calls.append("gather")

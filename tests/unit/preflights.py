@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.commands.check import Inputs, preflight
+from orchestrator.commands.checks.preflight import Inputs, preflight
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 

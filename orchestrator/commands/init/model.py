@@ -60,7 +60,7 @@ class Model:
     @property
     def packs(self) -> bool:
         """True if its sequences may be packed, with torch's own attention."""
-        return packed.takes(self.network) and not packed.caps(self.config)
+        return packed.takes(self.network)
 
     def kept(self, tokens: int, memory: float) -> int:
         """Tokens, of these many, whose keys and values fit into that many bytes; 0 if none can be kept."""

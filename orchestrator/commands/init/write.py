@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from orchestrator.commands.check import preflight
+from orchestrator.commands.checks.preflight import preflight
 from orchestrator.commands.init.choices import Choices, values
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.model import Model

@@ -50,9 +50,9 @@ class _Product(torch.autograd.Function):
 
 
 def use_onednn(model: nn.Module, cpuinfo: Path = CPUINFO) -> None:
-    """Turns the linear layers of `model` into OneDnnLinear on AMD's processors, where the kernels that MKL, torch's
-    library for float32, chooses are slower (`python -m benchmarks.products`). Elsewhere it does nothing."""
-    if not _is_amd(cpuinfo):
+    """Turns the linear layers of `model` into OneDnnLinear on AMD's processors with AVX-512, which MKL, torch's
+    library for float32, does not use there (`python -m benchmarks.products`). Elsewhere it does nothing."""
+    if not _is_faster(cpuinfo):
         return
     for module in model.modules():
         if type(module) is nn.Linear:  # a class of another kind computes something else
@@ -60,10 +60,12 @@ def use_onednn(model: nn.Module, cpuinfo: Path = CPUINFO) -> None:
 
 
 @functools.cache
-def _is_amd(cpuinfo: Path) -> bool:
+def _is_faster(cpuinfo: Path) -> bool:
     # The operation has no public name, so that another torch may lack it.
-    on_x86 = platform.machine() == "x86_64" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return on_x86 and cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    if platform.machine() != "x86_64" or not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not cpuinfo.exists():
+        return False
+    said = cpuinfo.read_text()
+    return "AuthenticAMD" in said and "avx512f" in said.split()
 
 
 def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -64,10 +64,8 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
-    if packing and (obstacle := packed.obstacle(model)):
-        raise ConfigError(f"packing: {path} ({model.config.model_type}) {obstacle}; set packing to false")
-    if packing and capped:
-        raise ConfigError(f"packing: {path} caps its attention scores; set packing to false")
+    if packing and (refusal := packed.refusal(model, path, attention)):
+        raise ConfigError(f"packing: {refusal}")
     padded.use_in(model)
     return without_dropout(model)
 

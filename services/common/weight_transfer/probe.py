@@ -22,7 +22,17 @@ class Probe:
     expected: list[Floats]
     """The learner's log-probs of all tokens but the first, over the model's whole vocabulary; each [T - 1]."""
     tolerance: float
-    """Largest mean absolute difference."""
+    """Largest mean absolute difference, as a part of `spread`."""
+
+    @property
+    def spread(self) -> float:
+        """The unit of differences, in nats: the standard deviation of the expected log-probs, and at least 1.
+        Rounding grows with it, since both grow with the logits."""
+        return max(1.0, float(np.concatenate(self.expected).std()))
+
+    def measure(self, logprobs: Sequence[Floats]) -> float:
+        """Mean absolute difference of a replica's log-probs from those expected, as a part of `spread`."""
+        return float(self._differences(logprobs).mean()) / self.spread
 
     def disagreement(self, logprobs: Sequence[Floats], stale: Sequence[str] = ()) -> str:
         """Describes how a replica's log-probs differ; empty if it computes with the pushed weights.
@@ -31,20 +41,21 @@ class Probe:
             logprobs: the replica's log-probs, in the form of `expected`.
             stale: names of the weights that the replica knows it did not receive.
         """
-        difference = self._differences(logprobs)
-        mean, largest = float(difference.mean()), float(difference.max())
-        if mean <= self.tolerance:  # false for NaN
+        measured = self.measure(logprobs)
+        if measured <= self.tolerance:  # false for NaN
             return ""
-        where = f"; these got no weights: {', '.join(stale)}" if stale else ""
+        differences = self._differences(logprobs)
         return (
             "computes with other weights than were pushed: "
-            f"log-probs of {len(difference)} fixed tokens differ from the learner's by {mean:.3g} nats in the mean "
-            f"and {largest:.3g} at most, tolerance {self.tolerance:.3g}{where}"
+            f"log-probs of {len(differences)} fixed tokens differ from the learner's by {differences.mean():.3g} "
+            f"nats in the mean and {differences.max():.3g} at most; the mean is {measured:.3g} of their spread, "
+            f"tolerance {self.tolerance:.3g}; "
+            + (
+                f"these got no weights: {', '.join(stale)}"
+                if stale
+                else "if engine and learner only round so differently, raise weights.prove_tolerance"
+            )
         )
-
-    def mean(self, logprobs: Sequence[Floats]) -> float:
-        """Mean absolute difference of a replica's log-probs from those expected, in nats per token."""
-        return float(self._differences(logprobs).mean())
 
     def _differences(self, logprobs: Sequence[Floats]) -> Floats:
         differences: Floats = np.abs(np.concatenate(list(logprobs)) - np.concatenate(self.expected))

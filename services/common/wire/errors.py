@@ -128,8 +128,8 @@ def leaves(error: BaseException) -> list[BaseException]:
 # ActorUnavailableError. For the caller this is a failure that a repetition at another replica mends.
 REPLICA_LOST = re.compile(r"The actor (died|[0-9a-f]+ is unavailable|is dead)|ActorDiedError|ActorUnavailableError")
 REPLICA_DIED = "the replica died while it answered"
-# gRPC's own words for a message that it refused to read.
-_TOO_LARGE = re.compile(r"message larger than max")
+# The words of gRPC and of our ports (serving/door/checked.py) for a message that they refused to read.
+_TOO_LARGE = re.compile(r"message larger than max|more than \d+ fields and elements of lists")
 # gRPC's own words for a call too many on a port: however small its parts, none would get in.
 _PORT_FULL = re.compile(r"Concurrent RPC limit exceeded")
 _PORT_FULL_PAUSE_S = 1.0

@@ -2,7 +2,10 @@
 
 import hashlib
 import inspect
+import logging
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -10,10 +13,11 @@ from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function
 from services.common.wire.codec import Floats
-from services.reward.config import (
-    FunctionScorerConfig,
-)
+from services.common.wire.errors import FailedPrecondition
+from services.reward.config import FunctionScorerConfig
 from services.reward.scorers.scorer import Scored
+
+log = logging.getLogger("quartet")
 
 
 class FunctionScorer:
@@ -40,16 +44,35 @@ class FunctionScorer:
         )
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The function's scores, [B]. RuntimeError, which names the function, unless it gives one finite number per
-        pair."""
-        scores = self._function([scored.pair for scored in pairs])
-        if len(scores) != len(pairs):
-            raise RuntimeError(f"{self._name} gave {len(scores)} scores for {len(pairs)} pairs")
-        with np.errstate(over="ignore"):
-            values = np.asarray(scores, np.float32)
+        """The function's scores, [B]. FailedPrecondition, which names the function, if it raises or does not give one
+        finite number per pair."""
+        try:
+            scores = self._function([scored.pair for scored in pairs])
+        except Exception as error:
+            log.exception("%s failed", self._name)
+            # Without the error's text, which may hold secrets.
+            raise FailedPrecondition(
+                f"{self._name} raised {type(error).__name__} in {_place(error)}; see the reward service's log"
+            ) from None
+        try:
+            with np.errstate(over="ignore"):
+                values = np.asarray(scores, np.float32)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise FailedPrecondition(f"{self._name} gave a {type(scores).__name__} that holds no numbers") from None
+        if values.shape != (len(pairs),):
+            given = (
+                f"{len(values)} scores" if values.ndim == 1 else f"a {type(scores).__name__} of shape {values.shape}"
+            )
+            raise FailedPrecondition(f"{self._name} gave {given} for {len(pairs)} pairs; should give one number each")
         if not np.isfinite(values).all():
-            raise RuntimeError(f"{self._name} gave a score that is not finite in float32")
+            raise FailedPrecondition(f"{self._name} gave a score that is not finite in float32")
         return values
 
     def check(self) -> None:
         """Does nothing, since a function may rightly refuse a made-up pair."""
+
+
+def _place(error: Exception) -> str:
+    """The line and the file in which the error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"line {frame.lineno} of {Path(frame.filename).name}"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from benchmarks.gpu.step import configured, halved, models, peer_settings
-from orchestrator.commands.check import preflight
+from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
 
 

@@ -163,17 +163,25 @@ def takes(model: Any) -> bool:
     return not obstacle(model)
 
 
-def obstacle(model: Any) -> str:
+def obstacle(model: Any, attention: str = "sdpa") -> str:
     """The property of a transformers model that makes packing inexact; empty if every layer attends to its whole
     sequence through an attention function: no sliding window, no recurrent state that would run on into the next
-    sequence, and no rotation that depends on the length of others."""
+    sequence, no rotation that depends on the length of others, and no scores that this attention cannot cap."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     window = getattr(model.config, "sliding_window", None)
     if set(kinds) != {"full_attention"} or window is not None or not model._supports_attention_backend:
         return "has layers without plain causal attention"
     if rope := _scaled_by_length(model.config):
         return f"has rotary frequencies ({rope}) that depend on the longest position of a pass"
+    if attention == "sdpa" and caps(model.config):
+        return "caps its attention scores"
     return ""
+
+
+def refusal(model: Any, path: str, attention: str = "sdpa") -> str:
+    """The reason for which the model in the folder `path` must not be packed, and what to do; empty if it may be."""
+    reason = obstacle(model, attention)
+    return f"{path} ({model.config.model_type}) {reason}; set packing to false" if reason else ""
 
 
 def _scaled_by_length(config: Any) -> str:

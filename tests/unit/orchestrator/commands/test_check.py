@@ -83,7 +83,7 @@ def test_an_end_that_is_not_a_token_is_named_where_it_would_have_to_be_masked(
     raw["orchestrator"]["sampling"]["min_new_tokens"] = 2
     assert problems(raw, tmp_path) == [
         "orchestrator.sampling.min_new_tokens: 2, but of the tokens that end a text 50256 is not one of the "
-        f"tokenizer's {len(WORDS)}; correct eos_token_id in {copy}/generation_config.json, or sampling.stop_token_ids"
+        f"tokenizer's {len(WORDS)}; correct eos_token_id in {copy}/generation_config.json"
     ]
 
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from transformers import GenerationConfig, LlamaConfig, Phi3Config
 
-from orchestrator.commands.check import preflight
-from orchestrator.commands.models import too_long_for_model
+from orchestrator.commands.checks.architectures import too_long_for_model
+from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
 from services.rollout.config import RolloutConfig
 from tests.models import EOS, MAX_LENGTH, make_policy

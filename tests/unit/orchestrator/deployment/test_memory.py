@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from orchestrator.commands.fitting import misfits_of_rollout
+from orchestrator.commands.checks.fitting import misfits_of_rollout
 from orchestrator.deployment.memory import (
     AUTO_REPLICAS,
     CHUNKS,

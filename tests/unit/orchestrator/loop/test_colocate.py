@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.commands.fitting import misfits_of_rollout
+from orchestrator.commands.checks.fitting import misfits_of_rollout
 from services.common.config.base import ConfigError
 from services.common.wire.errors import LeaseLost
 from services.rollout.config import RolloutConfig

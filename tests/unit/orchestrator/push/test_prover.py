@@ -14,7 +14,7 @@ from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.probe import probe_sequences
+from services.common.weight_transfer.probe import Probe, probe_sequences
 from services.common.weight_transfer.registry import Applicant, Ticket
 from services.common.wire.codec import Floats, Ints, pack_floats, pack_sequences
 from services.rollout.newcomer import _receive
@@ -70,7 +70,7 @@ async def test_without_a_period_only_the_first_two_and_changes_of_members_are_pr
     ("dtype", "weights", "tolerances", "every"),
     [
         ("float32", {}, (1e-3, 1e-4), 40),
-        ("bfloat16", {}, (0.5, 0.1), 40),
+        ("bfloat16", {}, (0.25, 0.05), 40),
         ("bfloat16", {"prove_tolerance": 0.02}, (0.02, 0.02), 40),
         ("float32", {"prove_every": 0}, (1e-3, 1e-4), 0),
     ],
@@ -87,9 +87,9 @@ def test_a_prover_as_it_is_configured(
     config = make_config(policy_folder, policy=policy, weights=weights)
     model = common_pb2.ModelInfo(vocab_size=96, max_length=128)
     prover = configured(config, source, model, 64)
-    before = prover._tolerance.nats
+    before = prover._tolerance.now
     prover._tolerance.learn(0.0)
-    assert ((before, prover._tolerance.nats), prover._every) == (tolerances, every)
+    assert ((before, prover._tolerance.now), prover._every) == (tolerances, every)
     assert [row.tolist() for row in prover._sequences] == [row.tolist() for row in SEQUENCES]
     assert max(row.max() for row in configured(config, source, model, None)._sequences) >= 64
 
@@ -104,11 +104,34 @@ async def test_a_replica_that_computes_something_else_fails_the_push(source: Fak
     fleet.phases.clear()
     expected = (
         r"^version 3: b computes with other weights than were pushed: log-probs of 30 fixed tokens differ from the "
-        r"learner's by 0.25 nats in the mean and 0.25 at most, tolerance 0.001; these got no weights: lm_head$"
+        r"learner's by 0.25 nats in the mean and 0.25 at most; the mean is 0.25 of their spread, tolerance "
+        r"0.001; these got no weights: lm_head$"
     )
     with pytest.raises(PushDisproved, match=expected):
         await pusher.push(3)
     assert fleet.phases == [*PUSH, "probe"]  # not tried again: that would not mend it
+
+
+async def test_a_push_reports_what_its_proof_measured(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    fleet.engines["b"].off_by = 5e-4
+    pusher = make_pusher(fleet, prover=make_prover(source, every=0))
+    measured = [(await pusher.push(version)).difference for version in (1, 2, 3)]
+    assert measured == [pytest.approx(5e-4, rel=1e-3)] * 2 + [None]
+
+
+def test_the_unit_of_differences_is_the_spread_of_the_log_probs() -> None:
+    expected = [np.asarray([0.0, -40.0] * 15, np.float32)]  # a standard deviation of 20
+    probe = Probe([np.zeros(31, np.int32)], expected, tolerance=0.05)
+    for nats, measured in ((0.75, 0.0375), (1.5, 0.075)):
+        assert probe.measure([expected[0] + np.float32(nats)]) == pytest.approx(measured)
+    assert probe.disagreement([expected[0] + np.float32(0.75)]) == ""
+    assert probe.disagreement([expected[0] + np.float32(1.5)]) == (
+        "computes with other weights than were pushed: log-probs of 30 fixed tokens differ from the learner's by 1.5 "
+        "nats in the mean and 1.5 at most; the mean is 0.075 of their spread, tolerance 0.05; if engine and learner "
+        "only round so differently, raise weights.prove_tolerance"
+    )
+    assert Probe([], [np.asarray([-4.0, -4.5], np.float32)], 0.05).spread == 1
 
 
 async def test_the_first_proof_shows_how_differently_engine_and_learner_round(source: FakeSource) -> None:

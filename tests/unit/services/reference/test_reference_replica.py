@@ -30,7 +30,7 @@ def reference() -> Any:
         return [response.astype(np.float32) for _, response in questions]
 
     made._question, made._distribution = (lambda p, r, asked, unfinished: (p, r)), dict
-    made._keeps = False
+    made._tokens, made._keeps = 60, False
     made._admission = Admission(LimitsConfig(max_call_rows=16))
     made._batcher = Batcher(logprobs, batch_tokens=8, batch_s=10)
     made._model = common_pb2.ModelInfo(vocab_size=64, max_length=32)
@@ -70,3 +70,14 @@ async def test_too_many_pairs_and_too_many_end_tokens_are_refused(reference: Any
     with pytest.raises(InvalidArgument, match=f"end_ids: {MOST_ENDS + 1} of them; may be {MOST_ENDS} at most"):
         await reference.Logprobs(request, Context())
     assert reference.passes == []
+
+
+async def test_one_token_is_left_before_the_minimum(reference: Any) -> None:
+    """Otherwise all have probability 0, and no log-prob is a number."""
+    ones = [np.ones(1, np.int32)]
+    every = pb.LogprobsRequest(pairs=pack_pairs(ones, ones), end_ids=range(60), min_new_tokens=1)
+    with pytest.raises(InvalidArgument, match=r"^end_ids: all 60 tokens; before min_new_tokens one must be left$"):
+        await reference.Logprobs(every, Context())
+    for ends, least in ((range(60), 0), (range(1, 61), 1)):
+        asked = pb.LogprobsRequest(pairs=pack_pairs(ones, ones), end_ids=ends, min_new_tokens=least)
+        await reference.Logprobs(asked, Context())

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.commands.check import preflight
+from orchestrator.commands.checks.preflight import preflight
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, init
 from orchestrator.deployment.file import Deployment

@@ -14,7 +14,7 @@ ROWS, IN, OUT = 300, 160, 192  # 9.2 million multiplications
 @pytest.fixture
 def amd(tmp_path: Path) -> Path:
     file = tmp_path / "cpuinfo"
-    file.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\n")
+    file.write_text("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512dq\n")
     return file
 
 

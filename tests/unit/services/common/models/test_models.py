@@ -100,7 +100,9 @@ def test_packing_is_refused_where_attention_is_capped(tmp_path: Path) -> None:
     family = FAMILIES["gemma2"]
     capped = replace(family, options=family.options | {"layer_types": ["full_attention"] * 2, "sliding_window": None})
     folder = capped.make(tmp_path / "capped")
-    with pytest.raises(ConfigError, match=r"packing: .*/capped caps its attention scores; set packing to false"):
+    with pytest.raises(
+        ConfigError, match=r"packing: .*/capped \(gemma2\) caps its attention scores; set packing to false"
+    ):
         load_causal(str(folder), "float32", packing=True)
 
 

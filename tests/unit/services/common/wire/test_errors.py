@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from protos import reference_pb2
+from services.common.serving.door.checked import parsed
 from services.common.serving.servicer import translated, translated_stream
 from services.common.wire.errors import (
     DeadlineExceeded,
@@ -17,6 +19,7 @@ from services.common.wire.errors import (
     NotFound,
     ResourceExhausted,
     ServiceError,
+    TooLarge,
     Unavailable,
     from_rpc,
 )
@@ -88,6 +91,15 @@ async def test_each_kind_crosses_the_wire(kind: type[ServiceError]) -> None:
     back = from_rpc(FakeRpcError(KINDS[kind], context.details), "reward.Score")
     assert type(back) is kind
     assert str(back) == "reward.Score: prompts: empty"
+
+
+def test_a_request_of_too_many_elements_is_too_large() -> None:
+    """The client does not repeat such a call."""
+    request = reference_pb2.LogprobsRequest(end_ids=range(50))
+    with pytest.raises(ResourceExhausted) as caught:
+        parsed(type(request), request.SerializeToString(), "reference.Logprobs", 20)
+    error = FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, str(caught.value))
+    assert type(from_rpc(error, "reference.Logprobs")) is TooLarge
 
 
 async def test_a_success_sets_no_status() -> None:

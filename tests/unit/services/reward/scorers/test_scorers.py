@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
+from services.common.wire.errors import FailedPrecondition
 from services.common.wire.identity import model_hash
 from services.common.wire.pairs import Pair
 from services.reward.config import ScorerConfig
@@ -120,19 +121,21 @@ def test_a_function_sees_texts_and_labels() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", "tests.scorers:too_few gave 3 scores for 4 pairs"),
+        ("too_few", "tests.scorers:too_few gave 3 scores for 4 pairs; should give one number each"),
+        ("nested", r"tests.scorers:nested gave a list of shape \(4, 1\) for 4 pairs; should give one number each"),
+        ("nothing", r"tests.scorers:nothing gave a NoneType of shape \(\) for 4 pairs; should give one number each"),
+        ("worded", "tests.scorers:worded gave a list that holds no numbers"),
+        ("broken", r"tests.scorers:broken raised KeyError in line \d+ of scorers.py; see the reward service's log"),
         ("not_finite", "tests.scorers:not_finite gave a score that is not finite in float32"),
         ("too_large", "tests.scorers:too_large gave a score that is not finite in float32"),
     ],
 )
 def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=f"^{message}$"):
+    with pytest.raises(FailedPrecondition, match=f"^{message}$"):
         make(**function(name)).score(PAIRS)
 
 
 def test_functions_that_cannot_be_used() -> None:
-    with pytest.raises(KeyError, match="nothing here"):
-        make(**function("broken")).score(PAIRS)
     with pytest.raises(ConfigError, match=r"tests\.scorers:absent"):
         make(**function("absent"))
     with pytest.raises(ConfigError, match="math:sqrt has no Python source to identify it by"):

@@ -1,15 +1,14 @@
-"""Checks of the models, tokenizers and scoring functions that a deployment names."""
+"""Checks of the tokenizers, weights and scoring functions that a deployment names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import AutoConfig
 
+from orchestrator.commands.checks.weight_files import broken_weights
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function
-from services.common.models.architectures import TESTED_ARCHITECTURES
-from services.common.models.attention.packed import BY_LENGTH
 from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
@@ -26,33 +25,6 @@ from services.rollout.config import RolloutConfig
 POLICY_FIELD = "orchestrator.policy.model"
 _OWN_CODE = {"working_dir", "py_modules", "pip", "uv", "conda", "container", "image_uri"}
 """Keys of a runtime environment that brings its own modules."""
-
-
-def untested(deployment: Deployment) -> Iterator[str]:
-    """Models of architectures that the tests do not cover."""
-    for field, path in models(deployment):
-        kind = getattr(load_model_config(path), "model_type", None)
-        if kind not in TESTED_ARCHITECTURES:
-            yield (
-                f"{field}: {path} is of the architecture {kind}, which Quartet was not tried with; see docs/models.md"
-            )
-
-
-def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
-    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them; and
-    one with which vLLM would rotate all sequences as transformers rotates only those of a pass that is as long."""
-    model = load_model_config(section.model)
-    rope = getattr(model, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    field = f"applications.{name}.args.max_length: {section.max_length}, but {section.model}"
-    if model is not None and kind == "default" and section.max_length > limit(model):
-        yield f"{field} takes {limit(model)} tokens (its max_position_embeddings)"
-    native = int(rope.get("original_max_position_embeddings") or limit(model))
-    if kind in BY_LENGTH and section.max_length > native:
-        yield (
-            f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "
-            f"the engine would use for all sequences and the learner only for long ones; set it to {native} at most"
-        )
 
 
 def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
@@ -85,9 +57,19 @@ def models(deployment: Deployment) -> Iterator[tuple[str, str]]:
         if isinstance(section, RolloutConfig | ReferenceConfig | CriticConfig):
             yield f"{where}.model", section.model
         elif isinstance(section, RewardConfig):
-            for field, scorer in _scorers(section.scorer, f"{where}.scorer"):
+            for field, scorer in scorers(section.scorer, f"{where}.scorer"):
                 if isinstance(scorer, ModelScorerConfig):
                     yield f"{field}.model", scorer.model
+
+
+def broken_models(deployment: Deployment) -> Iterator[str]:
+    """Models whose weights are missing or incomplete, each folder once."""
+    folders: dict[str, str] = {}
+    for field, path in models(deployment):
+        folders.setdefault(path, field)
+    for path, field in folders.items():
+        if load_model_config(path) is not None:
+            yield from (f"{field}: {problem}" for problem in broken_weights(path))
 
 
 def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:
@@ -110,11 +92,6 @@ def _entries(model: Any) -> int:
     return int(model.get_text_config().vocab_size)
 
 
-def limit(model: Any) -> int:
-    """Longest sequence that the model takes, in tokens."""
-    return int(getattr(model, "max_position_embeddings", 1 << 30))
-
-
 def missing_functions(deployment: Deployment) -> Iterator[str]:
     """Scoring functions that cannot be imported here, except those of services with their own environment."""
     for application in deployment.raw.get("applications") or []:
@@ -122,7 +99,7 @@ def missing_functions(deployment: Deployment) -> Iterator[str]:
         section = deployment.services.get(name)
         if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
             continue
-        for field, scorer in _scorers(section.scorer, f"applications.{name}.args.scorer"):
+        for field, scorer in scorers(section.scorer, f"applications.{name}.args.scorer"):
             if isinstance(scorer, FunctionScorerConfig):
                 try:
                     load_function(scorer.function, f"{field}.function")
@@ -138,10 +115,10 @@ def _brings_code(runtime_env: Any) -> bool:
     return bool(_OWN_CODE & runtime_env.keys()) or (isinstance(variables, Mapping) and "PYTHONPATH" in variables)
 
 
-def _scorers(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
+def scorers(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
     """(field, scorer) of the scorer or, for a blend, of each of its parts."""
     if isinstance(scorer, BlendScorerConfig):
         for index, part in enumerate(scorer.parts):
-            yield from _scorers(part.scorer, f"{where}.parts.{index}.scorer")
+            yield from scorers(part.scorer, f"{where}.parts.{index}.scorer")
     else:
         yield where, scorer

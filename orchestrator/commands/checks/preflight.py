@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.commands.fitting import (
+from orchestrator.commands.checks.architectures import limit, too_long_for_model, unfit_heads, unpackable, untested
+from orchestrator.commands.checks.fitting import (
     ends_without_token,
+    gpus_of_replicas,
     idle_critics,
     misfits_of_rollout,
     old_tokens,
@@ -15,15 +17,13 @@ from orchestrator.commands.fitting import (
     schedules,
     wrong_backend,
 )
-from orchestrator.commands.models import (
+from orchestrator.commands.checks.models import (
     POLICY_FIELD,
-    limit,
+    broken_models,
     load_model_config,
     missing_functions,
     models,
     other_tokenizers,
-    too_long_for_model,
-    untested,
 )
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
@@ -85,6 +85,8 @@ def preflight(deployment: Deployment) -> Inputs:
     problems.lines += memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
     judges = problems.among(load_judges, config)
     problems.lines += missing_functions(deployment)
+    problems.lines += broken_models(deployment)
+    problems.lines += unpackable(deployment)
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
     if tokenizer is not None:
@@ -95,7 +97,7 @@ def preflight(deployment: Deployment) -> Inputs:
     if train and held_out:
         problems.among(check_disjoint, train, held_out)
     if tokenizer is not None and not problems.lines:
-        problems.lines += ends_without_token(sampled_from(config, tokenizer), config.policy.model)
+        problems.lines += ends_without_token(config, sampled_from(config, tokenizer))
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
     kinds = (idle_critics, schedules, old_tokens, rounded_adapters, rounded_ratios, untested)
@@ -155,6 +157,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
             yield from too_long_for_model(section, name)
+            if gpus_of_replicas(deployment) == 0:
+                yield from unfit_heads(section, name)
         if isinstance(section, CriticConfig) and config.ppo.needs_critic:
             yield from other_root(config.checkpoint.root, section.root, name)
     critics = tuple(f"applications.{name}." for name, s in services.items() if isinstance(s, CriticConfig))

@@ -105,7 +105,7 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
     """A reason for which the configured backend could not work with the GPUs that policy and replicas ask for. What
     only their places can tell is checked before the first push (orchestrator/push/transport.py)."""
     backend, policy = deployment.orchestrator.weights.backend, deployment.orchestrator.policy
-    replicas = _gpus_of_replicas(deployment)
+    replicas = gpus_of_replicas(deployment)
     if backend not in ("nccl", "cuda-ipc") or replicas is None or VISIBLE in policy.env_vars:
         return
     shared = policy.num_gpus + replicas
@@ -124,7 +124,7 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
         yield f"orchestrator.weights.backend: {backend}, but {reason}; set it to auto"
 
 
-def _gpus_of_replicas(deployment: Deployment) -> float | None:
+def gpus_of_replicas(deployment: Deployment) -> float | None:
     """The share of a GPU that each worker of the rollout asks Ray for. None if the service is not in the file, or its
     GPUs are chosen by hand."""
     for application in deployment.raw.get("applications") or []:
@@ -147,15 +147,24 @@ def idle_critics(deployment: Deployment) -> Iterator[str]:
             )
 
 
-def ends_without_token(distribution: Distribution, path: str) -> Iterator[str]:
-    """End ids outside the tokenizer's vocabulary, which min_new_tokens could not mask."""
+def ends_without_token(config: OrchestratorConfig, distribution: Distribution) -> Iterator[str]:
+    """End ids outside the tokenizer's vocabulary: stop tokens that are never sampled, and ends that min_new_tokens
+    could not mask."""
     size = distribution.vocabulary
-    outside = [token for token in distribution.end_ids if size is not None and token >= size]
-    if distribution.min_new_tokens and outside:
+    if size is None:
+        return
+    stops = config.sampling.stop_token_ids
+    if outside := [str(token) for token in stops if token >= size]:
         yield (
-            f"orchestrator.sampling.min_new_tokens: {distribution.min_new_tokens}, but of the tokens that end a text "
-            f"{', '.join(map(str, outside))} is not one of the tokenizer's {size}; correct eos_token_id in "
-            f"{path}/generation_config.json, or sampling.stop_token_ids"
+            f"orchestrator.sampling.stop_token_ids: {', '.join(outside)}, but the tokenizer's ids end at {size - 1}, "
+            "and no other is sampled"
+        )
+    outside = [str(token) for token in distribution.end_ids if token >= size and token not in stops]
+    if config.sampling.min_new_tokens and outside:
+        yield (
+            f"orchestrator.sampling.min_new_tokens: {config.sampling.min_new_tokens}, but of the tokens that end a "
+            f"text {', '.join(outside)} is not one of the tokenizer's {size}; correct eos_token_id in "
+            f"{config.policy.model}/generation_config.json"
         )
 
 

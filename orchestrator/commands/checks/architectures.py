@@ -1,0 +1,100 @@
+"""Checks that the architectures of models allow what a file asks of them."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.commands.checks.models import load_model_config, models, scorers
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import ConfigError
+from services.common.config.frozen import FrozenConfig
+from services.common.config.learner import LearnerConfig
+from services.common.models.architectures import TESTED_ARCHITECTURES
+from services.common.models.attention import packed
+from services.common.models.loading import shape_of_causal
+from services.reward.config import ModelScorerConfig, RewardConfig
+from services.rollout.config import RolloutConfig
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers per attention head that vLLM's kernels for a CPU are compiled for (its `CPUAttentionBackend`)."""
+
+
+def untested(deployment: Deployment) -> Iterator[str]:
+    """Models of architectures that the tests do not cover."""
+    for field, path in models(deployment):
+        kind = getattr(load_model_config(path), "model_type", None)
+        if kind not in TESTED_ARCHITECTURES:
+            yield (
+                f"{field}: {path} is of the architecture {kind}, which Quartet was not tried with; see docs/models.md"
+            )
+
+
+def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
+    """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them; and
+    one with which vLLM would rotate all sequences as transformers rotates only those of a pass that is as long."""
+    model = load_model_config(section.model)
+    rope = getattr(model, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    field = f"applications.{name}.args.max_length: {section.max_length}, but {section.model}"
+    if model is not None and kind == "default" and section.max_length > limit(model):
+        yield f"{field} takes {limit(model)} tokens (its max_position_embeddings)"
+    native = int(rope.get("original_max_position_embeddings") or limit(model))
+    if kind in packed.BY_LENGTH and section.max_length > native:
+        yield (
+            f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "
+            f"the engine would use for all sequences and the learner only for long ones; set it to {native} at most"
+        )
+
+
+def head_size(config: Any) -> int:
+    """Numbers per attention head of a model, from its configuration as transformers reads it."""
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
+    """A size of attention heads with which vLLM ends on a CPU once it computes."""
+    model = load_model_config(section.model)
+    # Multi-head latent attention has kernels of its own.
+    if model is None or getattr(model, "kv_lora_rank", None):
+        return
+    if (size := head_size(model)) not in CPU_HEAD_SIZES:
+        yield (
+            f"applications.{name}.args.model: attention heads of {section.model} have {size} numbers, which vLLM has "
+            f"no kernel for on a CPU; its sizes there are {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def unpackable(deployment: Deployment) -> Iterator[str]:
+    """Models that would compute something else if they were packed, or if their keys and values were kept."""
+    network = functools.cache(lambda path: shape_of_causal(path, "float32"))
+    for where, section in _computing(deployment):
+        if not section.packing or load_model_config(section.model) is None:
+            continue
+        try:
+            model = network(section.model)
+        except ConfigError as error:
+            yield f"{where}.{error}"
+            continue
+        if refusal := packed.refusal(model, section.model, getattr(section, "attn_implementation", "sdpa")):
+            yield f"{where}.packing: {refusal}"
+        elif getattr(section, "kept_tokens", 0) and not packed.continues(model):
+            yield f"{where}.kept_tokens: layers of {section.model} attend more than once; set it to 0"
+
+
+def _computing(deployment: Deployment) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:
+    """(field, section) of each model outside the engine."""
+    yield "orchestrator.policy", deployment.orchestrator.policy
+    for name, section in deployment.services.items():
+        where = f"applications.{name}.args"
+        if isinstance(section, LearnerConfig | FrozenConfig):
+            yield where, section
+        elif isinstance(section, RewardConfig):
+            for field, scorer in scorers(section.scorer, f"{where}.scorer"):
+                if isinstance(scorer, ModelScorerConfig):
+                    yield field, scorer
+
+
+def limit(model: Any) -> int:
+    """Longest sequence that the model takes, in tokens."""
+    return int(getattr(model, "max_position_embeddings", 1 << 30))

@@ -1,0 +1,133 @@
+"""Models that engine or learner would refuse, or compute something else with: `quartet check` names them."""
+
+import json
+import re
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, LlamaConfig
+
+from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, unfit_heads
+from orchestrator.commands.checks.weight_files import broken_weights
+from services.common.models.loading import load_causal
+from services.rollout.config import RolloutConfig
+from tests.families import FAMILIES
+from tests.models import WORDS, make_policy, make_tokenizer
+from tests.unit.preflights import args, checked, problems
+
+KEPT = {"packing": True, "kept_tokens": 1000}
+
+
+@pytest.fixture
+def copy(policy_folder: Path, tmp_path: Path) -> Path:
+    return Path(copytree(policy_folder, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda whole: None, "is missing"),
+        (lambda whole: whole[:-1], "is incomplete or no file of weights"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "is incomplete or no"),
+    ],
+)
+def test_weights_that_are_not_all_there(copy: Path, content: Any, said: str) -> None:
+    """A copy that broke off, and git's pointer in the place of a large file."""
+    assert list(broken_weights(str(copy))) == []
+    file = copy / "model.safetensors"
+    weights = load_file(file)
+    first, second = (copy / f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
+    parts = {name: first.name if at % 2 else second.name for at, name in enumerate(weights)}
+    for part in (first, second):
+        save_file({name: weights[name] for name, its in parts.items() if its == part.name}, part, {"format": "pt"})
+    file.unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+    assert list(broken_weights(str(copy))) == []
+    AutoModelForCausalLM.from_pretrained(copy)  # the index is one
+    whole = second.read_bytes()
+    second.unlink()
+    if (changed := content(whole)) is not None:
+        second.write_bytes(changed)
+    (line,) = broken_weights(str(copy))
+    assert line.startswith(f"{second} {said}")
+
+
+def test_a_model_without_weights_is_named_once(raw: dict[str, Any], copy: Path, tmp_path: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    raw["orchestrator"]["policy"]["model"] = args(raw, "rollout")["model"] = str(copy)
+    assert problems(raw, tmp_path) == [
+        f"orchestrator.policy.model: {copy} holds no weights; it should hold model.safetensors, or its parts and "
+        "their index"
+    ]
+    for index in ("[]", "{", '{"metadata": {}, "weight_map": 1}', '{"weight_map": {}}'):
+        (copy / "model.safetensors.index.json").write_text(index)
+        said = f"{copy}/model.safetensors.index.json is no index of weights; copy it again"
+        assert list(broken_weights(str(copy))) == [said]
+
+
+def test_models_that_cannot_be_packed(raw: dict[str, Any], reward_folder: Path, tmp_path: Path) -> None:
+    folder = str(FAMILIES["gemma2"].make(tmp_path / "gemma2"))
+    raw["orchestrator"]["policy"] |= {"model": folder, "packing": True}
+    for name in ("rollout", "reference"):
+        args(raw, name)["model"] = folder
+    args(raw, "reference")["packing"] = args(raw, "critic")["packing"] = args(raw, "reward")["scorer"]["packing"] = (
+        True
+    )
+    refused = f"packing: {folder} (gemma2) has layers without plain causal attention; set packing to false"
+    assert problems(raw, tmp_path) == [
+        f"orchestrator.policy.{refused}",
+        f"applications.reference.args.{refused}",
+    ]
+    with pytest.raises(ValueError, match=re.escape(refused)):
+        load_causal(folder, "float32", packing=True)
+    raw["orchestrator"]["policy"]["packing"] = args(raw, "reference")["packing"] = False
+    checked(raw, tmp_path)
+
+
+def test_a_model_whose_keys_and_values_cannot_be_kept(raw: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "twice"
+    config = DiffLlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    args(raw, "reference").update(KEPT, model=str(folder))
+    args(raw, "reward")["scorer"] |= KEPT
+    assert problems(raw, tmp_path) == [
+        f"applications.reference.args.kept_tokens: layers of {folder} attend more than once; set it to 0"
+    ]
+
+
+def test_heads_that_the_engine_has_no_kernel_for_on_a_cpu(raw: dict[str, Any], tmp_path: Path) -> None:
+    small = str(make_policy(tmp_path / "small", kind="llama", tied=False, head_dim=16))
+    args(raw, "rollout")["model"] = raw["orchestrator"]["policy"]["model"] = small
+    assert problems(raw, tmp_path) == [
+        f"applications.rollout.args.model: attention heads of {small} have 16 numbers, which vLLM has no kernel for "
+        "on a CPU; its sizes there are 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+    ]
+    [rollout] = [each for each in raw["applications"] if each["name"] == "rollout"]
+    rollout["deployments"][0]["ray_actor_options"] = {"num_gpus": 1}
+    checked(raw, tmp_path)
+    # Where no size is given, the heads divide the hidden numbers.
+    LlamaConfig(hidden_size=96, num_attention_heads=2).save_pretrained(tmp_path / "divided")
+    [line] = unfit_heads(RolloutConfig(model=str(tmp_path / "divided")), "rollout")
+    assert " have 48 numbers" in line
+
+
+def test_the_sizes_of_heads_are_those_of_the_engine() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_stop_tokens_are_the_tokenizers(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"]["sampling"]["stop_token_ids"] = [5, len(WORDS), 70]
+    assert problems(raw, tmp_path) == [
+        "orchestrator.sampling.stop_token_ids: 64, 70, but the tokenizer's ids end at 63, and no other is sampled"
+    ]
+    raw["orchestrator"]["sampling"]["stop_token_ids"] = list(range(64)) * 5
+    [line] = problems(raw, tmp_path)
+    assert line.startswith("orchestrator.sampling.stop_token_ids: ")
