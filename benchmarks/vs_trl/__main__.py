@@ -12,6 +12,8 @@ each stage that its arithmetic would take, done as fast as these cores do one la
 """
 
 import os
+import signal
+import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ def main(
     environment: Path = Path(".quartet/trl"),
 ) -> None:
     """Runs the benchmark and prints its results."""
+    # Ended in TRL's turn, it would otherwise leave Quartet's processes stopped behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     python = make_environment(environment.absolute())
     ratios = Table("case", "samples/s over TRL's", "each round")
     shares, floors = Table("share of the step", *STAGES), Table("arithmetic's part of it", *STAGES[:-1])
