@@ -75,12 +75,12 @@ class Run:
         return lambda: self.log.read_text().count("interrupted (") == times
 
     def measured(self) -> list[dict[str, float]]:
-        """All but the times."""
+        """All but the times, and the proofs of pushes, of which a resumed run has more."""
         return [
             {
                 name: value
                 for name, value in line.items()
-                if not name.startswith(("seconds/", "tokens_per_s/", "time", "wait/", "work/"))
+                if not name.startswith(("seconds/", "tokens_per_s/", "time", "wait/", "work/", "push/"))
             }
             for line in read_metrics(self.folder / "metrics.jsonl")
         ]

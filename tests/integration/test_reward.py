@@ -11,7 +11,7 @@ import pytest
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from protos import common_pb2, reward_pb2
-from services.common.wire.errors import Internal
+from services.common.wire.errors import FailedPrecondition
 from services.common.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
@@ -163,7 +163,8 @@ async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
 async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secrets(quartet: Quartet) -> None:
     words = RewardClient(quartet.channel, "words")
     good = [asyncio.create_task(words.score_texts(["w5"], ["w7"], timeout_s=120)) for _ in range(8)]
-    with pytest.raises(Internal) as caught:
+    told = r"^words\.Score: tests\.scorers:words raised RuntimeError in line \d+ of scorers\.py; see the reward"
+    with pytest.raises(FailedPrecondition, match=told) as caught:
         await words.score_texts(["secret"], ["w7"], timeout_s=120)
     assert "1234" not in str(caught.value)
     assert [scores.values.tolist() for scores in await asyncio.gather(*good)] == [[pytest.approx(1000.1)]] * 8
