@@ -1,9 +1,12 @@
 """Function scorers and judges for tests, named by import path."""
 
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from services.common.wire.pairs import Pair
 
@@ -47,6 +50,16 @@ def nested(pairs: Sequence[Pair]) -> list[list[float]]:
 
 def nothing(pairs: Sequence[Pair]) -> Any:
     """Lacks its `return`."""
+
+
+def parsed(pairs: Sequence[Pair]) -> Any:
+    """Fails in a library."""
+    return [json.loads(pair.response) for pair in pairs]
+
+
+def tensor(pairs: Sequence[Pair]) -> Any:
+    """Words of the response, as a model of the user's might give them."""
+    return torch.tensor(count(pairs), dtype=torch.bfloat16, requires_grad=True)
 
 
 def worded(pairs: Sequence[Pair]) -> list[str]:

@@ -188,5 +188,6 @@ def table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -
     }
     for name, values in columns.items():
         interval: Interval = over_prompts([(row.row, value) for row, value in zip(rows, values, strict=True)])
-        drawn.add_row(name, f"{interval.mean:.3f}", f"{interval.low:.3f} to {interval.high:.3f}")
+        bounds = "needs two prompts" if math.isnan(interval.low) else f"{interval.low:.3f} to {interval.high:.3f}"
+        drawn.add_row(name, f"{interval.mean:.3f}", bounds)
     return drawn

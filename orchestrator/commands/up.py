@@ -50,8 +50,8 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
             cluster.stop(ray)
         raise
     say(
-        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs of the "
-        f"replicas in {ray.logs}"
+        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs in "
+        f"{ray.logs}"
     )
 
 

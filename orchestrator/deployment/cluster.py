@@ -73,8 +73,8 @@ class Cluster:
 
     @property
     def logs(self) -> Path:
-        """Folder with the logs of Serve's replicas while the head runs."""
-        return Path(self.folder) / "ray" / "session_latest" / "logs" / "serve"
+        """Folder with the logs of all processes while the head runs."""
+        return Path(self.folder) / "ray" / "session_latest" / "logs"
 
     def processes(self) -> list[psutil.Process]:
         """The head and all processes that it started, directly or not."""

@@ -42,9 +42,8 @@ class Publishing:
         self._overlaps = config.loop.max_staleness > 0
         self._rest_s = config.timeouts.longest_update_s if config.loop.colocate else None
         self._delivery: asyncio.Task[None] | None = None
-        self.metrics = {"seconds/push": 0.0}
-        """Metrics of the last push that has ended: its seconds, from the copy to the commit, and what its proof
-        measured, if it was proved."""
+        self._seconds = 0.0
+        self._proved: dict[str, float] = {}
 
     async def rest(self) -> None:
         """With loop.colocate: pauses the replicas until the next `publish`, so that the learners get their memory."""
@@ -60,6 +59,12 @@ class Publishing:
         staged = await self._pusher.stage(version)
         self._delivery = self._beside.start(self._deliver(staged), f"delivery of version {version}")
 
+    def measured(self) -> dict[str, float]:
+        """Metrics of the last push that has ended: its seconds, from the copy to the commit; and what the last proof
+        measured, if it was given since this was last asked."""
+        proved, self._proved = self._proved, {}
+        return {"seconds/push": self._seconds} | proved
+
     async def settled(self) -> None:
         """Returns when all replicas serve the version that was published last."""
         if self._delivery:
@@ -69,6 +74,7 @@ class Publishing:
         self._commit(await self._pusher.deliver(staged))
 
     def _commit(self, report: PushReport) -> None:
-        proved = {} if report.difference is None else {"push/difference": report.difference}
-        self.metrics = {"seconds/push": report.seconds} | proved
+        self._seconds = report.seconds
+        if report.difference is not None:
+            self._proved = {"push/difference": report.difference}
         self._committed(report.policy_version)

@@ -129,7 +129,7 @@ class Trainer:
             with report.stage("publish"):
                 await publishing.settled()
             await self._evaluate(done, report)
-        report.add(publishing.metrics | {"seconds/checkpoint": self._checkpoints.waited_s()})
+        report.add(publishing.measured() | {"seconds/checkpoint": self._checkpoints.waited_s()})
         self._log(done, report)
         return done
 

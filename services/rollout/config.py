@@ -15,8 +15,8 @@ class RolloutConfig(Config):
     """Folder of the Hugging Face model whose weights are version 0."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the engine. Use the same as the learner, so that their log-probs agree."""
-    max_length: Count = 2048
-    """Longest prompt + response, in tokens."""
+    max_length: Annotated[int, Field(ge=3)] = 2048
+    """Longest prompt + response, in tokens; 3 at least, as a push's proof takes two tokens and the next one."""
     max_num_seqs: Count = 256
     """Most requests in one engine step."""
     kv_cache_mib: Count | None = None

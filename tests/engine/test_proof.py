@@ -110,7 +110,6 @@ async def test_rounding_in_bfloat16_is_told_from_stale_weights(
     measured: list[Any] = [(await pusher.push(version)).difference for version in (1, 2)]
     print(scale, measured, tolerance.now)
     assert max(measured) < 0.05
-    assert tolerance.now <= 0.25
     source.part = 0.3
     with pytest.raises(
         PushDisproved, match=r"^version 3: only computes with other weights .* raise weights\.prove_tol"

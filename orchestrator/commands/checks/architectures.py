@@ -46,10 +46,14 @@ def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
         )
 
 
-def head_size(config: Any) -> int:
-    """Numbers per attention head of a model, from its configuration as transformers reads it."""
+def head_size(config: Any) -> int | None:
+    """Numbers per attention head of a model, from its configuration as transformers reads it. None without such
+    heads, or where layers have several sizes."""
     text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    try:
+        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
@@ -58,7 +62,8 @@ def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
     # Multi-head latent attention has kernels of its own.
     if model is None or getattr(model, "kv_lora_rank", None):
         return
-    if (size := head_size(model)) not in CPU_HEAD_SIZES:
+    size = head_size(model)
+    if size is not None and size not in CPU_HEAD_SIZES:
         yield (
             f"applications.{name}.args.model: attention heads of {section.model} have {size} numbers, which vLLM has "
             f"no kernel for on a CPU; its sizes there are {', '.join(map(str, CPU_HEAD_SIZES))}"

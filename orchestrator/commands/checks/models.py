@@ -1,15 +1,17 @@
 """Checks of the tokenizers, weights and scoring functions that a deployment names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from orchestrator.commands.checks.weight_files import broken_weights
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function
-from services.common.models.loading import load_tokenizer
+from services.common.models.loading import check_whole, load_tokenizer
+from services.common.models.scalar import check_scalar
 from services.common.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
@@ -51,25 +53,42 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
 
 def models(deployment: Deployment) -> Iterator[tuple[str, str]]:
     """(field, folder) of every model in the file that reads or writes tokens."""
-    yield POLICY_FIELD, deployment.orchestrator.policy.model
+    return ((field, path) for field, path, _ in _needed(deployment))
+
+
+def _needed(deployment: Deployment) -> Iterator[tuple[str, str, Callable[[str], object]]]:
+    """The same, each with the check of the weights that it needs."""
+    yield POLICY_FIELD, deployment.orchestrator.policy.model, _check_causal
     for name, section in deployment.services.items():
         where = f"applications.{name}.args"
-        if isinstance(section, RolloutConfig | ReferenceConfig | CriticConfig):
-            yield f"{where}.model", section.model
+        if isinstance(section, RolloutConfig | ReferenceConfig):
+            yield f"{where}.model", section.model, _check_causal
+        elif isinstance(section, CriticConfig):
+            yield f"{where}.model", section.model, _check_body
         elif isinstance(section, RewardConfig):
             for field, scorer in scorers(section.scorer, f"{where}.scorer"):
                 if isinstance(scorer, ModelScorerConfig):
-                    yield f"{field}.model", scorer.model
+                    yield f"{field}.model", scorer.model, check_scalar
+
+
+_check_causal = partial(check_whole, AutoModelForCausalLM)
+_check_body = partial(check_whole, AutoModel)
 
 
 def broken_models(deployment: Deployment) -> Iterator[str]:
-    """Models whose weights are missing or incomplete, each folder once."""
-    folders: dict[str, str] = {}
-    for field, path in models(deployment):
-        folders.setdefault(path, field)
-    for path, field in folders.items():
-        if load_model_config(path) is not None:
-            yield from (f"{field}: {problem}" for problem in broken_weights(path))
+    """Models whose weights are missing, incomplete, or those of a model for something else; each once."""
+    seen = set()
+    for field, path, check in _needed(deployment):
+        if (path, check) in seen or load_model_config(path) is None:
+            continue
+        seen.add((path, check))
+        problems = list(broken_weights(path))
+        if not problems:
+            try:
+                check(path)
+            except ConfigError as error:
+                problems.append(str(error).removeprefix("model: "))
+        yield from (f"{field}: {problem}" for problem in problems)
 
 
 def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:

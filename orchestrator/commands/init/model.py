@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from orchestrator.commands.checks.architectures import head_size
 from orchestrator.deployment.memory import BYTES
 from services.common.config.base import ConfigError
 from services.common.models.attention import packed
@@ -71,7 +72,8 @@ class Model:
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""
         config = self.config.get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        pairs = getattr(config, "num_key_value_heads", None) or heads
-        return int(2 * config.num_hidden_layers * pairs * size * BYTES[dtype])
+        if (size := head_size(config)) is None:
+            width = config.hidden_size
+        else:
+            width = size * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        return int(2 * config.num_hidden_layers * width * BYTES[dtype])

@@ -1,6 +1,7 @@
 """Functions named by import path in the configuration: scorers and judges."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 
 from services.common.config.base import ConfigError
@@ -24,5 +25,7 @@ def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair
         raise ConfigError(f"{field}: importing {module} fails with {type(error).__name__}: {error}") from None
     if not callable(function):
         raise ConfigError(f"{field}: {path!r} is not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{field}: {path!r} is an async function; write it with def, as it is called in a thread")
     loaded: Callable[[Sequence[Pair]], Sequence[float]] = function
     return loaded

@@ -1,11 +1,14 @@
 """Loading Hugging Face models and tokenizers."""
 
+from collections.abc import Sequence
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, logging
 
 from services.common.config.base import ConfigError
 from services.common.models.attention import packed, padded
@@ -58,16 +61,45 @@ def _load(
     capped = attention == "sdpa" and _caps_attention(path)
     if capped:
         taken = "eager"
-    try:
-        model: nn.Module = kind.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {error}") from None
+    model = _whole(kind, path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices)
     if packing and (refusal := packed.refusal(model, path, attention)):
         raise ConfigError(f"packing: {refusal}")
     padded.use_in(model)
     return without_dropout(model)
+
+
+def check_whole(kind: Any, path: str) -> nn.Module:
+    """Raises ConfigError unless `path` holds all weights of a model of this class of transformers, in their shapes.
+    Returns the model without its weights: only their names and shapes are read."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # the error says it
+    try:
+        return _whole(kind, path, device_map="meta")
+    finally:
+        logging.set_verbosity(before)
+
+
+def _whole(kind: Any, path: str, **options: Any) -> nn.Module:
+    """The model in `path`. transformers would make up weights that are missing or have another shape."""
+    try:
+        model, told = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {reason}") from None
+    found: nn.Module = model
+    if missing := sorted(told["missing_keys"]):
+        raise ConfigError(
+            f"model: {path} lacks {_some(missing)}, which would be random; it should hold all weights of "
+            f"{type(model).__name__}"
+        )
+    if others := [f"{name} {list(held)}" for name, held, _ in sorted(told["mismatched_keys"])]:
+        raise ConfigError(f"model: {path} holds {_some(others)}, of another shape than its config.json says")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _caps_attention(path: str) -> bool:

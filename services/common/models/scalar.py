@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from services.common.config.base import ConfigError
-from services.common.models.loading import _load, load_body
+from services.common.models.loading import _load, check_whole, load_body
 from services.common.models.sequences import PairTensors
 
 VALUE_HEAD = "value_head"
@@ -65,12 +65,24 @@ def load_scalar(path: str, dtype: str, *, packing: bool = False) -> ScalarModel:
     """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or with
     `packing` if its attention cannot keep packed pairs apart."""
     full: Any = _load(AutoModelForSequenceClassification, path, dtype, packing=packing)
-    head = getattr(full, "score", None)
-    if not isinstance(head, torch.nn.Linear):
-        raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
+    head = _head(full, path)
     model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
     model.head.load_state_dict(head.state_dict())
     return model
+
+
+def check_scalar(path: str) -> None:
+    """Raises ConfigError unless `path` holds a whole sequence-classification model of one label; reads no weights."""
+    _head(check_whole(AutoModelForSequenceClassification, path), path)
+
+
+def _head(full: Any, path: str) -> nn.Linear:
+    head = getattr(full, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
+    if head.out_features != 1:
+        raise ConfigError(f"model: {path} has num_labels {head.out_features}; it must have 1")
+    return head
 
 
 def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:

@@ -49,17 +49,20 @@ class Probe:
             "computes with other weights than were pushed: "
             f"log-probs of {len(differences)} fixed tokens differ from the learner's by {differences.mean():.3g} "
             f"nats in the mean and {differences.max():.3g} at most; the mean is {measured:.3g} of their spread, "
-            f"tolerance {self.tolerance:.3g}; "
-            + (
-                f"these got no weights: {', '.join(stale)}"
-                if stale
-                else "if engine and learner only round so differently, raise weights.prove_tolerance"
-            )
+            f"tolerance {self.tolerance:.3g}; " + _advice(measured, stale)
         )
 
     def _differences(self, logprobs: Sequence[Floats]) -> Floats:
         differences: Floats = np.abs(np.concatenate(list(logprobs)) - np.concatenate(self.expected))
         return differences
+
+
+def _advice(measured: float, stale: Sequence[str]) -> str:
+    if stale:
+        return f"these got no weights: {', '.join(stale)}"
+    if not np.isfinite(measured):
+        return "some are not finite"
+    return "if engine and learner only round so differently, raise weights.prove_tolerance"
 
 
 def probe_sequences(vocabulary: int, max_length: int) -> list[Ints]:

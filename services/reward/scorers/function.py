@@ -17,7 +17,7 @@ from services.common.wire.errors import FailedPrecondition
 from services.reward.config import FunctionScorerConfig
 from services.reward.scorers.scorer import Scored
 
-log = logging.getLogger("quartet")
+log = logging.getLogger("ray.serve")  # whose lines are in logs/serve, a file for each replica
 
 
 class FunctionScorer:
@@ -48,11 +48,12 @@ class FunctionScorer:
         finite number per pair."""
         try:
             scores = self._function([scored.pair for scored in pairs])
+            scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of torch, NumPy, pandas
         except Exception as error:
             log.exception("%s failed", self._name)
             # Without the error's text, which may hold secrets.
             raise FailedPrecondition(
-                f"{self._name} raised {type(error).__name__} in {_place(error)}; see the reward service's log"
+                f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log"
             ) from None
         try:
             with np.errstate(over="ignore"):
@@ -71,8 +72,10 @@ class FunctionScorer:
     def check(self) -> None:
         """Does nothing, since a function may rightly refuse a made-up pair."""
 
-
-def _place(error: Exception) -> str:
-    """The line and the file in which the error was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"line {frame.lineno} of {Path(frame.filename).name}"
+    def _place(self, error: Exception) -> str:
+        """The last line of the function's own file on the way to the error, or else the line that raised it."""
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(inspect.getmodule(self._function), "__file__", None)
+        own = [frame for frame in frames if frame.filename == file]
+        frame = (own or frames)[-1]
+        return f"line {frame.lineno} of {Path(frame.filename).name}"

@@ -7,15 +7,17 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, Gemma4TextConfig, LlamaConfig, MambaConfig
 
-from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, unfit_heads
+from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, head_size, unfit_heads
 from orchestrator.commands.checks.weight_files import broken_weights
-from services.common.models.loading import load_causal
+from services.common.config.base import ConfigError
+from services.common.models.loading import check_whole, load_causal
 from services.rollout.config import RolloutConfig
 from tests.families import FAMILIES
-from tests.models import WORDS, make_policy, make_tokenizer
+from tests.models import WORDS, make_policy, make_reward, make_tokenizer
 from tests.unit.preflights import args, checked, problems
 
 KEPT = {"packing": True, "kept_tokens": 1000}
@@ -68,6 +70,54 @@ def test_a_model_without_weights_is_named_once(raw: dict[str, Any], copy: Path, 
         assert list(broken_weights(str(copy))) == [said]
 
 
+def without(folder: Path, name: str, instead: torch.Tensor | None = None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    if instead is not None:
+        weights[name] = instead
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_that_would_be_made_up(raw: dict[str, Any], copy: Path, reward_folder: Path, tmp_path: Path) -> None:
+    """transformers draws them at random, so that learner, reference and critic would each have others."""
+    raw["orchestrator"]["policy"]["model"] = str(copy)
+    name = "model.layers.1.mlp.down_proj.weight"
+    without(copy, name, torch.zeros(3, 4))
+    said = f"orchestrator.policy.model: {copy} holds {name} [3, 4], of another shape than its config.json says"
+    assert problems(raw, tmp_path) == [said]
+    without(copy, name)
+    said = f"{copy} lacks {name}, which would be random; it should hold all weights of LlamaForCausalLM"
+    assert problems(raw, tmp_path) == [f"orchestrator.policy.model: {said}"]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_causal(str(copy), "float32")
+    raw["orchestrator"]["policy"]["model"] = str(reward_folder)  # a classifier has no lm_head
+    assert problems(raw, tmp_path)[0].startswith(f"orchestrator.policy.model: {reward_folder} lacks lm_head.weight, ")
+
+
+def test_a_reward_model_has_a_head_of_one_label(raw: dict[str, Any], policy_folder: Path, tmp_path: Path) -> None:
+    field, scorer = "applications.reward.args.scorer.model", args(raw, "reward")["scorer"]
+    scorer["model"] = str(policy_folder)  # its config says nothing of labels
+    assert problems(raw, tmp_path)[0].startswith(
+        f"{field}: {policy_folder} lacks score.weight, which would be random"
+    )
+    two = make_reward(tmp_path / "two", labels=2)
+    scorer["model"] = str(two)
+    assert problems(raw, tmp_path) == [f"{field}: {two} has num_labels 2; it must have 1"]
+
+
+def test_weights_in_torchs_own_format(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    file = copy / "pytorch_model.bin"
+    torch.save(weights, file)
+    check_whole(AutoModelForCausalLM, str(copy))
+    whole = file.read_bytes()
+    for content in (whole[:-1000], b"", b"version https://git-lfs.github.com/spec/v1\n"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"^model: {copy} cannot be loaded as AutoModelForCausalLM: [^\n]+$"):
+            check_whole(AutoModelForCausalLM, str(copy))
+
+
 def test_models_that_cannot_be_packed(raw: dict[str, Any], reward_folder: Path, tmp_path: Path) -> None:
     folder = str(FAMILIES["gemma2"].make(tmp_path / "gemma2"))
     raw["orchestrator"]["policy"] |= {"model": folder, "packing": True}
@@ -111,6 +161,9 @@ def test_heads_that_the_engine_has_no_kernel_for_on_a_cpu(raw: dict[str, Any], t
     [rollout] = [each for each in raw["applications"] if each["name"] == "rollout"]
     rollout["deployments"][0]["ray_actor_options"] = {"num_gpus": 1}
     checked(raw, tmp_path)
+    # Without attention, or with several sizes, nothing is refused.
+    for config in (MambaConfig(), Gemma4TextConfig()):
+        assert head_size(config) is None
     # Where no size is given, the heads divide the hidden numbers.
     LlamaConfig(hidden_size=96, num_attention_heads=2).save_pretrained(tmp_path / "divided")
     [line] = unfit_heads(RolloutConfig(model=str(tmp_path / "divided")), "rollout")

@@ -131,6 +131,7 @@ def test_the_unit_of_differences_is_the_spread_of_the_log_probs() -> None:
         "nats in the mean and 1.5 at most; the mean is 0.075 of their spread, tolerance 0.05; if engine and learner "
         "only round so differently, raise weights.prove_tolerance"
     )
+    assert probe.disagreement([expected[0] * np.float32("nan")]).endswith("tolerance 0.05; some are not finite")
     assert Probe([], [np.asarray([-4.0, -4.5], np.float32)], 0.05).spread == 1
 
 

@@ -22,6 +22,7 @@ def test_a_function_by_its_path() -> None:
         (".relative:f", "function: '.relative:f' should be package.module:name"),
         ("", "function: '' should be package.module:name"),
         ("math:pi", "function: 'math:pi' is not a function"),
+        ("asyncio:sleep", "function: 'asyncio:sleep' is an async function; write it with def"),
     ],
 )
 def test_paths_that_lead_nowhere(path: str, message: str) -> None:

@@ -110,6 +110,7 @@ def test_a_function_sees_texts_and_labels() -> None:
     scorer = make(**function("count"))
     assert scorer.score(PAIRS).tolist() == LENGTHS
     assert scorer.score(PAIRS).dtype == np.float32
+    assert make(**function("tensor")).score(PAIRS).tolist() == LENGTHS
     assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
     prompt, response = arrays([[1], [13, 0]])
     hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
@@ -125,6 +126,10 @@ def test_a_function_sees_texts_and_labels() -> None:
         ("nested", r"tests.scorers:nested gave a list of shape \(4, 1\) for 4 pairs; should give one number each"),
         ("nothing", r"tests.scorers:nothing gave a NoneType of shape \(\) for 4 pairs; should give one number each"),
         ("worded", "tests.scorers:worded gave a list that holds no numbers"),
+        (
+            "parsed",
+            r"tests.scorers:parsed raised JSONDecodeError in line \d+ of scorers.py; see the reward service's log",
+        ),
         ("broken", r"tests.scorers:broken raised KeyError in line \d+ of scorers.py; see the reward service's log"),
         ("not_finite", "tests.scorers:not_finite gave a score that is not finite in float32"),
         ("too_large", "tests.scorers:too_large gave a score that is not finite in float32"),
