@@ -1,6 +1,7 @@
 """Loading Hugging Face models and tokenizers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
@@ -71,12 +72,22 @@ def _load(
 def check_whole(kind: Any, path: str) -> nn.Module:
     """Raises ConfigError unless `path` holds all weights of a model of this class of transformers, in their shapes.
     Returns the model without its weights: only their names and shapes are read."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # the error says it
-    try:
+    with _quiet():
         return _whole(kind, path, device_map="meta")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers from printing progress and reports meanwhile."""
+    verbosity, draws = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
+        if draws:
+            logging.enable_progress_bar()
 
 
 def _whole(kind: Any, path: str, **options: Any) -> nn.Module:
