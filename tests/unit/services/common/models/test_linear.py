@@ -96,7 +96,9 @@ def test_only_what_the_gradients_need_is_kept(amd: Path, frozen: bool) -> None:
 def test_other_processors_and_other_layers_stay_as_they_are(amd: Path, tmp_path: Path) -> None:
     intel = tmp_path / "intel"
     intel.write_text("vendor_id\t: GenuineIntel\n")
-    for file in (intel, tmp_path / "missing"):
+    old = tmp_path / "old"  # without AVX-512, where oneDNN is the slower one
+    old.write_text("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n")
+    for file in (intel, old, tmp_path / "missing"):
         assert type(made(file)) is nn.Linear
 
     class Doubled(nn.Linear):
