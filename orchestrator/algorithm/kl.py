@@ -30,11 +30,20 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, mask: Tens
     Schulman, "Approximating KL divergence" (2020), with log r = ref_logprobs - logprobs:
     k1 = -log r (unbiased), k2 = (log r)^2 / 2 (biased, >= 0), k3 = (r - 1) - log r (unbiased, >= 0).
 
-    In the reward k1 or k3 are right. In the loss they are differentiated, and then (Tang and Munos 2025,
-    arXiv:2506.09477), in expectation over the next token given its prefix:
-    - k1 gives E[grad log pi] = 0: noise and no pull to the reference. Do not put it in a loss.
-    - k2 gives E[(log pi - log ref) grad log pi], the gradient of KL(pi || ref). Use this one.
-    - k3 gives E[(1 - r) grad log pi], the gradient of the other direction, KL(ref || pi).
+    As a penalty each has one place, for two reasons (Tang and Munos 2025, arXiv:2506.09477; Liu et al. 2025,
+    arXiv:2510.01555). A reward is not differentiated, so that its gradient is E[k grad log pi]:
+    - k1 gives the gradient of KL(pi || ref) over whole responses: E[grad k1] = E[grad log pi] is zero, nothing is
+      left out. Use this one.
+    - k2 and k3 leave out E[grad k]. With k3 that is the gradient of KL(ref || pi), which near the reference is that
+      of KL(pi || ref) but for terms of second order: what is left pulls hardly at all, and not to the reference.
+
+    In the loss only k itself is differentiated, not what is sampled after it. In expectation over the next token
+    given its prefix:
+    - k1 gives E[grad log pi] = 0: noise and no pull to the reference.
+    - k2 gives E[(log pi - log ref) grad log pi], the gradient of that token's KL(pi || ref).
+    - k3 gives E[(1 - r) grad log pi], the gradient of the other direction, KL(ref || pi), of that token.
+    Neither charges a token for the KL of the tokens that follow it, so a coefficient weighs less than in the reward;
+    nor is either weighted where samples are another policy's.
 
     k3 takes e^20 for a larger r: no overflow, and no gradient through that r. With a `mask` the result is zero off
     it, and NaN there stays out of the backward pass. ValueError on an unknown kind.

@@ -18,19 +18,27 @@ class KLConfig(Config):
     coef: NonNegativeFloat = 0.1
     """Coefficient of the penalty; the initial one if `target` is set. 0 turns the penalty off."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimator of KL(policy || reference) from samples of the policy."""
+    """Schulman's estimator of KL(policy || reference) from samples of the policy, which kl/reference reports as well.
+    In the reward only k1 pulls to the reference, in the loss only k2 and k3 do. With coef 0 any can be measured."""
     placement: Literal["reward", "loss"] = "reward"
-    """Subtract it from each token's reward, or add it to the policy's loss (where k2 or k3 is the sound choice:
-    the expected gradient of k1 is zero)."""
+    """Subtract it from each token's reward (k1), or add it to the policy's loss (k2, k3). The two are not the same
+    penalty, and a coefficient of one does not carry over to the other; see docs/algorithm.md."""
     target: PositiveFloat | None = None
     """Adapt the coefficient towards this KL per response, in nats (Ziegler et al. 2019). Null keeps it fixed."""
     horizon: PositiveFloat = 10_000
     """Samples over which the adaptive coefficient reacts."""
 
     @model_validator(mode="after")
-    def _k1_has_no_gradient(self) -> Self:
-        if self.placement == "loss" and self.estimator == "k1" and self.coef > 0:
+    def _estimator_pulls_to_the_reference(self) -> Self:
+        if self.coef == 0:
+            return self
+        if self.placement == "loss" and self.estimator == "k1":
             raise ValueError("estimator k1 in the loss has an expected gradient of zero; choose k2 or k3")
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator {self.estimator} in the reward does not pull to the reference, as a reward is not "
+                "differentiated; choose k1, or placement loss"
+            )
         return self
 
     @model_validator(mode="after")
@@ -59,9 +67,6 @@ class PPOConfig(Config):
     critic_gae_lambda: Fraction | None = None
     """Lambda of the returns that the critic learns. 1, as in SAO: what was earned, without the critic's own values.
     Null: gae_lambda."""
-    bootstrap_truncated: bool = False
-    """Add the critic's value after the last token to a response that was cut off, for the reward still to come.
-    Without it the score counts as the whole reward of such a response."""
     kl: KLConfig = KLConfig()
     """The KL penalty."""
     score_clip: PositiveFloat | None = 10.0
@@ -176,8 +181,6 @@ class PPOConfig(Config):
             raise ValueError(
                 "advantages reinforce++ has the batch's mean as baseline; whiten_advantages must be true"
             )
-        if self.bootstrap_truncated and not self.needs_critic:
-            raise ValueError(f"bootstrap_truncated adds the critic's values, and advantages {name} has none; use gae")
         for field in ("critic_epochs", "critic_gae_lambda", "gae_lambda_alpha"):
             if getattr(self, field) is not None and not self.needs_critic:
                 raise ValueError(f"{field} is for a critic, and advantages {name} has none; leave it out, or use gae")

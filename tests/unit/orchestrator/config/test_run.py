@@ -26,6 +26,14 @@ def refusal(section: dict[str, Any]) -> str:
             {"ppo": {"kl": {"placement": "loss"}}},
             "orchestrator.ppo.kl: estimator k1 in the loss has an expected gradient of zero; choose k2 or k3",
         ),
+        *(
+            (
+                {"ppo": {"kl": {"estimator": kind}}},
+                f"orchestrator.ppo.kl: estimator {kind} in the reward does not pull to the reference, as a reward is "
+                "not differentiated; choose k1, or placement loss",
+            )
+            for kind in ("k2", "k3")
+        ),
         (
             {"ppo": {"kl": {"target": 6, "coef": 0}}},
             "orchestrator.ppo.kl: target adapts the coefficient by factors, so coef must be more than 0",
@@ -57,11 +65,6 @@ def refusal(section: dict[str, Any]) -> str:
             {"ppo": {"advantages": "reinforce++", "whiten_advantages": False}},
             "orchestrator.ppo: advantages reinforce++ has the batch's mean as baseline; whiten_advantages must be "
             "true",
-        ),
-        (
-            {"ppo": {"advantages": "reinforce++", "bootstrap_truncated": True}},
-            "orchestrator.ppo: bootstrap_truncated adds the critic's values, and advantages reinforce++ has none; "
-            "use gae",
         ),
         (
             {"ppo": {"advantages": "reinforce++", "critic_epochs": 2}},
@@ -147,8 +150,9 @@ def test_runs_that_can_be(section: dict[str, Any]) -> None:
     kl = {"placement": "loss", "estimator": "k2"}
     config = OrchestratorConfig.parse(section | {"batch_size": 16, "ppo": {"minibatch_size": 16, "kl": kl}}, "o")
     assert (config.ppo.minibatch_size, config.ppo.kl.estimator) == (16, "k2")
-    # k1 in a loss that is turned off does no harm.
+    # A penalty that is turned off does no harm; what is estimated is measured.
     OrchestratorConfig.parse(section | {"ppo": {"kl": {"placement": "loss", "coef": 0}}}, "o")
+    OrchestratorConfig.parse(section | {"ppo": {"kl": {"estimator": "k3", "coef": 0}}}, "o")
 
 
 def test_an_adaptive_coefficient_that_is_accepted_survives_the_largest_error(section: dict[str, Any]) -> None:

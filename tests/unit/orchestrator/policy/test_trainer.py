@@ -66,7 +66,7 @@ CASES = [
     ({"entropy_coef": 0.2}, 0.2, None),
     ({"kl": KLConfig(placement="loss", estimator="k2")}, 0.0, "k2"),
     ({"kl": KLConfig(placement="loss", estimator="k3")}, 0.0, "k3"),
-    ({"kl": KLConfig(placement="reward", estimator="k2")}, 0.0, None),
+    ({"kl": KLConfig(placement="reward", estimator="k1")}, 0.0, None),
 ]
 
 
