@@ -176,8 +176,6 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
     needed = config.data.max_prompt_length + config.sampling.max_new_tokens
     for name, model in models.items():
-        # The value after a response that was cut off is that of one token more.
-        more = int(name == "critic" and config.ppo.bootstrap_truncated)
         if model.tokenizer_hash != expected:
             raise ConfigError(
                 f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
@@ -188,9 +186,8 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
                 f"{name}: {model.path} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
-        if model.max_length < needed + more:
+        if model.max_length < needed:
             raise ConfigError(
                 f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
                 f"orchestrator.sampling.max_new_tokens is {needed}"
-                + (", and orchestrator.ppo.bootstrap_truncated needs one more" if more else "")
             )

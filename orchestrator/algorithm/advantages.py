@@ -19,7 +19,6 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float | Tensor,
-    bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages, and returns = advantages + values. All [B, T], zero off the mask.
 
@@ -27,9 +26,8 @@ def gae(
     r_t + gamma V_t+1 - V_t, A_t = delta_t + gamma gae_lambda A_t+1. A gap in a row's mask is stepped over.
     `gae_lambda` may differ from response to response: [B].
 
-    After the last token V is zero, as the episode ends there. A response cut at the length limit counts
-    its score as its whole return, unless `bootstrap` [B] adds the value after the last token, which is zero for
-    finished responses. ValueError if a factor is outside 0..1.
+    After the last token V is zero, as the episode ends there, for a response that was cut at the length limit too: it
+    is scored as a whole, and its score is all that it earns. ValueError if a factor is outside 0..1.
     """
     check_masked(mask, rewards=rewards, values=values)
     if isinstance(gae_lambda, Tensor):
@@ -37,9 +35,7 @@ def gae(
         gae_lambda = gae_lambda.to(values)
     _check_factors(gamma=gamma, gae_lambda=gae_lambda)
     advantages = torch.zeros_like(values)
-    carry = values.new_zeros(len(values))
-    following = carry if bootstrap is None else bootstrap
-    check_masked(mask.any(dim=1), bootstrap=following)
+    carry = following = values.new_zeros(len(values))
     for t in reversed(range(mask.shape[1])):
         here = mask[:, t]
         delta = rewards[:, t] + gamma * following - values[:, t]

@@ -23,7 +23,6 @@ from orchestrator.experience.experience import Collected, Experience, Finished
 from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.experience.scoring.beginnings import Beginnings
 from orchestrator.experience.scoring.pairs import Pairs
-from orchestrator.experience.scoring.values import Valued, ask_values
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from services.common.wire.codec import Floats
@@ -127,7 +126,7 @@ class Collector:
         """The same batch with the values of the critic after `critic_step` or a later step."""
         values = await self._values(collected.pairs, critic_step)
         valued = zip(collected.experiences, values, strict=True)
-        return replace(collected, experiences=[replace(e, values=v.values, after=v.after) for e, v in valued])
+        return replace(collected, experiences=[replace(e, values=row) for e, row in valued])
 
     @property
     def _deadline(self) -> str:
@@ -176,8 +175,8 @@ class Collector:
         answers = (task.result() for task in (scores, reference, critic, policy))
         rows = zip(numbers, prompts, samples, *answers, strict=True)
         return [
-            Experience(number, prompt, sample, float(score), row, valued.values, valued.after, own)
-            for number, prompt, sample, score, row, valued, own in rows
+            Experience(number, prompt, sample, float(score), row, values, own)
+            for number, prompt, sample, score, row, values, own in rows
         ]
 
     async def _scores(self, pairs: Pairs) -> Floats:
@@ -211,12 +210,17 @@ class Collector:
         check_rows("reference.Logprobs", "ref_logprobs", pairs.prompts, rows, pairs.samples)
         return rows
 
-    async def _values(self, pairs: Pairs, critic_step: int | None) -> list[Valued]:
-        """The critic's values; empty arrays without a step, or if the run has no critic."""
+    async def _values(self, pairs: Pairs, critic_step: int | None) -> list[Floats]:
+        """Values by the critic after `critic_step` or a later step, B times [T]; empty arrays without a step, or if
+        the run has no critic."""
         if critic_step is None or self._services.critic is None:
-            return [Valued(np.empty(0, np.float32), 0.0)] * len(pairs.samples)
+            return [np.empty(0, np.float32)] * len(pairs.samples)
         with self.stages("value", pairs.numbers), within(SCORING):
-            return await ask_values(self._services.critic, self._config, pairs, critic_step)
+            answer = await self._services.critic.values(
+                pairs.prompt_ids, pairs.responses, min_step=critic_step, timeout_s=self._config.timeouts.score_s
+            )
+        check_rows("critic.Values", "values", pairs.prompts, answer.rows, pairs.samples)
+        return list(answer.rows)
 
     async def _own(self, pairs: Pairs) -> list[Floats]:
         """The learner's own log-probs; empty arrays where they are left for later."""

@@ -28,8 +28,6 @@ class Experience:
     """The reference's log-probs, [T]; empty if the run has no reference."""
     values: Floats
     """The critic's values, [T]; empty if they were not requested."""
-    after: float = 0.0
-    """The value after the last token, as in Valued."""
     old_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     """The learner's log-probs before the update, [T]; empty if they were left for the loop."""
 

@@ -23,7 +23,7 @@ from services.common.folders import replace_file
 from services.common.wire.codec import Floats
 from services.rollout.sample import Sample
 
-FORMAT = 3
+FORMAT = 4
 """Version of a step's file; raised when the format changes."""
 _SAMPLING_SECTIONS: dict[str, Any] = {
     **dict.fromkeys(("seed", "batch_size", "data", "sampling", "ppo", "policy"), True),
@@ -133,7 +133,6 @@ def _row(experience: Experience) -> dict[str, Any]:
         "score": experience.score,
         "ref_logprobs": experience.ref_logprobs.astype("<f4").tobytes(),
         "values": experience.values.astype("<f4").tobytes(),
-        "after": experience.after,
         "old_logprobs": experience.old_logprobs.astype("<f4").tobytes(),
     }
 
@@ -146,7 +145,6 @@ def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
         score=row["score"],
         ref_logprobs=_floats(row["ref_logprobs"]),
         values=_floats(row["values"]),
-        after=row["after"],
         old_logprobs=_floats(row["old_logprobs"]),
     )
 
@@ -154,7 +152,7 @@ def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
 def _numbers(experiences: Sequence[Experience]) -> Iterator[Floats]:
     for e in experiences:
         yield from (e.sample.logprobs, e.ref_logprobs, e.values, e.old_logprobs)
-        yield np.asarray([e.score, e.after], np.float32)
+        yield np.asarray([e.score], np.float32)
 
 
 def _floats(data: bytes) -> Floats:

@@ -94,11 +94,6 @@ class Batch:
         return self.padded([e.values for e in self.experiences])
 
     @cached_property
-    def after(self) -> Tensor:
-        """The value after each response's last token, [B]; 0 for complete ones, or if it was not requested."""
-        return torch.tensor([e.after for e in self.experiences])
-
-    @cached_property
     def scores(self) -> Tensor:
         """The scores, [B]."""
         return torch.tensor([e.score for e in self.experiences])

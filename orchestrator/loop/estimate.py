@@ -148,7 +148,7 @@ def _gae(batch: Batch, rewards: Tensor, ppo: PPOConfig) -> tuple[Tensor, Tensor]
     et al. 2025, VC-PPO, arXiv:2503.01491; SAO, arXiv:2607.07508)."""
 
     def estimated(gae_lambda: float | Tensor) -> tuple[Tensor, Tensor]:
-        return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=gae_lambda, bootstrap=batch.after)
+        return gae(rewards, batch.values, batch.mask, gamma=ppo.gamma, gae_lambda=gae_lambda)
 
     alpha, of_critic = ppo.gae_lambda_alpha, ppo.critic_gae_lambda
     if alpha is None and of_critic is None:

@@ -99,11 +99,11 @@ def shape_rewards(scores: list[float], kls: Rows, kl_coef: float, limit: float |
     return rewards
 
 
-def gae(rewards: Rows, values: Rows, gamma: float, lam: float, bootstrap: list[float]) -> Rows:
+def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> Rows:
     """The infinite sum of Schulman et al. 2015, eq. 16: A_t = sum over l of (gamma lam)^l delta_t+l."""
     advantages = []
-    for r, v, end in zip(rewards, values, bootstrap, strict=True):
-        v = [*v, end]
+    for r, v in zip(rewards, values, strict=True):
+        v = [*v, 0.0]
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
         advantages.append(
             [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(r))) for t in range(len(r))]

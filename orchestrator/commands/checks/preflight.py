@@ -161,12 +161,9 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
                 yield from unfit_heads(section, name)
         if isinstance(section, CriticConfig) and config.ppo.needs_critic:
             yield from other_root(config.checkpoint.root, section.root, name)
-    critics = tuple(f"applications.{name}." for name, s in services.items() if isinstance(s, CriticConfig))
     for field, path in models(deployment):
         model = load_model_config(path)
         if model is None:
             yield f"{field}: {path} holds no config.json of a model that transformers knows"
-        elif field.startswith(critics) and config.ppo.bootstrap_truncated and limit(model) <= needed:
-            yield f"{field}: {path} takes {limit(model)} tokens; orchestrator.ppo.bootstrap_truncated needs one more"
         elif limit(model) < needed:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"

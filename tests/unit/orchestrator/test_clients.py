@@ -67,13 +67,6 @@ def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_fol
         check_compatible(make_infos(**{name: {"max_length": 47}}), make_tokenizer(), config)
 
 
-def test_a_critic_needs_room_for_the_token_after_a_cut_response(policy_folder: Path) -> None:
-    config = make_config(policy_folder, **LENGTHS, ppo={"bootstrap_truncated": True})
-    check_compatible(make_infos(critic={"max_length": 49}), make_tokenizer(), config)
-    with pytest.raises(ConfigError, match=r"^critic: takes 48 .* is 48, and .*bootstrap_truncated needs one more$"):
-        check_compatible(make_infos(critic={"max_length": 48}), make_tokenizer(), config)
-
-
 def test_dtype_and_backend_must_be_the_rollout_services(policy_folder: Path) -> None:
     config = make_config(policy_folder, **LENGTHS)
     with pytest.raises(ConfigError, match=r"policy.dtype: float32, but the rollout service has bfloat16"):

@@ -23,22 +23,17 @@ def test_gae_by_hand() -> None:
     advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
     close(advantages, [[1.14575, 0.635, 1.7, 0.0]])
     close(returns, [[1.64575, 1.035, 2.0, 0.0]])
-    # bootstrap 1: last delta 1.7 + 0.9 = 2.6; A = 2.6; -0.13 + 0.45 * 2.6 = 1.04; 0.86 + 0.45 * 1.04 = 1.328
-    advantages, _ = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5, bootstrap=doubles([1.0]))
-    close(advantages, [[1.328, 1.04, 2.6, 0.0]])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (1.0, 1.0)])
 def test_gae_against_the_reference(seed: int, gamma: float, lam: float) -> None:
     rewards, values = (ref.random_rows(seed + k, ref.random_lengths(seed)) for k in (0, 10))
-    ends = ref.random_rows(seed + 20, [len(values)])[0]
+    expected = ref.pad(ref.gae(rewards, values, gamma, lam), fill=0.0)
     args = (ref.pad(rewards), ref.pad(values), ref.mask_of(values))
-    for bootstrap, tensor in (([0.0] * len(ends), None), (ends, doubles(ends))):
-        expected = ref.pad(ref.gae(rewards, values, gamma, lam, bootstrap), fill=0.0)
-        advantages, returns = gae(*args, gamma=gamma, gae_lambda=lam, bootstrap=tensor)
-        close(advantages, expected)
-        close(returns, expected + ref.pad(values, fill=0.0))
+    advantages, returns = gae(*args, gamma=gamma, gae_lambda=lam)
+    close(advantages, expected)
+    close(returns, expected + ref.pad(values, fill=0.0))
 
 
 def test_gae_with_gamma_and_lambda_one_is_reward_to_go_less_value() -> None:
@@ -75,7 +70,7 @@ def test_a_lambda_for_each_response_is_each_responses_own(seed: int) -> None:
     lambdas = length_lambdas(mask, alpha=1.5)
     advantages, returns = gae(ref.pad(rewards), ref.pad(values), mask, gamma=0.9, gae_lambda=lambdas)
     for row, (r, v) in enumerate(zip(rewards, values, strict=True)):
-        (expected,) = ref.gae([r], [v], 0.9, 1 - 1 / (1.5 * len(v)), [0.0])
+        (expected,) = ref.gae([r], [v], 0.9, 1 - 1 / (1.5 * len(v)))
         close(advantages[row, : len(v)], torch.tensor(expected, dtype=torch.float64))
     close(returns, advantages + torch.where(mask, ref.pad(values), 0.0))
     one, none = torch.full((len(values),), 0.8), 0.8
@@ -93,8 +88,6 @@ def test_gae_refuses_bad_input() -> None:
         gae(one, one, mask, gamma=1.0, gae_lambda=torch.tensor([0.5, 1.5]))
     with pytest.raises(ValueError, match=r"gae_lambda is \[1\], should be \[2\]"):
         gae(one, one, mask, gamma=1.0, gae_lambda=torch.ones(1))
-    with pytest.raises(ValueError, match=r"bootstrap is \[1\], should be \[2\]"):
-        gae(one, one, mask, gamma=1.0, gae_lambda=1.0, bootstrap=torch.ones(1))
     with pytest.raises(ValueError, match=r"values is \[2\], should be \[2, 1\]"):
         gae(one, one[:, 0], mask, gamma=1.0, gae_lambda=1.0)
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from orchestrator.deployment.file import Deployment
 from tests.families import ENDS, FAMILIES
-from tests.models import EOS, MAX_LENGTH, WORDS, make_policy
+from tests.models import EOS, WORDS, make_policy
 from tests.unit.preflights import SUM, args, checked, problems
 
 Change = Callable[[Any], Any]
@@ -104,24 +104,6 @@ def test_the_reference_computes_in_the_policys_precision(raw: dict[str, Any], tm
     ]
     raw["orchestrator"]["ppo"]["kl"] = {"coef": 0}
     checked(raw, tmp_path)
-
-
-def test_a_critic_needs_room_for_what_follows(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["orchestrator"]["data"]["max_prompt_length"] = 100
-    raw["orchestrator"]["sampling"]["max_new_tokens"] = MAX_LENGTH - 100
-    for name in ("rollout", "reward"):
-        args(raw, name)["max_length"] = MAX_LENGTH
-    checked(raw, tmp_path)
-    raw["orchestrator"]["ppo"]["bootstrap_truncated"] = True
-    critic = args(raw, "critic")["model"]
-    assert problems(raw, tmp_path) == [
-        f"applications.critic.args.model: {critic} takes 128 tokens; orchestrator.ppo.bootstrap_truncated needs one "
-        "more"
-    ]
-    # Every critic of the file is checked, whatever its application is called.
-    [application] = [each for each in raw["applications"] if each["name"] == "critic"]
-    application["name"], raw["orchestrator"]["services"] = "value", {"critic": {"application": "value"}}
-    assert problems(raw, tmp_path)[0].startswith(f"applications.value.args.model: {critic} takes 128 tokens;")
 
 
 @pytest.mark.parametrize(

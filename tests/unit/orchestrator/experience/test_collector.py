@@ -213,21 +213,3 @@ async def test_nothing_asked_nothing_given(fakes: Fakes, policy_folder: Path) ->
     collected = await make_collector(fakes, policy_folder).collect([], version=1, critic_step=0)
     assert (collected.experiences, collected.tokens) == ([], 0)
     assert np.isfinite(collected.generate_s)
-
-
-async def test_a_cut_response_is_valued_after_its_last_token_where_that_is_asked_for(
-    fakes: Fakes, policy_folder: Path
-) -> None:
-    """The critic is asked with one token more and values the place before it; responses that ended have none."""
-    fakes.critic.answer = lambda response: np.arange(len(response), dtype=np.float32)
-    collector = make_collector(fakes, policy_folder, ppo={"bootstrap_truncated": True, "minibatch_size": 1})
-    collected = await collector.collect(make_requests(4), version=3, critic_step=0)
-    for row, experience in enumerate(collected.experiences):
-        length = row + 1
-        assert experience.values.tolist() == list(range(length))
-        assert experience.after == (length if experience.truncated else 0)
-    assert [len(row) for row in fakes.critic.responses()] == [1, 3, 3, 5]
-    again = await collector.value(collected, critic_step=1)
-    assert [e.after for e in again.experiences] == [0, 2, 0, 4]
-    plain = await make_collector(fakes, policy_folder).collect(make_requests(4), version=3, critic_step=0)
-    assert [e.after for e in plain.experiences] == [0, 0, 0, 0]

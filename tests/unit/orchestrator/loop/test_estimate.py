@@ -1,6 +1,6 @@
 """Rewards, advantages and returns of a batch of two responses, by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +239,3 @@ def test_controllers(policy_folder: Path) -> None:
     kl = {"coef": 0.3, "target": 6, "horizon": 1000}
     adaptive = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
     assert make_controller(adaptive.ppo, 0.7) == AdaptiveKL(0.7, 6, 1000)
-
-
-def test_what_would_have_followed_a_cut_response_is_added_to_its_last_token() -> None:
-    # Reward -1.05 and 0.75 after it: 0.9 * 0.75 - 1.05 - 0.
-    cut = [BATCH[0], replace(BATCH[1], after=0.75)]
-    settings = PPOConfig(gae_lambda=0.5, gamma=0.9, whiten_advantages=False)
-    actual = estimated(cut, settings)
-    assert actual.advantages[1].tolist() == pytest.approx([-0.375], abs=1e-6)
-    whole = estimated(BATCH, settings)
-    assert actual.advantages[0].tolist() == whole.advantages[0].tolist()

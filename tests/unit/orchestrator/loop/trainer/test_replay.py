@@ -89,7 +89,7 @@ class Run:
     """One run over a journal in `folder`; at its end the digests of the learners' weights, and what was logged."""
 
     def __init__(self, policy_folder: Path, folder: Path, **section: Any) -> None:
-        ppo = {"minibatch_size": 2, "epochs": 2, "normalise_scores": True, "bootstrap_truncated": True, "kl": KL}
+        ppo = {"minibatch_size": 2, "epochs": 2, "normalise_scores": True, "kl": KL}
         settings: dict[str, Any] = {"steps": STEPS, "batch_size": 4, "prompts_per_call": 3, "seed": 7, "ppo": ppo}
         settings["policy"] = {"model": str(policy_folder), "optimizer": OPTIMIZER}
         self.config = make_config(policy_folder, **settings | {"loop": {"mismatch_limit": 100.0}} | section)
@@ -167,10 +167,10 @@ class Run:
 
 GOLDEN = {
     "score/mean": [9.5, 8.75, 13.0],
-    "kl/reference": [-8.383698, -8.440371, -8.573055],
-    "policy/loss": [0.005981788, 0.6299570, -0.01380069],
-    "value/loss": [1.339159, 1.541270, 0.9386123],
-    "policy/grad_norm": [2.542888, 8.942404, 0.8816093],
+    "kl/reference": [-8.383698, -8.415574, -8.635873],
+    "policy/loss": [0.003546443, 0.6192548, 0.0102701],
+    "value/loss": [1.345133, 1.225902, 0.8399519],
+    "policy/grad_norm": [2.509869, 8.947168, 0.7258088],
 }
 """Measured at lock-step when this was first written; a change of the loop that moves them changes the algorithm."""
 
