@@ -60,9 +60,10 @@ class Update:
     def correct(self, correction: Correction) -> float:
         """Seconds of processor time that a correction adds to a round."""
         began = time.process_time()
-        measures(correction, self._old, self._behaviour, self._mask, cap=CAP, band=None)
+        measures(correction, self._old, self._behaviour, self._mask, sampled=self._mask, cap=CAP, band=None)
         for rows in self._minibatches():
-            correction_weights(correction, self._old[rows], self._behaviour[rows], self._mask[rows], cap=CAP)
+            mask = self._mask[rows]
+            correction_weights(correction, self._old[rows], self._behaviour[rows], mask, sampled=mask, cap=CAP)
         return time.process_time() - began
 
     def _minibatches(self) -> Iterator[slice]:

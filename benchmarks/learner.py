@@ -37,7 +37,7 @@ from services.common.learner.shards import Pass
 from services.common.models.device import default_device
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
-from services.common.models.numerics import entropy_of, logprobs_of, masked_sum
+from services.common.models.numerics import logprobs_of, masked_sum
 from services.common.models.sequences import pad_pairs, pad_rows
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
@@ -102,8 +102,9 @@ class Plain:
         )
         mask, tokens = pairs.action_mask, sum(pairs.lengths)
         logits = response_logits(self._model, pairs)
+        new = logprobs_of(logits, pairs.response_ids)
         result = policy_loss(
-            logprobs_of(logits, pairs.response_ids),
+            new,
             old,
             advantages,
             mask,
@@ -113,8 +114,7 @@ class Plain:
             weights=importance_weights(old, sampled, mask, cap=ppo.importance_cap),
             denominator=tokens,
         )
-        with torch.no_grad():
-            float(masked_sum(entropy_of(logits), mask) / tokens)
+        float(masked_sum(-new.detach(), mask) / tokens)
         result.loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), OPTIMIZER.max_grad_norm)
         self._optimizer.step()

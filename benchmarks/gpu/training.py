@@ -29,7 +29,7 @@ from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_causal, response_logits
-from services.common.models.numerics import entropy_of, logprobs_of, masked_sum
+from services.common.models.numerics import logprobs_of, masked_sum
 from services.common.models.sequences import PairTensors, concatenate_pairs
 
 MODULE = "benchmarks.gpu.training"
@@ -120,8 +120,9 @@ class Plain:
         old, advantages = pairs.spread(self._batch.old_logprobs), pairs.spread(self._batch.advantages)
         mask, count = pairs.action_mask, sum(pairs.lengths)
         logits = response_logits(self._model, pairs)
+        new = logprobs_of(logits, pairs.response_ids)
         result = policy_loss(
-            logprobs_of(logits, pairs.response_ids),
+            new,
             old,
             advantages,
             mask,
@@ -131,8 +132,7 @@ class Plain:
             weights=importance_weights(old, old, mask, cap=ppo.importance_cap),
             denominator=count,
         )
-        with torch.no_grad():
-            float(masked_sum(entropy_of(logits), mask) / count)
+        float(masked_sum(-new.detach(), mask) / count)
         return result.loss
 
 

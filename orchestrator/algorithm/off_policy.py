@@ -3,7 +3,8 @@
 Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
 response token; what lies outside it, even NaN, changes neither a result nor a gradient. Three log-probs of the same
 token: `logprobs` of the behaviour, which is the engine that sampled it; `old_logprobs` of the proximal policy, the
-learner before its update; `new_logprobs` of the policy as it trains. k = exp(old_logprobs - logprobs).
+learner before its update; `new_logprobs` of the policy as it trains. k = exp(old_logprobs - logprobs). `sampled` is
+True at every response token, also at those that are not trained on: a response's ratio is that of all its tokens.
 """
 
 from typing import Literal
@@ -28,6 +29,7 @@ def correction_weights(
     logprobs: Tensor,
     mask: Tensor,
     *,
+    sampled: Tensor,
     cap: float | None,
     band: tuple[float, float] | None = None,
     segments: Tensor | None = None,
@@ -36,15 +38,17 @@ def correction_weights(
 
     - tis: min(k, cap) per token, see `importance_weights`.
     - tis-sequence: min(product of k over the response, cap) for all its tokens: the unbiased ratio of whole responses
-      (Precup et al. 2000), truncated (Ionides 2008).
+      (Precup et al. 2000), truncated (Ionides 2008). The product is over the sampled tokens: what comes after a token
+      that is not trained on was sampled after it all the same.
     - icepop: k inside the band, 0 outside (Ring-1T, arXiv:2510.18855, M(k)).
-    - geometric: 1 for responses whose geometric mean of k lies inside the band, 0 for the others, whole.
+    - geometric: 1 for responses whose geometric mean of k over the sampled tokens lies inside the band, 0 for the
+      others, whole.
     - decoupled: k up to the cap, 0 above (AReaL, arXiv:2505.24298, with its filter of extreme weights).
     - dis: 1; its ratio is to the behaviour already, see `dis_loss`.
 
     Args:
         kind: the correction.
-        old_logprobs, logprobs, mask: as said at the head of this file.
+        old_logprobs, logprobs, mask, sampled: as said at the head of this file.
         cap: largest weight; None for no weights at all, or for decoupled for no filter.
         band: lowest and highest ratio; None for that of BANDS.
         segments: [B or 1, T] int64, which response of its row a token belongs to, from 0, where rows hold several.
@@ -58,12 +62,12 @@ def correction_weights(
         case "tis":
             return importance_weights(old_logprobs, logprobs, mask, cap=cap)
         case "tis-sequence":
-            log_k, _ = _per_response(old_logprobs - logprobs, mask, segments)
+            log_k, _ = _per_response(old_logprobs - logprobs, sampled, segments)
             return importance_weights(log_k, torch.zeros_like(log_k), mask, cap=cap)
         case "icepop":
             return torch.where(mask & ((k < low) | (k > high)), 0.0, k)
         case "geometric":
-            log_k, count = _per_response(old_logprobs - logprobs, mask, segments)
+            log_k, count = _per_response(old_logprobs - logprobs, sampled, segments)
             mean = (log_k / count.clamp(min=1)).exp()
             return torch.where(mask & ((mean < low) | (mean > high)), 0.0, torch.ones_like(k))
         case "decoupled":
@@ -82,25 +86,26 @@ def dis_loss(
     band: tuple[float, float] | None,
     denominator: float | Tensor,
 ) -> PolicyLoss:
-    """-sum of r A, divided by `denominator`, over tokens whose r = exp(new_logprobs - logprobs) is in the band.
+    """-sum of r A, divided by `denominator`, over tokens whose r = exp(new_logprobs - logprobs) is inside the band.
 
     Double-sided importance sampling of SAO (arXiv:2607.07508, eq. 3): the behaviour is the only policy that r is
-    relative to, and tokens outside the band have no gradient, whatever the sign of their advantage. The clip
-    fractions are the shares of tokens below and above the band, and approx_kl is to the behaviour. [B, T] -> each [].
+    relative to, and tokens outside the band, or at its ends, have no gradient, whatever the sign of their advantage.
+    The clip fractions are the shares of tokens that lie too low and too high, and approx_kl is to the behaviour.
+    [B, T] -> each [].
     ValueError on a band that does not hold 1.
     """
     low, high = _band("dis", band)
     check_masked(mask, new_logprobs=new_logprobs, logprobs=logprobs, advantages=advantages)
     r = ratio(new_logprobs, logprobs, mask)
-    inside = (r >= low) & (r <= high)
+    inside = (r > low) & (r < high)
 
     def share(x: Tensor) -> Tensor:
         return partial_mean(x.detach(), mask, denominator)
 
     return PolicyLoss(
         loss=-partial_mean(torch.where(inside, r * advantages, 0.0), mask, denominator),
-        clip_fraction_low=share(r < low),
-        clip_fraction_high=share(r > high),
+        clip_fraction_low=share(r <= low),
+        clip_fraction_high=share(r >= high),
         dual_clip_fraction=share(torch.zeros_like(r)),
         approx_kl=share(kl_estimate(logprobs, new_logprobs.detach(), "k3", mask)),
         ratio_mean=share(r),
@@ -114,6 +119,7 @@ def measures(
     logprobs: Tensor,
     mask: Tensor,
     *,
+    sampled: Tensor,
     cap: float | None,
     band: tuple[float, float] | None,
 ) -> dict[str, float]:
@@ -129,9 +135,10 @@ def measures(
         measured[f"ratio_p{round(100 * share):02d}"] = float(value)
     if kind == "dis":
         low, high = _band(kind, band)
-        corrected = (ratio(old_logprobs, logprobs, mask) < low) | (ratio(old_logprobs, logprobs, mask) > high)
+        r = ratio(old_logprobs, logprobs, mask)
+        corrected = (r <= low) | (r >= high)
     else:
-        weights = correction_weights(kind, old_logprobs, logprobs, mask, cap=cap, band=band)
+        weights = correction_weights(kind, old_logprobs, logprobs, mask, sampled=sampled, cap=cap, band=band)
         limit = torch.inf if cap is None else cap
         corrected = (weights == 0) if kind in ("icepop", "geometric", "decoupled") else (weights >= limit)
     return measured | {"corrected": float(masked_mean(corrected, mask))}

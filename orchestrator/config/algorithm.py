@@ -82,7 +82,8 @@ class PPOConfig(Config):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus. 0 turns it off; entropy is still measured."""
+    """Weight of the entropy bonus. 0 turns it off; entropy is then estimated from the sampled tokens alone, at no
+    cost (policy/sampled_entropy)."""
     epochs: Count = 2
     """Passes over each batch, for every learner."""
     critic_epochs: Count | None = None
@@ -104,11 +105,12 @@ class PPOConfig(Config):
     ratio is to the engine's log-probs, and tokens outside importance_band are left out (no clip_eps, no dual_clip).
     With `old_logprobs: rollout` only dis has an effect. Sources are in docs/algorithm.md."""
     importance_band: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = None
-    """Lowest and highest ratio that icepop, geometric and dis train on. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4."""
+    """Lowest and highest ratio that icepop, geometric and dis train on; dis leaves out the two themselves. Null: 0.5
+    to 5, 0.99 to 1.01, 0.2 to 4 (SAO's for coding tasks; for reasoning it has 0.7 to 6)."""
     importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
     """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
-    learner's. Null turns off tis and tis-sequence (not allowed with loop.max_staleness above 0) and decoupled's
-    filter; the mismatch is still measured."""
+    learner's; with decoupled, AReaL's examples set 5, which leaves out less. Null turns off tis and tis-sequence (not
+    allowed with loop.max_staleness above 0) and decoupled's filter; the mismatch is still measured."""
     max_token_staleness: NonNegativeInt | None = None
     """Tokens that were sampled by a version further than this behind the policy that trains on them are left out, of
     both learners' losses and of what is measured of the policy; the other tokens of their response are trained on.

@@ -113,9 +113,10 @@ def measure_distance(batch: Batch, own: Sequence[Floats], ppo: PPOConfig, versio
     kl = float(_kl(batch, old_logprobs, ppo, batch.mask).sum(1).mean())
     kl *= int(batch.sampled.sum()) / trained  # of whole responses, also where tokens are left out
     metrics = {} if batch.ref_logprobs is None else {"kl/reference": kl}
-    known = batch.mask & torch.tensor([len(row) > 0 for row in own])[:, None]
+    rows = torch.tensor([len(row) > 0 for row in own])[:, None]
+    known = batch.mask & rows
     if known.any():
-        metrics |= _off_policy(batch, own_logprobs, known, ppo)
+        metrics |= _off_policy(batch, own_logprobs, known, batch.sampled & rows, ppo)
     if (present := known & batch.sampled_since(version)).any():
         difference = (own_logprobs - batch.logprobs).abs()
         metrics["mismatch/present_mean_abs"] = float(masked_mean(difference, present))
@@ -175,7 +176,9 @@ def _described(batch: Batch) -> dict[str, float]:
     }
 
 
-def _off_policy(batch: Batch, own_logprobs: Tensor, mask: Tensor, ppo: PPOConfig) -> dict[str, float]:
+def _off_policy(
+    batch: Batch, own_logprobs: Tensor, mask: Tensor, sampled: Tensor, ppo: PPOConfig
+) -> dict[str, float]:
     """Measures of the distance between the samplers' policies and the learner's, and of its correction if there is
     one. All [B, T]."""
     cap, band = ppo.importance_cap, ppo.importance_band
@@ -183,5 +186,5 @@ def _off_policy(batch: Batch, own_logprobs: Tensor, mask: Tensor, ppo: PPOConfig
     metrics = {f"mismatch/{name}": value for name, value in distance.items()}
     if not ppo.corrects:
         return metrics
-    cost = measures(ppo.correction, own_logprobs, batch.logprobs, mask, cap=cap, band=band)
+    cost = measures(ppo.correction, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band)
     return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

@@ -189,20 +189,28 @@ class PolicyTrainer:
         """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
         ppo, mask = self._ppo, micro.mask
         logits = response_logits(self._learner.model, micro.pairs)
-        new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs, trained=ppo.entropy_coef > 0)
-        entropy = masked_sum(entropies, mask) / micro.tokens
+        measured: dict[str, torch.Tensor] = {}
+        if ppo.entropy_coef > 0:
+            new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs)
+            measured["entropy"] = masked_sum(entropies, mask) / micro.tokens
+        else:  # the sum over the vocabulary would take a fifth of the pass
+            new_logprobs = self._distribution.logprobs(logits, micro.pairs)
         if self._keeping and micro.rows:
             self._computed.append((micro, new_logprobs.detach()))
         old_logprobs = self._old_logprobs(micro, new_logprobs)
         result = self._policy_loss(micro, new_logprobs, old_logprobs)
         loss = result.loss
         if ppo.entropy_coef > 0:
-            loss = loss - ppo.entropy_coef * entropy
+            loss = loss - ppo.entropy_coef * measured["entropy"]
         if ppo.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
             kl = kl_estimate(new_logprobs, micro.ref_logprobs, ppo.kl.estimator, mask)
             loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
-        moved = torch.where(mask, new_logprobs - old_logprobs, 0.0).abs().max()
-        return loss * micro.weight, result._asdict() | {"loss": loss, "entropy": entropy, "log_ratio_max": moved}
+        measured |= {
+            "loss": loss,
+            "sampled_entropy": -masked_sum(new_logprobs.detach(), mask) / micro.tokens,
+            "log_ratio_max": torch.where(mask, new_logprobs - old_logprobs, 0.0).abs().max(),
+        }
+        return loss * micro.weight, result._asdict() | measured
 
     def _old_logprobs(self, micro: _Micro, new_logprobs: torch.Tensor) -> torch.Tensor:
         """The engine's log-probs if configured, those that came with the batch, or else the present ones, since no
@@ -227,6 +235,7 @@ class PolicyTrainer:
             old_logprobs,
             micro.logprobs,
             mask,
+            sampled=micro.pairs.action_mask,
             cap=ppo.importance_cap,
             band=ppo.importance_band,
             segments=segments_of(micro.pairs.steps),

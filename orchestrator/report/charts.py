@@ -111,8 +111,8 @@ CLIPPED = Chart(
 )
 ENTROPY = Chart(
     "Entropy",
-    "Of the policy's next-token distribution, mean over response tokens.",
-    (Panel("nats per token", (Line("policy/entropy", "entropy", "blue"),), from_zero=True),),
+    "Of the policy's next-token distribution, estimated by the mean of −log π over the response tokens.",
+    (Panel("nats per token", (Line("policy/sampled_entropy", "entropy", "blue"),), from_zero=True),),
 )
 MISMATCH = Chart(
     "Log-prob mismatch",

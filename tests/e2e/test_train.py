@@ -31,7 +31,7 @@ from tests.preloaded import program
 STEPS = 3
 EVERY_STEP = {
     *("score/mean", "score/std", "reward/mean", "kl/reference", "kl/coef"),
-    *("policy/loss", "policy/entropy", "policy/approx_kl", "policy/ratio_mean", "policy/ratio_max"),
+    *("policy/loss", "policy/sampled_entropy", "policy/approx_kl", "policy/ratio_mean", "policy/ratio_max"),
     *("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/grad_norm", "policy/learning_rate"),
     *("policy/version", "policy/staleness"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/capped"),

@@ -58,7 +58,7 @@ class FakePolicy:
             raise self.failure
         self.batches.append((batch, seed))
         skipped = {"skipped_in_a_row": float(self.skipped_in_a_row.pop(0))} if self.skipped_in_a_row else {}
-        return {"loss": 0.5, "entropy": 1.5} | skipped
+        return {"loss": 0.5, "sampled_entropy": 1.5} | skipped
 
     async def save(self, folder: str) -> str:
         self.journal.note("save", folder)

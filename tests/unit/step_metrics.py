@@ -16,7 +16,7 @@ STEP_METRICS = {
         "off_policy/corrected",
     ),
     *("staleness/mean", "staleness/share_0"),
-    *("policy/loss", "policy/entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
+    *("policy/loss", "policy/sampled_entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
     *("tokens_per_s/generation", "tokens_per_s/training"),
     *("samples/asked", "samples/repeated", "samples/resumed", "samples/tokens_kept"),
     *("samples/used", "samples/used_total", "seconds/checkpoint"),

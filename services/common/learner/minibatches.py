@@ -1,4 +1,4 @@
-"""The order in which a batch is trained on, the weight of its last minibatch, and the means of its metrics."""
+"""The order in which a batch is trained on, the weights of its minibatches, and the means of its metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,19 +26,20 @@ def tokens_trained(responses: Sequence[Ints], trained: Sequence[Bools] | None) -
 
 
 def weight_of(chosen: Sequence[int], lengths: Sequence[int], size: int) -> float:
-    """Weight of a minibatch's mean over its tokens: 1 for a whole minibatch; for the short one at an epoch's end its
-    tokens divided by the mean number of tokens of a whole one, so that each of its tokens counts as much as any
-    other.
+    """Weight of a minibatch's mean over its tokens: its tokens divided by the mean number of tokens of a whole one.
+
+    Each token of the batch then counts as much as any other, whatever minibatch it is in, and the gradients of an
+    epoch's minibatches have the mean over all tokens of the batch as their mean, however the batch was divided. For
+    example of 3 responses with 30, 10 and 20 tokens a whole minibatch of 2 has 40 tokens in the mean: 30 and 20 weigh
+    1.25, and 10 alone 0.25. A batch that is one minibatch weighs 1.
 
     Args:
         chosen: indices of the minibatch's samples.
         lengths: tokens of every response of the batch that are trained on.
         size: samples of a whole minibatch.
     """
-    if len(chosen) >= min(size, len(lengths)):
-        return 1.0
-    whole = sum(lengths) * size / len(lengths)
-    return min(1.0, sum(lengths[index] for index in chosen) / whole)
+    whole = sum(lengths) * min(size, len(lengths)) / len(lengths)
+    return sum(lengths[index] for index in chosen) / whole
 
 
 class Means:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from services.common.models.numerics import by_time, check_logits, tempered
+from services.common.models.numerics import by_time, check_logits, shannon, tempered
 from services.common.models.sequences import PairTensors
 
 
@@ -32,15 +32,9 @@ class Distribution:
         """[R, C]: log-probs of the response tokens, at least in float32, from the `logits` [R, C, V] before them."""
         return self._apply(None, logits, pairs)
 
-    def with_entropy(self, logits: Tensor, pairs: PairTensors, *, trained: bool) -> tuple[Tensor, Tensor]:
-        """[R, C] twice: `logprobs`, and Shannon's entropy of the whole distribution, from one softmax. The entropy
-        has a gradient only if `trained`."""
-
-        def entropy_of(every: Tensor) -> Tensor:
-            whole = every if trained else every.detach()
-            return -(whole.exp() * whole.clamp(min=torch.finfo(whole.dtype).min)).sum(-1)
-
-        logprobs, entropy = self._apply(entropy_of, logits, pairs).unbind(-1)
+    def with_entropy(self, logits: Tensor, pairs: PairTensors) -> tuple[Tensor, Tensor]:
+        """[R, C] twice: `logprobs`, and Shannon's entropy of the whole distribution, from one softmax."""
+        logprobs, entropy = self._apply(shannon, logits, pairs).unbind(-1)
         return logprobs, entropy
 
     def _apply(self, function: Callable[[Tensor], Tensor] | None, logits: Tensor, pairs: PairTensors) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}  # logits worked on at a time: 64 MB and 512 MB in float32
+LEAST_LOGPROB = -1e4  # in an entropy: exp of it is 0, also in float64, and a product with it never overflows
 VARIANCE_EPS = 1e-8  # added to a variance: a spread far below 1e-4 counts as none
 
 
@@ -126,16 +127,23 @@ def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
     return by_time(piece, logits, ids)
 
 
-def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Shannon entropy of softmax(logits / temperature), -sum_v p log p. logits [B, T, V] -> [B, T], in nats.
+def shannon(logprobs: Tensor) -> Tensor:
+    """Shannon entropy -sum_v p log p of distributions given whole, in nats. logprobs [*any, V] -> [*any].
 
-    Logits of -inf (forbidden tokens) add nothing: 0 log 0 = 0. ValueError as for `logprobs_of`.
+    Log-probs of -inf (forbidden tokens) add nothing, 0 log 0 = 0, and get no gradient.
+    """
+    return -(logprobs.exp() * logprobs.clamp(min=LEAST_LOGPROB)).sum(-1)
+
+
+def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """`shannon` of softmax(logits / temperature). logits [B, T, V], -inf for forbidden tokens -> [B, T], in nats.
+
+    ValueError as for `logprobs_of`.
     """
     check_logits(logits, temperature)
 
     def piece(logits: Tensor) -> Tensor:
-        logp = tempered(logits, temperature).log_softmax(-1)
-        return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
+        return shannon(tempered(logits, temperature).log_softmax(-1))
 
     return by_time(piece, logits)
 

@@ -50,7 +50,8 @@ def test_a_response_ends_with_its_first_end_token(model: Path) -> None:
 def test_no_correction_weighs_every_token_alike() -> None:
     old, behaviour, mask = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-5.0, -1.0]]), torch.ones(1, 2).bool()
     ppo = setting(NONE).ppo
-    assert correction_weights(ppo.correction, old, behaviour, mask, cap=ppo.importance_cap).tolist() == [[1.0, 1.0]]
+    weights = correction_weights(ppo.correction, old, behaviour, mask, sampled=mask, cap=ppo.importance_cap)
+    assert weights.tolist() == [[1.0, 1.0]]
     assert setting("dis").ppo.correction == "dis"
     assert setting("tis").ppo.importance_cap is not None
 

@@ -17,7 +17,9 @@ NONE = {"cap": None, "band": None}
 
 
 def weights(kind: Any, **options: Any) -> list[list[float]]:
-    rows: list[list[float]] = correction_weights(kind, OLD, ENGINE, MASK, **{"cap": 2.0} | options).tolist()
+    rows: list[list[float]] = correction_weights(
+        kind, OLD, ENGINE, MASK, **{"sampled": MASK, "cap": 2.0} | options
+    ).tolist()
     return rows
 
 
@@ -51,26 +53,41 @@ def test_responses_that_share_a_row_are_weighed_apart(kind: Any, band: Any) -> N
     assert segments.tolist() == [[0, 0, 0, 1]]
     if kind in ("tis", "tis-sequence", "decoupled"):
         band = None
+    trained = torch.tensor([[False, True, True], [True, False, False]])
+    options: dict[str, Any] = {"cap": 2.0, "band": band}
     packed = correction_weights(
         kind,
         OLD[MASK][None],
         ENGINE[MASK][None],
-        torch.ones(1, 4, dtype=torch.bool),
-        cap=2.0,
-        band=band,
+        trained[MASK][None],
+        sampled=torch.ones(1, 4, dtype=torch.bool),
         segments=segments,
+        **options,
     )
-    padded = correction_weights(
-        kind, OLD, ENGINE, MASK, cap=2.0, band=band, segments=segments_of(torch.arange(3)[None])
-    )
+    steps = segments_of(torch.arange(3)[None])
+    padded = correction_weights(kind, OLD, ENGINE, trained, sampled=MASK, segments=steps, **options)
     assert packed[0].tolist() == pytest.approx(padded[MASK].tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "band", "expected"),
+    [
+        # Over all three tokens, 2 * 0.25 * 1.2 = 0.6; its cube root is 0.843. Of the last two alone: 0.3 and 0.548.
+        ("tis-sequence", None, 0.6),
+        ("geometric", (0.8, 1.25), 1),
+    ],
+)
+def test_tokens_that_are_left_out_belong_to_their_responses_ratio(kind: Any, band: Any, expected: float) -> None:
+    trained = torch.tensor([[False, True, True], [False, False, False]])
+    first, _ = correction_weights(kind, OLD, ENGINE, trained, sampled=MASK, cap=2.0, band=band)
+    assert first[1:].tolist() == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("kind", ["tis", "tis-sequence", "icepop", "geometric", "decoupled"])
 def test_on_policy_nothing_is_corrected(kind: Any) -> None:
-    same = correction_weights(kind, ENGINE, ENGINE, MASK, cap=2.0)
+    same = correction_weights(kind, ENGINE, ENGINE, MASK, sampled=MASK, cap=2.0)
     assert same.tolist() == [[1.0] * 3] * 2
-    assert measures(kind, ENGINE, ENGINE, MASK, cap=2.0, band=None)["corrected"] == 0
+    assert measures(kind, ENGINE, ENGINE, MASK, sampled=MASK, cap=2.0, band=None)["corrected"] == 0
 
 
 def test_double_sided_importance_sampling_and_its_gradient() -> None:
@@ -89,19 +106,31 @@ def test_double_sided_importance_sampling_and_its_gradient() -> None:
     assert float(actual.ratio_max) == pytest.approx(5)
 
 
+def test_the_ends_of_the_band_of_dis_are_outside() -> None:
+    old = torch.zeros(1, 3)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    r = torch.tensor([[0.5, 1.0, 2.0]])
+    actual = dis_loss(r.log(), old, torch.ones(1, 3), mask, band=(0.5, 2.0), denominator=1)
+    assert float(actual.loss) == -1
+    assert (float(actual.clip_fraction_low), float(actual.clip_fraction_high)) == (1, 1)
+    measured = measures("dis", r.log(), old, mask, sampled=mask, cap=None, band=(0.5, 2.0))
+    assert measured["corrected"] == pytest.approx(2 / 3)
+
+
 def test_measures_by_hand() -> None:
     # k: 0.25, 1.2, 2, 8: sum 11.45, squares 69.5025.
-    actual = measures("tis", OLD, ENGINE, MASK, cap=2.5, band=None)
+    actual = measures("tis", OLD, ENGINE, MASK, sampled=MASK, cap=2.5, band=None)
     assert actual["ess"] == pytest.approx(11.45**2 / (69.5025 * 4), rel=1e-5)
     assert actual["ratio_p50"] == pytest.approx(1.6, rel=1e-5)
     assert actual["ratio_p01"] == pytest.approx(0.25 + 0.03 * 0.95, rel=1e-4)
     assert actual["ratio_p99"] == pytest.approx(2 + 0.97 * 6, rel=1e-4)
     shares = {"tis": 0.25, "tis-sequence": 0.25, "icepop": 0.5, "geometric": 1.0, "decoupled": 0.25, "dis": 0.25}
     for kind, share in shares.items():
-        assert measures(kind, OLD, ENGINE, MASK, cap=2.5, band=None)["corrected"] == share  # type: ignore[arg-type]
+        measured = measures(kind, OLD, ENGINE, MASK, sampled=MASK, cap=2.5, band=None)  # type: ignore[arg-type]
+        assert measured["corrected"] == share
 
 
 @pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0), (-0.1, 2.0), (0.5, 0.7)])
 def test_a_band_holds_one(band: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="band must hold 1, got"):
-        correction_weights("icepop", OLD, ENGINE, MASK, cap=None, band=band)
+        correction_weights("icepop", OLD, ENGINE, MASK, sampled=MASK, cap=None, band=band)

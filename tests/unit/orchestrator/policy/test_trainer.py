@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from orchestrator.config.algorithm import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
+from services.common.models import distribution as modelled
+from services.common.models.numerics import shannon
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
@@ -138,17 +141,33 @@ def test_a_reference_that_weighs_nothing_need_not_be(policy_folder: Path, batch:
     assert actual[0] == actual[1]
 
 
-def test_entropy_is_measured_without_a_bonus_and_raised_by_one(policy_folder: Path, batch: PolicyBatch) -> None:
+def test_entropy_is_estimated_without_a_bonus_and_raised_by_one(policy_folder: Path, batch: PolicyBatch) -> None:
     with torch.no_grad():
         every = distributions(language_model(policy_folder), TEMPERATURE)
     entropy = -sum(float((row.exp() * row).sum()) for row in every) / TOKENS
+    sampled = -sum(float(row.sum()) for row in chosen(every)) / TOKENS
     quiet = replace(batch, advantages=[np.zeros_like(row) for row in batch.advantages])
     without, with_bonus = (make_trainer(policy_folder, rate=0.1, entropy_coef=coef) for coef in (0.0, 0.5))
     # What a step measures, it measures before its update.
-    assert [without.train(quiet, seed=0)["entropy"] for _ in range(2)] == pytest.approx([entropy] * 2, abs=1e-5)
-    measured = [with_bonus.train(quiet, seed=0)["entropy"] for _ in range(2)]
-    assert measured[0] == pytest.approx(entropy, abs=1e-5)
-    assert measured[1] > entropy + 0.02
+    measured = [without.train(quiet, seed=0) for _ in range(2)]
+    assert [each["sampled_entropy"] for each in measured] == pytest.approx([sampled] * 2, abs=1e-5)
+    assert "entropy" not in measured[0]
+    measured = [with_bonus.train(quiet, seed=0) for _ in range(2)]
+    assert measured[0]["sampled_entropy"] == pytest.approx(sampled, abs=1e-5)
+    assert measured[0]["entropy"] == pytest.approx(entropy, abs=1e-5)
+    assert measured[1]["entropy"] > entropy + 0.02
+
+
+def test_the_whole_distribution_is_added_up_only_for_a_bonus(
+    policy_folder: Path, batch: PolicyBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum over the vocabulary costs, where the vocabulary is large."""
+    counted = Mock(side_effect=shannon)
+    monkeypatch.setattr(modelled, "shannon", counted)
+    make_trainer(policy_folder).train(batch, seed=0)
+    assert counted.call_count == 0
+    make_trainer(policy_folder, entropy_coef=0.1).train(batch, seed=0)
+    assert counted.call_count == 1
 
 
 def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Path, batch: PolicyBatch) -> None:
@@ -166,7 +185,7 @@ def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Pa
     for sign, old, new in zip(signs, before, after, strict=True):
         assert sign * float((new - old).sum()) > 0
     assert metrics["learning_rate"] == 1e4
-    assert {"loss", "entropy", "grad_norm", "approx_kl", "clip_fraction_low", "ratio_max"} <= metrics.keys()
+    assert {"loss", "sampled_entropy", "grad_norm", "approx_kl", "clip_fraction_low", "ratio_max"} <= metrics.keys()
     assert metrics["grad_norm"] > 0
 
 

@@ -15,7 +15,7 @@ from services.common.models.loading import load_tokenizer
 from services.common.weight_transfer.manifest import Manifest
 from tests.models import EOS, make_policy, make_tokenizer
 from tests.plain import language_model
-from tests.unit.naive import RESPONSES, TOKENS, chosen, distributions
+from tests.unit.naive import TOKENS, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
 
 
@@ -30,8 +30,9 @@ def test_epochs_minibatches_and_the_seed_of_their_order(policy_folder: Path, bat
     assert float((other - whole).abs().max()) > 1e-3
 
 
-def test_no_token_of_a_short_minibatch_counts_for_more_than_others(policy_folder: Path, batch: PolicyBatch) -> None:
-    """Two small steps of AdamW, whose second is the mean of both gradients, over the tokens of whole minibatches."""
+def test_no_token_of_any_minibatch_counts_for_more_than_others(policy_folder: Path, batch: PolicyBatch) -> None:
+    """Two small steps of AdamW, whose second is the mean of both gradients, over the mean tokens of whole
+    minibatches."""
     assert batch.old_logprobs is not None
     rate, size = 1e-4, 3
     trainer = make_trainer(policy_folder, size=size, rate=rate)
@@ -40,7 +41,7 @@ def test_no_token_of_a_short_minibatch_counts_for_more_than_others(policy_folder
     model = language_model(policy_folder)
     gradients = []
     for rows in minibatches(4, epochs=1, size=size, seed=0):
-        tokens = sum(len(RESPONSES[row]) for row in rows) if len(rows) == size else TOKENS * size / 4
+        tokens = TOKENS * size / 4
         logprobs, loss = chosen(distributions(model, TEMPERATURE)), torch.zeros(())
         for row in rows:
             old, sampled, advantages = (

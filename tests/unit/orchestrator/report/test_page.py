@@ -110,7 +110,7 @@ def test_names_stay_text_in_the_terminal(tmp_path: Path) -> None:
 
 
 def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
-    measure(tmp_path, [{"step": 1, "score/mean": 0.5, "policy/entropy": None}])
+    measure(tmp_path, [{"step": 1, "score/mean": 0.5, "policy/sampled_entropy": None}])
     page = Page(write_report(tmp_path))
     assert page.tags["svg"] == 1
     assert "Score" in page.text

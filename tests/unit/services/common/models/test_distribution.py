@@ -60,7 +60,7 @@ def test_it_is_that_by_hand(make: str, distribution: Distribution) -> None:
     pairs, responses = random_pairs(make)
     logits = torch.randn(*pairs.action_mask.shape, 11, generator=torch.Generator().manual_seed(0)) * 3
     actual = pairs.unpad(distribution.logprobs(logits, pairs))
-    both = [pairs.unpad(part) for part in distribution.with_entropy(logits, pairs, trained=True)]
+    both = [pairs.unpad(part) for part in distribution.with_entropy(logits, pairs)]
     rows = logits[pairs.action_mask].split(pairs.lengths)
     for index, (row, ids) in enumerate(zip(rows, responses, strict=True)):
         logprobs, entropies = by_hand(row, ids.tolist(), distribution)
@@ -69,12 +69,14 @@ def test_it_is_that_by_hand(make: str, distribution: Distribution) -> None:
         assert both[1][index].tolist() == pytest.approx(entropies, abs=1e-5)
 
 
-def test_what_has_no_mass_gets_no_gradient() -> None:
+@pytest.mark.parametrize("factor", [1.0, 1.5, 1e6])
+def test_what_has_no_mass_gets_no_gradient(factor: float) -> None:
+    """Whatever the entropy is multiplied with."""
     pairs, _ = random_pairs("padded")
     logits = torch.randn(*pairs.action_mask.shape, 11, requires_grad=True)
     distribution = Distribution(vocabulary=VOCABULARY, min_new_tokens=1, end_ids=(2,))
-    logprobs, entropies = distribution.with_entropy(logits, pairs, trained=True)
-    (logprobs + entropies).sum().backward()
+    logprobs, entropies = distribution.with_entropy(logits, pairs)
+    (logprobs + factor * entropies).sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[..., VOCABULARY:].any()

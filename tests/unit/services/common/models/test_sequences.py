@@ -198,10 +198,21 @@ def test_tokens_that_are_trained_on_are_all_or_those_that_are_marked() -> None:
     assert tokens_trained(responses, [np.asarray([False]), np.asarray([True, True])]) == [0, 2]
 
 
-def test_a_short_minibatch_counts_by_its_tokens() -> None:
+def test_a_minibatch_counts_by_its_tokens() -> None:
     lengths = [10] * 33
     assert weight_of(list(range(32)), lengths, 32) == 1
     assert weight_of([32], lengths, 32) == pytest.approx(1 / 32)
     assert weight_of([0], [30, 10, 20], 2) == pytest.approx(30 / 40)
-    assert weight_of([0], [100, 1, 1], 2) == 1  # never more than a whole one
+    assert weight_of([0, 2], [30, 10, 20], 2) == pytest.approx(50 / 40)
     assert weight_of([0, 1], [5, 5], 32) == 1  # a batch that is one minibatch
+    # Whole, but with a single token of the 769 that are trained on; two minibatches have 384.5 in the mean.
+    assert weight_of([0, 1], [1, 0, 384, 384], 2) == pytest.approx(1 / 384.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_each_token_of_a_batch_weighs_the_same_however_it_is_divided(size: int) -> None:
+    """A token's weight is that of its minibatch over the tokens of its minibatch."""
+    lengths = [7, 1, 0, 30, 12, 0, 3, 9]
+    for chosen in minibatches(len(lengths), epochs=3, size=size, seed=size):
+        if tokens := sum(lengths[index] for index in chosen):
+            assert weight_of(chosen, lengths, size) / tokens == pytest.approx(8 / (62 * size))
