@@ -8,6 +8,7 @@ from typing import Any, Self
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications
+from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
 from services.common.config.base import LAST_PORT, Config, ConfigError, read_yaml
 from services.common.config.explain import shown, unknown
@@ -72,7 +73,7 @@ class Deployment:
         raw = read_yaml(path)
         known = _SERVE_KEYS | _OTHER_KEYS
         problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
-        problems += _wrong_ports(raw, path) + [f"{path}: {gap}" for gap in gaps(raw)]
+        problems += [*clashes(), *_wrong_ports(raw, path)] + [f"{path}: {gap}" for gap in gaps(raw)]
         listed = raw.get("applications") or []
         if not (isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)):
             problems.append(f"{path}: applications: should be a list, each with a name and an import_path")

@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.privacy import compiled_folder, without_token
+from services.common.config.functions import VARIABLE as FUNCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         log: file for their output.
     """
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
         # Quartet does not use this port, but `ray start` refuses 0 and opens a default port without the option.
@@ -66,7 +67,6 @@ def last_words(log: Path) -> str:
 
 def _environment() -> dict[str, str]:
     """Environment variables that every process of the cluster inherits."""
-    search = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
     defaults = {
         # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.common.serving.proxy:bind_to_host",
@@ -105,5 +105,5 @@ def _environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    # Lets reward functions and judges in the current folder be imported.
-    return defaults | without_token(dict(os.environ)) | {"PYTHONPATH": os.pathsep.join(search)}
+    # The current folder is not put on PYTHONPATH, where its modules would hide those of Python, Ray and Quartet.
+    return defaults | without_token(dict(os.environ)) | {FUNCTIONS: str(Path.cwd())}

@@ -118,3 +118,22 @@ def test_the_port_of_a_file_without_the_section_is_that_of_the_environment(
     monkeypatch.setenv("QUARTET_GRPC_HOST", "0.0.0.0")
     with pytest.raises(ConfigError, match="is open to other machines"):
         Deployment.load(path, check_services=True)
+
+
+@pytest.mark.parametrize("place", ["services/__init__.py", "protos/mine.py", "orchestrator.py", "recipes/cake.py"])
+@pytest.mark.parametrize("of", ["the current folder", "PYTHONPATH"])
+def test_a_module_with_the_name_of_one_of_ours_is_refused(
+    tmp_path: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch, place: str, of: str
+) -> None:
+    path, mine = write(tmp_path / "a.yaml", {"orchestrator": section}), tmp_path / "mine" / place
+    (tmp_path / "services").mkdir()  # a folder without Python files is none of Python's
+    mine.parent.mkdir(parents=True)
+    if of == "PYTHONPATH":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mine"))
+    else:
+        monkeypatch.chdir(tmp_path / "mine")
+    Deployment.load(path)
+    mine.touch()
+    name = place.removesuffix(".py").split("/")[0]
+    with pytest.raises(ConfigError, match=f"^{tmp_path / 'mine'} holds a Python module named {name}, which is"):
+        Deployment.load(path)
