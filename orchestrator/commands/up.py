@@ -31,6 +31,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     fresh = cluster.running() is None
     if fresh:
         _check_place(config, deployment)
+    _check_startable(deployment)
     port = deployment.port
     if port.wants_token:
         port = replace(port, policy=local.policy_in())
@@ -63,6 +64,21 @@ def _check_place(config: Path, deployment: Deployment) -> None:
             "unset it to start a local Ray head"
         )
     check_ports(deployment.ports)
+
+
+def _check_startable(deployment: Deployment) -> None:
+    """Raises ConfigError if a service would not start on this machine, which it would say only a minute later."""
+    # Imported here because it loads torch, which takes seconds that the other errors need not wait for.
+    import torch
+
+    from orchestrator.commands.checks.startable import beyond_this_machine, unstartable
+
+    lines = [
+        *unstartable(deployment),
+        *beyond_this_machine(deployment, os.cpu_count() or 1, torch.cuda.device_count()),
+    ]
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 async def _ask_all(config: OrchestratorConfig, timeout_s: float) -> None:

@@ -7,6 +7,9 @@ from pydantic import Field, NonNegativeInt, model_validator
 from services.common.config.base import Config, Count
 from services.rollout.sample import MOST_STOPS
 
+EVAL = "eval"
+"""Usual name of the split to evaluate on."""
+
 
 class DataConfig(Config):
     """Source of the prompts."""
@@ -21,8 +24,9 @@ class DataConfig(Config):
     prompt_split: str = "train"
     """Split to train on, with an optional range of rows or of per cents: `train`, `train[:1000]`, `train[500:]`,
     `train[:90%]`."""
-    eval_split: str = "eval"
-    """Split to evaluate on, in the same form. Must share no row with prompt_split."""
+    eval_split: str | None = None
+    """Split to evaluate on, in the same form. Must share no row with prompt_split. Null: `eval`; a run whose data
+    have no such split and whose file has no section `evaluation` is not evaluated."""
     split_seed: NonNegativeInt | None = None
     """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
     chat_template: bool = False

@@ -38,7 +38,7 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         log: file for their output.
     """
     command = [
-        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
         # Quartet does not use this port, but `ray start` refuses 0 and opens a default port without the option.

@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 0.5
 
 def deploy(cluster: Cluster, config: Path) -> None:
     """Runs `serve deploy` on the file. ClusterError with Serve's message if it refuses, or if it does not end."""
-    command = [sys.executable, "-P", "-m", "ray.serve.scripts", "deploy", "-a", cluster.dashboard, str(config)]
+    command = [sys.executable, "-m", "ray.serve.scripts", "deploy", "-a", cluster.dashboard, str(config)]
     environment = privacy.without_token(dict(os.environ)) | cluster.environment
     try:
         done = subprocess.run(

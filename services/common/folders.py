@@ -57,6 +57,22 @@ def make(folder: Path, named: Path | None = None) -> None:
         raise InvalidArgument(f"path: {named or folder} cannot be written: {error.strerror}") from None
 
 
+def unusable(folder: Path) -> str:
+    """The reason for which a folder cannot be made, or be written to if it exists; empty if it can. Makes nothing."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            return (
+                f"{place} is a link to {os.readlink(place)}, which does not exist; remove it, or choose another place"
+            )
+        if place.exists() and not place.is_dir():
+            return f"{place} is a file and should be a folder; remove it, or choose another place"
+        if place.exists():
+            if os.access(place, os.W_OK | os.X_OK):
+                return ""
+            return f"{place} may not be written to; correct its permissions, or choose another place"
+    return ""
+
+
 def rename(path: Path, target: Path) -> None:
     """Renames a folder or a file; the new name is on disk, not only in the system's cache, when this returns."""
     path.replace(target)

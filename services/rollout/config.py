@@ -7,16 +7,20 @@ from pydantic import Field
 from services.common.config.base import Config, Count, Dtype, ModelPath, Seconds
 from services.common.config.limits import LimitsConfig
 
+DEFAULT_LENGTH = 2048
+"""Default of the longest prompt + response, in tokens."""
+
 
 class RolloutConfig(Config):
     """One vLLM engine per replica."""
 
     model: ModelPath
     """Folder of the Hugging Face model whose weights are version 0."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the engine. Use the same as the learner, so that their log-probs agree."""
-    max_length: Annotated[int, Field(ge=3)] = 2048
-    """Longest prompt + response, in tokens; 3 at least, as a push's proof takes two tokens and the next one."""
+    dtype: Dtype = "float32"
+    """Arithmetic of the engine: that of orchestrator.policy.dtype, whose default this is."""
+    max_length: Annotated[int, Field(ge=3)] | None = None
+    """Longest prompt + response, in tokens; 3 at least, as a push's proof takes two tokens and the next one. Null:
+    2048, or what the model takes if that is less."""
     max_num_seqs: Count = 256
     """Most requests in one engine step."""
     kv_cache_mib: Count | None = None
@@ -50,3 +54,7 @@ class RolloutConfig(Config):
     max_phase_s: Seconds = 600
     """Longest deadline, in seconds, that a phase of a push may have. A paused replica that gets no further phase
     rolls back after twice the deadline of its last phase."""
+
+    def longest(self, limit: int) -> int:
+        """Longest prompt + response, in tokens, for a model that takes `limit`."""
+        return min(DEFAULT_LENGTH, limit) if self.max_length is None else self.max_length

@@ -1,4 +1,4 @@
 """Checks of a file before anything is started: sections against each other, and against the models on this machine.
 
-May import config, data, deployment, evaluation, policy and services. cli, evaluate, init and train import it.
+May import config, data, deployment, evaluation, policy and services. cli, evaluate, init, train and up import it.
 """

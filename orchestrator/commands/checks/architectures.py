@@ -32,6 +32,8 @@ def untested(deployment: Deployment) -> Iterator[str]:
 def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
     """A length beyond the model's positions, with which vLLM would not start, unless RoPE scaling stretches them; and
     one with which vLLM would rotate all sequences as transformers rotates only those of a pass that is as long."""
+    if section.max_length is None:
+        return  # it follows the model
     model = load_model_config(section.model)
     rope = getattr(model, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from orchestrator.commands.checks.weight_files import broken_weights
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
-from services.common.config.functions import load_function
+from services.common.config.functions import load_function, source_of
 from services.common.models.loading import check_whole, load_tokenizer
 from services.common.models.scalar import check_scalar
 from services.common.wire.identity import tokenizer_hash, vocabulary_size
@@ -121,7 +121,7 @@ def missing_functions(deployment: Deployment) -> Iterator[str]:
         for field, scorer in scorers(section.scorer, f"applications.{name}.args.scorer"):
             if isinstance(scorer, FunctionScorerConfig):
                 try:
-                    load_function(scorer.function, f"{field}.function")
+                    source_of(load_function(scorer.function, f"{field}.function"), scorer.function, field)
                 except ConfigError as error:
                     yield str(error)
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.commands.checks.architectures import limit, too_long_for_model, unfit_heads, unpackable, untested
+from orchestrator.commands.checks.architectures import limit, untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
-    gpus_of_replicas,
     idle_critics,
     misfits_of_rollout,
     old_tokens,
@@ -19,29 +18,27 @@ from orchestrator.commands.checks.fitting import (
 )
 from orchestrator.commands.checks.models import (
     POLICY_FIELD,
-    broken_models,
     load_model_config,
-    missing_functions,
     models,
     other_tokenizers,
 )
+from orchestrator.commands.checks.startable import unfit_policy, unstartable
+from orchestrator.config.data import EVAL
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
-from orchestrator.deployment import memory
+from orchestrator.data.tables import split_names
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.judges import Judge
 from orchestrator.policy.sampled import sampled_from
-from services.common.config.base import ConfigError
+from services.common.config.base import Config, ConfigError
 from services.common.config.functions import load_function
 from services.common.models.distribution import Distribution
 from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import (
-    RewardConfig,
-)
-from services.rollout.config import RolloutConfig
+from services.reward.config import RewardConfig
+from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
 
 Result = TypeVar("Result")
 
@@ -82,18 +79,15 @@ def preflight(deployment: Deployment) -> Inputs:
     """
     config, problems = deployment.orchestrator, _Problems()
     problems.lines += _disagreements(deployment)
-    problems.lines += memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
     judges = problems.among(load_judges, config)
-    problems.lines += missing_functions(deployment)
-    problems.lines += broken_models(deployment)
-    problems.lines += unpackable(deployment)
+    problems.lines += [*unstartable(deployment), *unfit_policy(config)]
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
     if tokenizer is not None:
         problems.lines += other_tokenizers(deployment, tokenizer)
         train = problems.among(_prompts, config, tokenizer, config.data.prompt_split)
-        if config.evaluation.every:
-            held_out = problems.among(_prompts, config, tokenizer, config.data.eval_split)
+        if config.evaluation.every and (split := problems.among(_held_out, config)):
+            held_out = problems.among(_prompts, config, tokenizer, split)
     if train and held_out:
         problems.among(check_disjoint, train, held_out)
     if tokenizer is not None and not problems.lines:
@@ -102,6 +96,11 @@ def preflight(deployment: Deployment) -> Inputs:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
     kinds = (idle_critics, schedules, old_tokens, rounded_adapters, rounded_ratios, untested)
     remarks = tuple(remark for each in kinds for remark in each(deployment))
+    if config.evaluation.every and held_out is None:
+        remarks += (
+            f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "
+            "to hold prompts out, set prompt_split to train[:90%] and eval_split to train[90%:]",
+        )
     return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
 
 
@@ -114,6 +113,13 @@ def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
 def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:
     """The held-out prompts that the evaluation uses."""
     return list(held_out.prompts[: config.evaluation.max_prompts])
+
+
+def _held_out(config: OrchestratorConfig) -> str | None:
+    """The split to evaluate on; None if the file asks for none and the data have none of the usual name."""
+    if config.data.eval_split is not None or "evaluation" in config.model_fields_set:
+        return config.data.eval_split or EVAL
+    return EVAL if EVAL in split_names(config.data.path) else None
 
 
 class _Problems:
@@ -142,8 +148,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     needed = config.data.max_prompt_length + config.sampling.max_new_tokens
     sum_of = f"orchestrator.data.max_prompt_length + orchestrator.sampling.max_new_tokens is {needed}"
     for name, section in services.items():
-        if isinstance(section, RolloutConfig | RewardConfig) and section.max_length < needed:
-            yield f"applications.{name}.args.max_length: {section.max_length}, but {sum_of}"
+        if (length := _longest(section)) is not None and length < needed:
+            yield f"applications.{name}.args.max_length: {length}, but {sum_of}"
         if isinstance(section, RolloutConfig) and section.dtype != config.policy.dtype:
             yield (
                 f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
@@ -156,9 +162,6 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             )
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
-            yield from too_long_for_model(section, name)
-            if gpus_of_replicas(deployment) == 0:
-                yield from unfit_heads(section, name)
         if isinstance(section, CriticConfig) and config.ppo.needs_critic:
             yield from other_root(config.checkpoint.root, section.root, name)
     for field, path in models(deployment):
@@ -167,3 +170,10 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield f"{field}: {path} holds no config.json of a model that transformers knows"
         elif limit(model) < needed:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"
+
+
+def _longest(section: Config) -> int | None:
+    """Longest pair of a service with such a setting, whatever its model takes; None for others."""
+    if isinstance(section, RolloutConfig):
+        return section.longest(DEFAULT_LENGTH)
+    return section.max_length if isinstance(section, RewardConfig) else None

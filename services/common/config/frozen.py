@@ -12,8 +12,8 @@ class FrozenConfig(Config):
 
     model: ModelPath
     """Folder of the Hugging Face model."""
-    dtype: Dtype = "bfloat16"
-    """Arithmetic of the forward pass."""
+    dtype: Dtype = "float32"
+    """Arithmetic of the forward pass. The reference's is that of orchestrator.policy.dtype, whose default this is."""
     batch_tokens: Count = 16_384
     """Most tokens, padding included, in one forward pass."""
     packing: bool = False

@@ -10,8 +10,8 @@ from services.common.config.base import ConfigError
 from services.common.wire.pairs import Pair
 
 VARIABLE = "QUARTET_FUNCTIONS"
-"""Folder of the user's modules, which `quartet up` gives to the services: its own. Python looks there last, so that no
-module in it hides one of an installed package."""
+"""Folder of the user's modules, which `quartet up` gives to the services: its own. Python looks there last, so that
+no module in it hides one of an installed package."""
 
 
 def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair]], Sequence[float]]:
@@ -43,6 +43,15 @@ def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair
         raise ConfigError(f"{field}: {path!r} should take one argument, a sequence of pairs, but takes {taken}")
     loaded: Callable[[Sequence[Pair]], Sequence[float]] = function
     return loaded
+
+
+def source_of(function: Callable[..., object], path: str, where: str) -> str:
+    """The text of the function's module, by which a scorer is identified. ConfigError, which names `path` at `where`,
+    if it has none."""
+    try:
+        return inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):
+        raise ConfigError(f"{where}.function: {path} has no Python source to identify it by") from None
 
 
 def _other_arguments(function: Callable[..., object]) -> str | None:

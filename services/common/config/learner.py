@@ -72,7 +72,8 @@ class LearnerConfig(Config):
     """Folder of the Hugging Face model to start from."""
     dtype: Dtype = "float32"
     """Arithmetic of the forward and backward pass. bfloat16 keeps fp32 master weights and requires zero_stage 1
-    or higher."""
+    or higher. All services have the default float32, in which learner and engine agree to rounding and which runs on
+    every machine; on a GPU set bfloat16 for all of them."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention: torch's fused kernel, transformers' plain one, or FlashAttention 2, which requires a GPU, the
     package flash-attn and dtype bfloat16."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from protos import reward_pb2 as pb
-from services.common.config.base import ConfigError
-from services.common.config.functions import load_function
+from services.common.config.functions import load_function, source_of
 from services.common.wire.codec import Floats
 from services.common.wire.errors import FailedPrecondition
 from services.reward.config import FunctionScorerConfig
@@ -31,12 +30,7 @@ class FunctionScorer:
         self.texts = True
         self.keeps = False
         self.vocab_size: int | None = None
-        try:
-            source = inspect.getsource(inspect.getmodule(self._function) or self._function)
-        except (OSError, TypeError):
-            raise ConfigError(
-                f"reward.args.scorer.function: {config.function} has no Python source to identify it by"
-            ) from None
+        source = source_of(self._function, config.function, "reward.args.scorer")
         self.identity = pb.ScorerIdentity(
             name=f"function:{config.function}",
             model_hash=hashlib.sha256(source.encode()).hexdigest(),

@@ -7,7 +7,7 @@ from vllm.config import WeightTransferConfig
 
 from services.common.config.base import ConfigError
 from services.common.wire.identity import vocabulary_size
-from services.rollout.config import RolloutConfig
+from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
 
 FREE_SHARE = 0.02
 """Share of a GPU that has to be free for an engine with a configured cache size."""
@@ -29,7 +29,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=config.model,
         dtype=config.dtype,
-        max_model_len=config.max_length,
+        max_model_len=config.longest(_positions(config.model)),
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=config.kv_cache_mib << 20 if config.kv_cache_mib else None,
         gpu_memory_utilization=utilization(config, gpu=gpu),
@@ -56,6 +56,14 @@ def _is_padded(config: RolloutConfig) -> bool:
     """True if the model's vocabulary has entries that its tokenizer does not know."""
     entries = AutoConfig.from_pretrained(config.model).get_text_config().vocab_size
     return bool(entries > vocabulary_size(AutoTokenizer.from_pretrained(config.model)))
+
+
+def _positions(model: str) -> int:
+    """Longest sequence that the model takes by itself, in tokens."""
+    config = AutoConfig.from_pretrained(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return int(longest or DEFAULT_LENGTH)
 
 
 def utilization(config: RolloutConfig, *, gpu: bool) -> float:

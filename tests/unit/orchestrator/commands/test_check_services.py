@@ -26,7 +26,6 @@ def test_lengths_must_fit_every_service_and_model(
     args(raw, "reward")["max_length"] = 128
     too_long = f"takes {MAX_LENGTH} tokens (its max_position_embeddings)"
     assert problems(raw, tmp_path) == [
-        f"applications.rollout.args.max_length: 129, but {policy_folder} {too_long}",
         f"applications.reward.args.max_length: 128, but {SUM} is 129",
         *(
             f"{field}: {path} {too_long}, but {SUM} is 129"
@@ -38,6 +37,7 @@ def test_lengths_must_fit_every_service_and_model(
                 ("applications.critic.args.model", reward_folder),
             )
         ),
+        f"applications.rollout.args.max_length: 129, but {policy_folder} {too_long}",
     ]
     raw["orchestrator"]["sampling"]["max_new_tokens"] = 112
     args(raw, "rollout")["max_length"] = 128

@@ -107,7 +107,7 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
     states = 2 * 2 * 7 * SMALL.layers * SMALL.hidden * 2
     assert frozen_bytes(SMALL, keeping, logits=False) == 2000 + 2 * 1040 + states + CONTEXT
     assert frozen_bytes(SMALL, frozen, logits=True) == 2000 + 2 * 1040 + 2 * 10 * 50 + CHUNKS + CONTEXT
-    told = configs.engine(kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7)
+    told = configs.engine(dtype="bfloat16", kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7)
     step = 100 * 2 * (4 * 4 + 2 * 16)
     expected = 2000 + (3 << 20) + step + 3 * 7 * 50 * 4 + GRAPHS + CONTEXT
     assert engine_bytes(told, SMALL, gpu=80 * GIB) == expected

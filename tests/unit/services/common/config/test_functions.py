@@ -47,7 +47,8 @@ def test_a_module_of_the_users_folder_is_found_and_hides_no_other(folder: Path) 
     (folder / "rewards_of_a_user.py").write_text("def score(pairs):\n    return [7.0 for _ in pairs]\n")
     (folder / "posixpath.py").write_text("raise AssertionError('hides a part of Python')\n")
     assert load_function("rewards_of_a_user:score")(["a", "b"]) == [7.0, 7.0]  # type: ignore[list-item]
-    assert sys.path[-1] == str(folder) and sys.path.count(str(folder)) == 1
+    assert sys.path[-1] == str(folder)
+    assert sys.path.count(str(folder)) == 1
 
 
 def test_a_module_that_ends_the_program_is_the_users_mistake(folder: Path) -> None:

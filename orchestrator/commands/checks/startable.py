@@ -1,0 +1,175 @@
+"""Checks that the services of a file can start: what its replicas would raise themselves, a minute later.
+
+Each reason is a line. What only the machine of a replica can tell is left to its start.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.commands.checks.architectures import head_size, limit, too_long_for_model, unfit_heads, unpackable
+from orchestrator.commands.checks.fitting import gpus_of_replicas
+from orchestrator.commands.checks.models import broken_models, load_model_config, missing_functions, models
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment import memory
+from orchestrator.deployment.file import Deployment
+from services.common.config.base import MIB, ConfigError
+from services.common.config.learner import LearnerConfig
+from services.common.folders import unusable
+from services.common.models.device import VISIBLE
+from services.common.models.loading import shape_of_causal
+from services.critic.config import CriticConfig
+from services.reference.config import ReferenceConfig
+from services.rollout.config import RolloutConfig
+
+CPU_BLOCK = 32
+"""Tokens of a block of vLLM's KV cache on a CPU (services/rollout/vllm/arguments.py)."""
+
+
+def unstartable(deployment: Deployment) -> Iterator[str]:
+    """Reasons for which a service of the file would not start on a machine like this one."""
+    yield from memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
+    yield from missing_functions(deployment)
+    yield from broken_models(deployment)
+    yield from unpackable(deployment)
+    for name, section in deployment.services.items():
+        where, actor = f"applications.{name}", _actor(deployment.raw, name)
+        if isinstance(section, RolloutConfig):
+            yield from too_long_for_model(section, name)
+            if gpus_of_replicas(deployment) == 0:
+                yield from unfit_heads(section, name)
+            yield from _engine(deployment, section, f"{where}.args", actor)
+        if isinstance(section, ReferenceConfig) and section.offload and float(actor.get("num_gpus") or 0) > 1:
+            yield f"{where}.args.offload: for a model on one GPU; with num_gpus {actor['num_gpus']} set it to false"
+        if isinstance(section, CriticConfig):
+            gpus = section.num_gpus if section.ranks > 1 else float(actor.get("num_gpus") or 0)
+            yield from unfit_learner(section, f"{where}.args", gpus)
+            if reason := unusable(Path(section.root)):
+                yield f"{where}.args.root: {reason}"
+
+
+def unfit_policy(config: OrchestratorConfig) -> Iterator[str]:
+    """Reasons for which the policy's ranks would not start."""
+    yield from unfit_learner(config.policy, "orchestrator.policy", config.policy.num_gpus)
+
+
+def unfit_learner(section: LearnerConfig, where: str, gpus: float) -> Iterator[str]:
+    """Reasons for which a rank with that share of a GPU would not start."""
+    flash = section.attn_implementation == "flash_attention_2"
+    if flash and not gpus and VISIBLE not in section.env_vars:
+        yield f"{where}.attn_implementation: flash_attention_2 needs a GPU, but num_gpus is 0; sdpa runs anywhere"
+    size = section.tensor_parallel.size
+    if size == 1 and not (section.lora and section.lora.target_modules):
+        return
+    try:
+        shape = shape_of_causal(section.model, section.dtype)
+    except ConfigError:
+        return  # reported by the check of models
+    if size > 1:
+        # Imported here because it loads DeepSpeed.
+        from services.common.learner.tensor_parallel import check_divisible
+
+        try:
+            check_divisible(shape, size)
+        except ConfigError as error:
+            yield f"{where}.{error}"
+    wanted = section.lora.target_modules if section.lora else None
+    linear = {name.rpartition(".")[2] for name, layer in shape.named_modules() if isinstance(layer, torch.nn.Linear)}
+    ends = {name.rpartition(".")[2] for name, _ in shape.named_modules()}
+    if wanted and not ends & {name.rpartition(".")[2] for name in wanted}:
+        yield (
+            f"{where}.lora.target_modules: {section.model} has no layer that is called {' or '.join(wanted)}; its "
+            f"linear layers are {', '.join(sorted(linear))}"
+        )
+
+
+def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterator[str]:
+    """Resources that a head on this machine alone does not have, so that Ray would wait for them for ever.
+
+    Args:
+        deployment: the file.
+        cpus: cores of the machine.
+        gpus: its GPUs.
+    """
+    policy = deployment.orchestrator.policy
+    asked: list[tuple[str, Any, Any, Any]] = [
+        ("orchestrator.policy", policy.num_cpus, policy.num_gpus, policy.resources)
+    ]
+    for name, section in deployment.services.items():
+        actor = _actor(deployment.raw, name)
+        cpus_of_one = actor.get("num_cpus")
+        where = f"applications.{name}: ray_actor_options"
+        asked.append(
+            (where, 1 if cpus_of_one is None else cpus_of_one, actor.get("num_gpus"), actor.get("resources"))
+        )
+        if isinstance(section, CriticConfig) and section.ranks > 1:
+            asked.append((f"applications.{name}.args", section.num_cpus, section.num_gpus, section.resources))
+    for where, cores, share, others in asked:
+        # Schemas have checked the types; Serve allows null.
+        if float(cores or 0) > cpus:
+            yield f"{where}.num_cpus: {cores:g}, but this machine has {cpus} cores"
+        if float(share or 0) > gpus:
+            has = f"{gpus} GPUs" if gpus else "none"
+            yield f"{where}.num_gpus: {share:g}, but this machine has {has}"
+        for kind in others or {}:
+            yield (
+                f"{where}.resources.{kind}: a custom resource, which a head of `quartet up` does not have; leave it "
+                "out, or use a Ray cluster of your own (docs/security.md)"
+            )
+
+
+def _engine(deployment: Deployment, section: RolloutConfig, where: str, actor: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons for which vLLM would not start."""
+    config = load_model_config(section.model)
+    size, gpus = section.tensor_parallel_size, gpus_of_replicas(deployment)
+    on_cpu = gpus == 0 and not torch.cuda.is_available()
+    if on_cpu and section.kv_cache_mib is None:
+        yield f"{where}.kv_cache_mib: required on a machine without a GPU, e.g. 256"
+    if size > 1 and gpus and float(actor.get("num_gpus") or 0) < size:
+        yield (
+            f"{where}.tensor_parallel_size: {size}, but a replica's num_gpus is {actor['num_gpus']:g}; its engine "
+            "needs a GPU for each part"
+        )
+    step = section.max_num_batched_tokens
+    if step is not None and step < section.max_num_seqs:
+        yield (
+            f"{where}.max_num_batched_tokens: {step}, but max_num_seqs is {section.max_num_seqs}; vLLM wants a "
+            "token for each request in a step"
+        )
+    heads = getattr(config and config.get_text_config(), "num_attention_heads", None)
+    if heads and heads % size:
+        yield f"{where}.tensor_parallel_size: should divide the model's num_attention_heads {heads}, got {size}"
+    if config is None or section.kv_cache_mib is None:
+        return
+    longest = section.longest(limit(config))
+    tokens = -(-longest // CPU_BLOCK) * CPU_BLOCK if on_cpu else longest
+    least = _cached(config, section.dtype) * tokens
+    if least > section.kv_cache_mib * size * MIB:
+        yield (
+            f"{where}.kv_cache_mib: {section.kv_cache_mib}, but one response of max_length {longest} takes "
+            f"{-(-least // (size * MIB))}; raise it, or lower max_length"
+        )
+
+
+def _cached(config: Any, dtype: str) -> int:
+    """Bytes of a token's keys and values in the KV cache; 0 where layers keep less than all of them."""
+    text = config.get_text_config()
+    size, kinds = head_size(text), set(getattr(text, "layer_types", None) or ["full_attention"])
+    if size is None or kinds != {"full_attention"} or getattr(text, "kv_lora_rank", None):
+        return 0
+    if getattr(text, "sliding_window", None):
+        return 0
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * memory.BYTES[dtype])
+
+
+def _actor(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The `ray_actor_options` of an application's only deployment."""
+    for application in raw.get("applications") or []:
+        if str(application.get("name")) == name:
+            for entry in application.get("deployments") or []:
+                options: Mapping[str, Any] = entry.get("ray_actor_options") or {}
+                return options
+    return {}

@@ -1,0 +1,169 @@
+"""Facts of a file with which a service would not start, told before anything is started."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+from orchestrator.commands.checks.startable import beyond_this_machine, unstartable
+from orchestrator.deployment.file import Deployment
+from tests.unit.preflights import args, checked, problems
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def application(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in raw["applications"] if entry["name"] == name)
+    return found
+
+
+def ask(raw: dict[str, Any], name: str, **resources: Any) -> dict[str, Any]:
+    application(raw, name)["deployments"][0]["ray_actor_options"] = resources
+    return resources
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda raw: args(raw, "rollout").pop("kv_cache_mib"),
+            "applications.rollout.args.kv_cache_mib: required on a machine without a GPU, e.g. 256",
+        ),
+        (
+            lambda raw: args(raw, "rollout").update(max_num_batched_tokens=127),
+            "applications.rollout.args.max_num_batched_tokens: 127, but max_num_seqs is 128",
+        ),
+        (
+            lambda raw: args(raw, "rollout").update(tensor_parallel_size=3),
+            "applications.rollout.args.tensor_parallel_size: should divide the model's num_attention_heads ",
+        ),
+        (
+            lambda raw: [
+                args(raw, "rollout").update(tensor_parallel_size=2, kv_cache_mib=None),
+                ask(raw, "rollout", num_gpus=1),
+            ],
+            "applications.rollout.args.tensor_parallel_size: 2, but a replica's num_gpus is 1",
+        ),
+        (
+            lambda raw: [args(raw, "reference").update(offload=True), ask(raw, "reference", num_gpus=2)],
+            "applications.reference.args.offload: for a model on one GPU; with num_gpus 2 set it to false",
+        ),
+        (
+            lambda raw: args(raw, "critic").update(
+                attn_implementation="flash_attention_2", dtype="bfloat16", zero_stage=1
+            ),
+            "applications.critic.args.attn_implementation: flash_attention_2 needs a GPU, but num_gpus is 0",
+        ),
+        (
+            lambda raw: args(raw, "critic").update(lora={"target_modules": ["qkv"]}),
+            "applications.critic.args.lora.target_modules: ",
+        ),
+        (
+            lambda raw: raw["orchestrator"]["policy"].update(lora={"target_modules": ["qkv", "model.out"]}),
+            "orchestrator.policy.lora.target_modules: ",
+        ),
+        (
+            lambda raw: args(raw, "reward").update(scorer={"kind": "function", "function": "itertools:chain"}),
+            "applications.reward.args.scorer.function: itertools:chain has no Python source to identify it by",
+        ),
+    ],
+)
+def test_a_service_that_would_not_start_is_refused(
+    raw: dict[str, Any], tmp_path: Path, change: Change, message: str
+) -> None:
+    checked(raw, tmp_path)
+    change(raw)
+    [problem] = problems(raw, tmp_path)
+    assert problem.startswith(message)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_cache_has_to_hold_one_longest_response(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Keys and values of 2 layers with 4 heads of 32 numbers of 4 bytes are 2 KiB a token, 8 MiB for 4096 tokens."""
+    LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=4096,
+    ).save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "max_num_seqs": 8}
+    application(raw, "rollout")["args"] = given
+    path = tmp_path / "a.yaml"
+
+    def told(**more: Any) -> list[str]:
+        given.update(more)
+        path.write_text(yaml.safe_dump(raw))
+        return [line for line in unstartable(Deployment.load(path)) if "kv_cache_mib" in line]
+
+    assert told(kv_cache_mib=8, max_length=4096) == []
+    assert told(kv_cache_mib=7) == [
+        "applications.rollout.args.kv_cache_mib: 7, but one response of max_length 4096 takes 8; raise it, or lower "
+        "max_length"
+    ]
+    # Without max_length it is 2048 tokens.
+    assert told(kv_cache_mib=4, max_length=None) == []
+    assert told(kv_cache_mib=3, max_length=None) != []
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda root: root.symlink_to("/nowhere/at/all"), "is a link to /nowhere/at/all, which does not exist"),
+        (lambda root: root.touch(), "is a file and should be a folder"),
+    ],
+)
+def test_a_root_that_cannot_be_made_is_refused(
+    raw: dict[str, Any], tmp_path: Path, make: Callable[[Path], None], reason: str
+) -> None:
+    root = tmp_path / "kept"
+    make(root)
+    args(raw, "critic")["root"] = str(root)
+    raw["orchestrator"]["checkpoint"] = {"root": str(root)}
+    assert f"applications.critic.args.root: {root} {reason}; remove it, or choose another place" in problems(
+        raw, tmp_path
+    )
+
+
+def test_the_model_says_how_long_a_response_may_be_where_the_file_does_not(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("rollout", "reward"):
+        args(raw, name).pop("max_length", None)
+    checked(raw, tmp_path)
+
+
+def test_resources_that_this_machine_does_not_have(raw: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+
+    def told(cpus: int, gpus: int) -> list[str]:
+        path.write_text(yaml.safe_dump(raw))
+        return list(beyond_this_machine(Deployment.load(path), cpus, gpus))
+
+    assert told(1, 0) == []
+    ask(raw, "rollout", num_cpus=3, num_gpus=0.5)
+    raw["orchestrator"]["policy"].update(num_gpus=1, resources={"policy": 1})
+    assert told(2, 0) == [
+        "orchestrator.policy.num_gpus: 1, but this machine has none",
+        "orchestrator.policy.resources.policy: a custom resource, which a head of `quartet up` does not have; leave "
+        "it out, or use a Ray cluster of your own (docs/security.md)",
+        "applications.rollout: ray_actor_options.num_cpus: 3, but this machine has 2 cores",
+        "applications.rollout: ray_actor_options.num_gpus: 0.5, but this machine has none",
+    ]
+    assert [line.partition(":")[0] for line in told(3, 1)] == ["orchestrator.policy.resources.policy"]
+
+
+def test_a_file_that_can_start_gives_no_reason(raw: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    assert list(unstartable(Deployment.load(path, check_services=True))) == []
