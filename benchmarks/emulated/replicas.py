@@ -16,7 +16,7 @@ from protos import rollout_pb2 as pb
 from services.common.config.limits import LimitsConfig
 from services.common.serving.admission import MOST_ONGOING, Admission
 from services.common.serving.batcher import Batcher
-from services.common.serving.door.failed_calls import shorten_failed_calls
+from services.common.serving.replica_process import prepare_replica
 from services.common.serving.slots import EngineSlots
 from services.common.wire.codec import Ints
 from services.common.wire.errors import FailedPrecondition
@@ -104,7 +104,7 @@ class EmulatedRollout(Rollout.func_or_class):  # type: ignore[misc, name-defined
     """A rollout replica around Engine."""
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        shorten_failed_calls()
+        prepare_replica()
         context, sleep = serve.get_replica_context(), Sleep(args)
         self._replica = str(context.replica_tag)
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
@@ -128,7 +128,7 @@ class EmulatedReward(Batched, Reward.func_or_class):  # type: ignore[misc, name-
     """A reward replica whose scores follow from the response's first token."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        shorten_failed_calls()
+        prepare_replica()
         sleep = Sleep(args)
 
         async def score(pairs: Sequence[Any]) -> Any:
@@ -145,7 +145,7 @@ class EmulatedReference(Batched, Reference.func_or_class):  # type: ignore[misc,
     """A reference replica whose log-probs are all the same."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        shorten_failed_calls()
+        prepare_replica()
         sleep = Sleep(args)
 
         async def logprobs(responses: Sequence[Ints]) -> list[Any]:
@@ -160,7 +160,7 @@ class EmulatedCritic(Batched, Critic.func_or_class):  # type: ignore[misc, name-
     """A critic replica whose training sleeps; values wait for it."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        shorten_failed_calls()
+        prepare_replica()
         self._config, self._batch = SimpleNamespace(model="emulated"), SimpleNamespace
         sleep = Sleep(args)
         self._critic = CriticModel(sleep)

@@ -32,7 +32,7 @@ from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
 from orchestrator.loop.identities import digests, identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
-from orchestrator.loop.watch import watching_ports, watching_services
+from orchestrator.loop.watch import watching_services
 from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
@@ -126,7 +126,7 @@ class Run:
         run, ttl_s = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s
         claimed = holding(self.services, run, ttl_s=ttl_s, take_over=take_over, note=self.progress.note)
         # Claimed before anything is removed or restored, since another run may be using these services.
-        async with watching_ports(), claimed as hold, registered(self.services.rollout.application) as registry:
+        async with claimed as hold, registered(self.services.rollout.application) as registry:
             if not resume:
                 clear(self._checkpoints, overwrite=overwrite)
             keep_run_id(self.run_dir, run)

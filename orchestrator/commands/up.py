@@ -14,6 +14,7 @@ from orchestrator.deployment.listeners import PortError, check_closed, check_por
 from services.common.config.base import ConfigError
 from services.common.security import local
 from services.common.security.credentials import VARIABLE as CREDENTIALS
+from services.common.security.port import on_loopback
 
 
 def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -45,7 +46,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     serving.await_running(ray, deployment.applications, say, timeout_s)
     asyncio.run(_ask_all(deployment.orchestrator, timeout_s))
     try:
-        check_closed(ray.processes())
+        check_closed(ray.processes(), None if on_loopback(port.host) else deployment.ports["grpc_options.port"])
     except PortError:
         if fresh:
             cluster.stop(ray)

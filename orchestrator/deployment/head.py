@@ -11,6 +11,7 @@ from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.privacy import compiled_folder, without_token
 from services.common.config.functions import VARIABLE as FUNCTIONS
+from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def _environment() -> dict[str, str]:
     """Environment variables that every process of the cluster inherits."""
     defaults = {
         # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.common.serving.proxy:bind_to_host",
+        CALLBACK_VARIABLE: CALLBACK,
         # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica

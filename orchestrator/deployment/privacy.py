@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.common.folders import write_private
+from services.common.security.port import REPLICA_HOST_VARIABLE
 
 LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
@@ -64,13 +65,15 @@ def environment(token: Path, folder: Path) -> dict[str, str]:
     return {
         # Without this Ray would replace 127.0.0.1 by the machine's outside address and open all its ports there.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # Ports that still listen there, each replica's gRPC port, refuse callers without the token.
+        REPLICA_HOST_VARIABLE: "127.0.0.1",
+        # Keeps other users of this machine from Ray's ports on loopback.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
         # Keeps sockets, logs, and the file by which `ray.init()` finds its head away from other users.
         "RAY_TMPDIR": str(folder),
         # Process groups would otherwise listen on the address that the host's name resolves to.
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
 
 

@@ -1,21 +1,14 @@
-"""Checks that a run repeats while it goes on: the ports of its processes, and the identities of its services."""
+"""A check that a run repeats while it goes on: whether its services are still what they were."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-import psutil
-
 from orchestrator.clients import Services
-from orchestrator.deployment.cluster import running
-from orchestrator.deployment.listeners import Watch
 from orchestrator.loop.identities import PartIdentity, changes, identities
 from services.common.config.base import ConfigError
 from services.common.wire.errors import ServiceError, leaves
 
-PORTS_S = 30.0
-"""Seconds between two checks of the ports."""
 SERVICES_S = 10.0
 """Seconds between two checks of the services."""
 ANSWER_S = 10.0
@@ -42,28 +35,9 @@ async def repeating(check: Callable[[], Awaitable[None]], every_s: float) -> Asy
         repeated.cancel()
 
 
-def watching_ports() -> AbstractAsyncContextManager[None]:
-    """Checks the ports of this run's processes while it is open."""
-    return repeating(ports_of_run(), PORTS_S)
-
-
 def watching_services(services: Services, began: Mapping[str, PartIdentity]) -> AbstractAsyncContextManager[None]:
     """Checks while it is open that the services are what they were when the run began."""
     return repeating(lambda: check_unchanged(services, began), SERVICES_S)
-
-
-def ports_of_run() -> Callable[[], Awaitable[None]]:
-    """A check that all ports of this run refuse callers from other machines. See Watch.look.
-
-    On a cluster that `quartet up` did not start, whose ports are its owner's business, it checks nothing.
-    """
-    head = None if os.environ.get("RAY_ADDRESS") else running()
-
-    def processes() -> list[psutil.Process]:
-        own = psutil.Process()
-        return [] if head is None else [*head.processes(), own, *own.children(recursive=True)]
-
-    return Watch(processes).look
 
 
 async def check_unchanged(services: Services, began: Mapping[str, PartIdentity]) -> None:

@@ -14,8 +14,8 @@ from protos import common_pb2
 from protos import critic_pb2 as pb
 from services.common.serving.admission import MOST_ONGOING, Admission
 from services.common.serving.batcher import Batcher
-from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
+from services.common.serving.replica_process import prepare_replica
 from services.common.serving.servicer import translated
 from services.common.serving.share import Share
 from services.common.wire.codec import (
@@ -46,7 +46,7 @@ class Critic(HealthMixin):
         from services.common.wire.identity import describe_model
         from services.critic.learner import CriticModel
 
-        shorten_failed_calls()
+        prepare_replica()
         self._config = config
         self._critic = CriticModel(config, _application(), start_ranks)
         self._admission, self._train_admission = Admission(config.limits), Admission(config.train_limits)

@@ -13,8 +13,8 @@ from protos import common_pb2
 from protos import reference_pb2 as pb
 from services.common.serving.admission import MOST_ONGOING, Admission
 from services.common.serving.batcher import Batcher
-from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
+from services.common.serving.replica_process import prepare_replica
 from services.common.serving.servicer import translated
 from services.common.serving.share import Share
 from services.common.serving.token_call import TokenCall
@@ -41,7 +41,7 @@ class Reference(HealthMixin):
         from services.common.wire.identity import describe_model, vocabulary_size
         from services.reference.model import FrozenModel, Question
 
-        shorten_failed_calls()
+        prepare_replica()
         frozen = FrozenModel(config, default_device(), gpu_count())
         tokenizer = load_tokenizer(config.model)
         self._question = Question

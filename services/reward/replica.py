@@ -11,8 +11,8 @@ from protos import common_pb2
 from protos import reward_pb2 as pb
 from services.common.serving.admission import MOST_ONGOING, Admission
 from services.common.serving.batcher import Batcher
-from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
+from services.common.serving.replica_process import prepare_replica
 from services.common.serving.servicer import translated
 from services.common.serving.share import Share
 from services.common.wire.callers import Purpose
@@ -39,7 +39,7 @@ class Reward(HealthMixin):
         from services.reward.encoding import Encoder, Received
         from services.reward.scorers.make import make_scorer
 
-        shorten_failed_calls()
+        prepare_replica()
         tokenizer = load_tokenizer(config.tokenizer)
         scorer = make_scorer(config.scorer, tokenizer, default_device())
         self._scorer = scorer.identity

@@ -13,8 +13,8 @@ from ray import serve
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.health import HealthMixin
+from services.common.serving.replica_process import prepare_replica
 from services.common.serving.servicer import translated, translated_stream
 from services.common.serving.share import Share
 from services.common.serving.slots import EngineSlots
@@ -48,7 +48,7 @@ class Rollout(HealthMixin):
         from services.rollout.newcomer import catch_up
         from services.rollout.vllm.engine import VLLMEngine
 
-        shorten_failed_calls()
+        prepare_replica()
         engine = await VLLMEngine.start(config)
         self._engine: Engine = engine
         self._admission = Admission(config.limits)

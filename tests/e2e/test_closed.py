@@ -1,26 +1,59 @@
-"""A run that is ended as it opens a port; what any other listens on is in test_train.py."""
+"""A run at whose processes strangers knock, and one of whose replicas stands still: neither ends it."""
 
 import asyncio
-import re
+import signal
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
-from tests.cluster import Quartet, command
+from orchestrator.deployment.listeners import Listener, listeners
+from orchestrator.monitoring.metrics import FILE, read_metrics
+from tests.cluster import Quartet, rollouts
+from tests.commands import PATIENCE_S, Command
+
+STEPS, EACH = 3, 20
+"""Steps of the run, and connections to each port of its processes."""
 
 
-@pytest.mark.exhaustive  # the check itself: tests/unit/orchestrator/deployment and in test_train.py
-async def test_a_port_that_a_run_opens_ends_it_by_name(quartet: Quartet) -> None:
-    """Opened by a judge of the user's own, which `quartet train` imports."""
-    opening = "import socket\n\nserver = socket.create_server(('0.0.0.0', 0))\n\n\ndef judge(pairs):\n    return []\n"
-    (quartet.folder / "opening.py").write_text(opening)
-    section = quartet.raw["orchestrator"]
-    judged = {"evaluation": section["evaluation"] | {"judges": {"opening": "opening:judge"}}}
-    config = quartet.folder / "opening.yaml"
-    config.write_text(yaml.safe_dump(quartet.raw | {"orchestrator": section | {"name": "opening"} | judged}))
-    done = await asyncio.to_thread(command, quartet.folder, "train", str(config))
-    assert done.returncode == 1
-    told = " ".join(done.stderr.split())
-    named = r"0\.0\.0\.0:\d+ of .*python.* \(pid \d+\) answers every caller from other machines Have it listen on"
-    assert re.search(named, told), told
-    assert "Traceback" not in told
+def configured(quartet: Quartet) -> Path:
+    orchestrator = quartet.raw["orchestrator"] | {"name": "knocked-at", "steps": STEPS, "evaluation": {"every": 0}}
+    path = quartet.folder / "knocked-at.yaml"
+    path.write_text(yaml.safe_dump(quartet.raw | {"orchestrator": orchestrator}))
+    return path
+
+
+def knock(quartet: Quartet, known: set[Listener], connections: ExitStack) -> None:
+    """Opens connections that say nothing to each further port of the head's processes and of this one's."""
+    own = psutil.Process().children(recursive=True)
+    for listener in set(listeners([*quartet.cluster.processes(), *own])) - known:
+        known.add(listener)
+        for _ in range(EACH):
+            with suppress(OSError):  # it has ended
+                connections.enter_context(socket.create_connection(("127.0.0.1", listener.port), 1))
+
+
+@pytest.mark.exhaustive  # where ports are bound: in test_train.py; a frozen replica in a run: tests/integration
+async def test_idle_connections_and_a_frozen_replica_do_not_end_a_run(quartet: Quartet) -> None:
+    frozen = psutil.Process(min(rollouts(quartet).values()))
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        log = quartet.folder / "knocked-at.log"
+        run = Command(quartet.folder, log, "train", str(configured(quartet)))
+        running = asyncio.create_task(asyncio.to_thread(run.wait, PATIENCE_S))
+        known: set[Listener] = set()
+        with ExitStack() as connections:
+            while not running.done():
+                await asyncio.to_thread(knock, quartet, known, connections)
+                await asyncio.wait([running], timeout=1)
+        print(f"{EACH} connections to each of {len(known)} ports")
+        assert len(known) > 30
+        assert await running == 0, log.read_text()
+    finally:
+        if frozen.is_running():
+            frozen.kill()
+    lines = read_metrics(quartet.folder / "runs" / "knocked-at" / FILE)
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, STEPS + 1))

@@ -3,7 +3,6 @@
 The port is that of the reward service, behind TLS and a policy.
 """
 
-import asyncio
 import urllib.error
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from orchestrator.deployment.cluster import Cluster
-from orchestrator.deployment.listeners import free_ports, listeners, unguarded
+from orchestrator.deployment.listeners import PortError, check_closed, free_ports, listeners
 from protos import reward_pb2
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.identity import Role
@@ -146,11 +145,13 @@ async def test_no_call_comes_in_without_a_certificate(channels: dict[str, grpc.a
         await RewardClient(channels[name]).score(**PAIRS, timeout_s=3)
 
 
-async def test_nothing_else_is_open_and_the_port_refuses_those_it_does_not_know(head: Head, target: str) -> None:
-    listening = listeners(head.cluster.processes())
+def test_nothing_else_is_open(head: Head, target: str) -> None:
     port = int(target.rpartition(":")[2])
-    assert any(listener.port == port and not listener.on_loopback for listener in listening)
-    assert await asyncio.to_thread(unguarded, listening) == []
+    beyond = {listener.port for listener in listeners(head.cluster.processes()) if not listener.on_loopback}
+    assert beyond == {port}
+    check_closed(head.cluster.processes(), port)
+    with pytest.raises(PortError, match=rf":{port} of .* can be reached from other machines"):
+        check_closed(head.cluster.processes())
 
 
 async def test_a_role_is_asked_for_before_an_application(channels: dict[str, grpc.aio.Channel]) -> None:

@@ -17,6 +17,16 @@ POLICY_VARIABLE = "QUARTET_POLICY"
 LOCAL_VARIABLE = "QUARTET_LOCAL"
 """Without a policy, `open` lets every user of this machine call; with any other value the port is not opened."""
 Local = Literal["token", "open"]
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "services.common.serving.proxy:bind_to_host"
+"""Value of that variable, by which Serve's proxies open the port with its guard. `quartet up` sets it; on another
+cluster it has to be set on every node before Ray starts."""
+UNGUARDED = (
+    f"the gRPC port would be open without a guard; set {CALLBACK_VARIABLE}={CALLBACK} on every node before Ray starts"
+)
+REPLICA_HOST_VARIABLE = "QUARTET_REPLICA_HOST"
+"""Address on which each replica listens for calls between deployments; every address when unset, as Serve has it and
+as replicas on several nodes need it. `quartet up` sets 127.0.0.1."""
 
 
 class SecurityConfig(Config):

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.config.base import ConfigError
-from services.common.security.port import Port
+from services.common.security.port import UNGUARDED, Port
 from services.common.serving.door.call import CallContext
 from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.door.guard import APPLICATION
@@ -17,9 +17,6 @@ from services.common.serving.door.no_http import NoHttp
 from services.common.serving.door.port import open_port, routes_of
 from services.common.serving.door.routes import Routes
 
-CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-CALLBACK = "services.common.serving.proxy:bind_to_host"
-"""Value of that variable, which has to be set on every node before Ray starts; `quartet up` sets it."""
 StreamHandler = Callable[[Any, Any], AsyncIterator[bytes]]
 
 
@@ -90,10 +87,7 @@ def end_with_caller(_servicer: Any, server: Any) -> None:
 def _routes(server: Any) -> Routes:
     routes = routes_of(server)
     if routes is None:
-        raise ConfigError(
-            f"the gRPC port would be open without a guard; set {CALLBACK_VARIABLE}={CALLBACK} on every node before "
-            "Ray starts"
-        )
+        raise ConfigError(UNGUARDED)
     return routes
 
 
