@@ -2,25 +2,28 @@
 
 import json
 import os
+import secrets
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from orchestrator.deployment import privacy, processes
+from orchestrator.deployment import head_record, privacy, processes
 from orchestrator.deployment.head import Ports, last_words, launch
+from orchestrator.deployment.head_record import HeadRecord
 from orchestrator.deployment.listeners import PortError, check_closed
 from orchestrator.deployment.lock import held
-from services.common.folders import replace_file
 from services.common.security import local
 
 STATE = Path(".quartet/ray.json")
+TOKEN = "token"
+"""File, beside the state, with the secret that all parts of the head require."""
 LOG = "ray.log"
 LOCK = "lock"
 LOCK_S = 60
@@ -54,17 +57,14 @@ class Cluster:
     token: str
     """File with the secret that all parts of the head require."""
     folder: str
-    """Folder that its processes write to. Its name is the mark that all of them inherit."""
+    """Folder that its processes write to."""
+    secret: str = field(repr=False)
+    """Mark that all of them inherit."""
 
     @property
     def alive(self) -> bool:
         """True if the head still runs."""
-        try:
-            process = psutil.Process(self.pid)
-            # A killed process stays in the table until its parent collects it.
-            return abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return _environment_of(self.pid, self.created, self.secret) is not None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -78,27 +78,58 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """The head and all processes that it started, directly or not."""
-        return processes.family(self.folder)
+        return processes.family(self.secret)
 
 
 def last(state: Path = STATE) -> Cluster | None:
-    """The cluster that `quartet up` started last in this folder, unless it was stopped."""
+    """The cluster that `quartet up` started last in this folder, unless it was stopped.
+
+    Raises:
+        ConfigError: the record of it may be another user's work.
+    """
+    record = head_record.read(state)
+    if record is None:
+        return None
+    environment = _environment_of(record.pid, record.created, record.secret) or {}
+    # This command's RAY_TMPDIR may be another than that of `quartet up`.
+    said = Path(environment.get("RAY_TMPDIR", ""))
+    return _cluster(record, state, said if said.name == record.name else privacy.find_folder(record.name))
+
+
+def _cluster(record: HeadRecord, state: Path, folder: Path) -> Cluster:
+    return Cluster(
+        pid=record.pid,
+        created=record.created,
+        address=f"127.0.0.1:{record.gcs}",
+        dashboard=f"http://127.0.0.1:{record.dashboard}",
+        token=str(state.with_name(TOKEN).absolute()),
+        folder=str(folder),
+        secret=record.secret,
+    )
+
+
+def _environment_of(pid: int, created: float, secret: str) -> dict[str, str] | None:
+    """The environment of a head that runs; None if its process has ended or is another one."""
     try:
-        return Cluster(**json.loads(state.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        process = psutil.Process(pid)
+        # A killed process stays in the table until its parent collects it.
+        runs = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ() if runs and processes.inherited(process, secret) else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
 
 
 def running(state: Path = STATE) -> Cluster | None:
-    """The cluster that `quartet up` started in this folder, if it still runs."""
+    """The cluster that `quartet up` started in this folder, if it still runs. ConfigError as for `last`."""
     cluster = last(state)
     return cluster if cluster and cluster.alive else None
 
 
 def join(state: Path = STATE) -> None:
-    """Sets this process up to join the running cluster, if any. Call it before Ray is imported."""
-    cluster = running(state)
-    if cluster and not os.environ.get("RAY_ADDRESS"):
+    """Sets this process up to join the running cluster, if any and unless RAY_ADDRESS names another. Call it before
+    Ray is imported. ConfigError as for `last`."""
+    cluster = None if os.environ.get("RAY_ADDRESS") else running(state)
+    if cluster:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         os.environ.update(cluster.environment)
 
@@ -118,8 +149,11 @@ def start(
     Raises:
         ClusterError: Ray did not come up in time; the message holds the end of its log.
         PortError: the head listens beyond this machine.
+        ConfigError: the folder of the record, or the record, may be another user's work.
     """
-    state.parent.mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(state.parent):
+        state.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    head_record.check_place(state.parent)
     # Logs may hold values of environment variables, so only this user may read them.
     state.parent.chmod(0o700)
     busy = "waiting for another `quartet up` or `quartet down` in this folder"
@@ -152,24 +186,25 @@ def _start(say: Say, state: Path, timeout_s: float, clock: Callable[[], float]) 
 
 
 def _launch(say: Say, state: Path, log: Path) -> "tuple[Cluster, subprocess.Popen[bytes]]":
+    secret = secrets.token_hex(32)
     try:
-        folder = privacy.make_folder()
+        folder = privacy.make_folder(secret)
     except ValueError as error:
         raise ClusterError(str(error)) from None
-    token, ports = state.with_name("token"), Ports.free()
+    token, ports = state.with_name(TOKEN), Ports.free()
     privacy.write_token(token)
     say(f"starting a Ray head at 127.0.0.1:{ports.gcs}")
-    head = launch(ports, privacy.environment(token, folder), folder, log)
-    cluster = Cluster(
+    head = launch(ports, privacy.environment(token, folder), folder, secret, log)
+    record = HeadRecord(
         pid=head.pid,
         created=psutil.Process(head.pid).create_time(),
-        address=f"127.0.0.1:{ports.gcs}",
-        dashboard=f"http://127.0.0.1:{ports.dashboard}",
-        token=str(token.absolute()),
-        folder=str(folder),
+        gcs=ports.gcs,
+        dashboard=ports.dashboard,
+        name=folder.name,
+        secret=secret,
     )
-    replace_file(state, json.dumps(asdict(cluster)).encode())
-    return cluster, head
+    head_record.write(state, record)
+    return _cluster(record, state, folder), head
 
 
 def check_environment(cluster: Cluster, wanted: Mapping[str, str]) -> None:
@@ -214,6 +249,7 @@ def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:
 
     Raises:
         ClusterError: the head has ended, but a `quartet up` in this folder does not.
+        ConfigError: what the record names as the head's folder is not that; it is left alone.
     """
     processes.end(cluster.processes(), patience_s)
     # Taken only now: a `quartet up` that waits for this head holds the lock until it notices the end.
@@ -226,8 +262,9 @@ def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:
 
 def _end(cluster: Cluster, state: Path, patience_s: float = 5) -> None:
     processes.end(cluster.processes(), patience_s)
-    privacy.remove_folder(Path(cluster.folder), state.with_name(LOGS))
-    if last(state) == cluster:
+    privacy.remove_folder(Path(cluster.folder), cluster.secret, state.with_name(LOGS))
+    record = head_record.read(state)
+    if record and record.secret == cluster.secret:
         state.unlink()
-        Path(cluster.token).unlink(missing_ok=True)
+        state.with_name(TOKEN).unlink(missing_ok=True)
         local.shut(state.with_name(local.FOLDER.name))

@@ -29,13 +29,16 @@ class Ports:
         return cls(*free_ports(4))
 
 
-def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) -> "subprocess.Popen[bytes]":
+def launch(
+    ports: Ports, private: Mapping[str, str], folder: Path, secret: str, log: Path
+) -> "subprocess.Popen[bytes]":
     """Starts a head.
 
     Args:
         ports: ports that it listens on.
         private: environment variables of all its processes.
         folder: folder for the files of its processes, vLLM's sockets included.
+        secret: mark of all its processes.
         log: file for their output.
     """
     command = [
@@ -53,7 +56,7 @@ def launch(ports: Ports, private: Mapping[str, str], folder: Path, log: Path) ->
         *("--no-monitor", "--include-log-monitor", "false"),
     ]
     # A process that sets its title would overwrite its environment, the mark included.
-    own = {"TMPDIR": str(folder), processes.MARK: str(folder), "SPT_NOENV": "1"}
+    own = {"TMPDIR": str(folder), processes.MARK: secret, "SPT_NOENV": "1"}
     environment = _environment() | dict(private) | own
     with log.open("wb") as output:
         return subprocess.Popen(

@@ -8,37 +8,74 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from services.common.config.base import ConfigError
 from services.common.folders import write_private
 from services.common.security.port import REPLICA_HOST_VARIABLE
 
 LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""
 
+MARKER = "head"
+"""File in the folder with the secret of the head that made it."""
 
-def make_folder() -> Path:
+
+def make_folder(secret: str) -> Path:
     """Makes a folder that only this user can enter, for the files of a head and its processes.
 
-    The folder lies in RAY_TMPDIR, or in /tmp if that is unset.
+    The folder lies in RAY_TMPDIR, or in /tmp if that is unset. A file in it holds the head's secret.
 
     Raises:
         ValueError: the path is too long for sockets.
     """
-    folder = Path(tempfile.mkdtemp(prefix="quartet-", dir=os.environ.get("RAY_TMPDIR") or "/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="quartet-", dir=_place()))
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         folder.rmdir()
         raise ValueError(
             f"RAY_TMPDIR: {folder.parent} is too long for the sockets that Ray makes in it; "
             f"it should have at most {LONGEST_FOLDER - len(folder.name) - 1} bytes"
         )
+    write_private(folder / MARKER, secret.encode())
     return folder
 
 
-def remove_folder(folder: Path, logs: Path) -> None:
-    """Removes a folder from `make_folder` after its processes have ended; Ray's logs in it replace `logs`."""
+def find_folder(name: str) -> Path:
+    """The path at which `make_folder` made the folder of this name, if it is there still."""
+    place = _place()
+    # A process that has joined the head has that folder itself as its RAY_TMPDIR.
+    beside = place if place.name == name else place / name
+    return next((path for path in (beside, Path("/tmp", name)) if os.path.lexists(path)), beside)
+
+
+def _place() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+
+
+def remove_folder(folder: Path, secret: str, logs: Path) -> None:
+    """Removes a folder from `make_folder` after its processes have ended; Ray's logs in it replace `logs`.
+
+    Raises:
+        ConfigError: the head with this secret did not make the folder.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not _made_with(secret, folder):
+        raise ConfigError(
+            f"{folder}: not removed, as it does not hold the secret of the head that {logs.parent} names; remove "
+            f"{logs.parent} if it is not yours"
+        )
     for written in folder.glob("ray/session_2*/logs"):
         shutil.rmtree(logs, ignore_errors=True)
         shutil.move(written, logs)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_with(secret: str, folder: Path) -> bool:
+    status = folder.lstat()
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+    try:
+        return own and (folder / MARKER).read_bytes() == secret.encode()
+    except OSError:
+        return False
 
 
 def compiled_folder() -> Path:

@@ -1,5 +1,6 @@
 """Finds the processes of a Ray head by an inherited mark, and ends them and nothing else."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import psutil
 
 MARK = "QUARTET_HEAD"
-"""The environment variable that every process of a head inherits, even one that has left the head's process tree."""
+"""The environment variable with the head's secret, which every process of a head inherits, even one that has left the
+head's process tree."""
 _TERMINATED_DAEMONS = ("raylet", "gcs_server")
 """Daemons of Ray that shut down in order on SIGTERM."""
 _TRACKER = "multiprocessing.resource_tracker"
@@ -17,10 +19,11 @@ GRACE_S = 2.0
 
 
 def family(mark: str) -> list[psutil.Process]:
-    """The processes with this mark, and their descendants, since workers overwrite the mark with their titles."""
+    """This user's processes with this mark, and their descendants, since workers overwrite the mark with their
+    titles."""
     members: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        if process.pid not in members and _inherited(process, mark):
+        if process.pid not in members and inherited(process, mark):
             members |= {member.pid: member for member in (process, *_under(process))}
     return list(members.values())
 
@@ -46,9 +49,10 @@ def _is_daemon(process: psutil.Process) -> bool:
     return _told(process.name) in _TERMINATED_DAEMONS or "ray.scripts.scripts" in (_told(process.cmdline) or ())
 
 
-def _inherited(process: psutil.Process, mark: str) -> bool:
+def inherited(process: psutil.Process, mark: str) -> bool:
+    """True if this user's process has the mark."""
     try:
-        return process.environ().get(MARK) == mark
+        return process.uids().real == os.getuid() and process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
@@ -72,8 +76,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _told(ask: Callable[..., Any], **options: Any) -> Any:
-    """The answer of a process, or None if it has just ended."""
+    """The answer of a process, or None if it has just ended or does not answer this user, as a child with setuid."""
     try:
         return ask(**options)
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None

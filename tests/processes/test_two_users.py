@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from orchestrator.deployment.cluster import STATE
+from orchestrator.deployment.cluster import STATE, TOKEN
 from orchestrator.deployment.listeners import free_ports
 from protos import rollout_pb2
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
@@ -57,8 +57,9 @@ class Place:
     def secrets(self) -> dict[str, Path]:
         """Files, folders and sockets that only this user may read."""
         head = json.loads((self.user.folder / STATE).read_text())
-        access, temporary = self.user.folder / FOLDER, Path(head["folder"])
-        named = [access, access / "token", Path(head["token"]), self.user.folder / STATE, temporary]
+        access, temporary = self.user.folder / FOLDER, Path("/tmp", head["name"])
+        state = self.user.folder / STATE
+        named = [access, access / "token", state.with_name(TOKEN), state, temporary]
         named += sorted(temporary.glob("ray/session_*/sockets/*"))
         named += sorted(temporary.glob("ray/session_latest/logs"))
         return {str(path): path for path in named}

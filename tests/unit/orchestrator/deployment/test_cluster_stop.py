@@ -1,21 +1,22 @@
 """Ends a head: all its processes, and its files but the logs. Plain processes stand in for Ray's."""
 
-import json
 import os
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
-from orchestrator.deployment import cluster, privacy
+from orchestrator.deployment import cluster, head_record, privacy
+from orchestrator.deployment.head_record import HeadRecord
 from orchestrator.deployment.lock import held
 from orchestrator.deployment.processes import MARK
 
 pytestmark = pytest.mark.processes
+
+SECRET = "5" * 64
 
 
 @pytest.fixture
@@ -26,16 +27,21 @@ def state(tmp_path: Path) -> Path:
 @pytest.fixture
 def head(state: Path) -> Iterator[cluster.Cluster]:
     """Two processes, of which the first is the head, and what they wrote."""
-    folder, token = privacy.make_folder(), state.with_name("token")
+    folder, token = privacy.make_folder(SECRET), state.with_name("token")
     logs = folder / "ray" / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "gcs_server.out").write_text("it was me")
     (logs.parent.parent / "session_latest").symlink_to(logs.parent)
     privacy.write_token(token)
-    started = [subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: str(folder)}) for _ in range(2)]
+    variables = {MARK: SECRET, "RAY_TMPDIR": str(folder)}
+    started = [subprocess.Popen(["sleep", "600"], env=os.environ | variables) for _ in range(2)]
     created = psutil.Process(started[0].pid).create_time()
-    made = cluster.Cluster(started[0].pid, created, "127.0.0.1:1", "http://127.0.0.1:2", str(token), str(folder))
-    state.write_text(json.dumps(asdict(made)))
+    record = HeadRecord(pid=started[0].pid, created=created, gcs=1, dashboard=2, name=folder.name, secret=SECRET)
+    head_record.write(state, record)
+    made = cluster.last(state)
+    assert made
+    assert (made.address, made.dashboard) == ("127.0.0.1:1", "http://127.0.0.1:2")
+    assert (made.token, made.folder) == (str(token), str(folder))
     yield made
     for process in started:
         process.kill()
@@ -54,7 +60,9 @@ def test_a_head_that_is_stopped_leaves_its_logs_only(head: cluster.Cluster, stat
 
 
 def test_the_state_of_another_head_stays(head: cluster.Cluster, state: Path) -> None:
-    state.write_text(json.dumps(asdict(head) | {"pid": 1}))
+    record = head_record.read(state)
+    assert record
+    head_record.write(state, record.model_copy(update={"secret": "0" * 64}))
     cluster.stop(head, state)
     assert state.exists()
     assert Path(head.token).exists()

@@ -11,7 +11,14 @@ import pytest
 
 from orchestrator.deployment.listeners import PortError, check_ports
 from orchestrator.deployment.lock import held
-from orchestrator.deployment.privacy import LONGEST_FOLDER, compiled_folder, environment, make_folder, write_token
+from orchestrator.deployment.privacy import (
+    LONGEST_FOLDER,
+    MARKER,
+    compiled_folder,
+    environment,
+    make_folder,
+    write_token,
+)
 from tests.strangers import own_address
 
 HOLD = "import sys, time; from pathlib import Path; from orchestrator.deployment.lock import held\n" + (
@@ -29,10 +36,12 @@ print(*(connection.laddr.ip for connection in psutil.Process().net_connections("
 
 
 def test_a_folder_is_this_users_alone_and_short_enough_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder()
+    folder = make_folder("secret")
     assert folder.parent == Path(os.environ["RAY_TMPDIR"])
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(str(folder)) <= LONGEST_FOLDER
+    assert (folder / MARKER).read_text() == "secret"
+    assert (folder / MARKER).stat().st_mode & 0o777 == 0o600
     # The longest that Ray makes: pids have seven digits at most.
     path = folder / "ray" / "session_2026-11-22_01-15-22_123456_4194304" / "sockets" / "plasma_store"
     path.parent.mkdir(parents=True)
@@ -47,7 +56,7 @@ def test_a_folder_that_is_too_long_is_refused_by_the_variable_that_sets_it(
     long.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     with pytest.raises(ValueError, match=r"^RAY_TMPDIR: .* is too long .* should have at most 21 bytes$"):
-        make_folder()
+        make_folder("secret")
     assert list(long.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,10 +12,12 @@ import psutil
 import pytest
 
 from orchestrator.deployment.cluster import Cluster, ClusterError
+from orchestrator.deployment.processes import MARK
 from orchestrator.deployment.serving import await_running
 
 RUNNING, STARTING = ({"applications": {"reward": {"status": status}}} for status in ("RUNNING", "DEPLOYING"))
 FAILED = {"applications": {"reward": {"status": "DEPLOY_FAILED", "message": "no such model"}}}
+SECRET = "5" * 64
 Heads = Callable[..., Cluster]
 
 
@@ -22,6 +25,7 @@ Heads = Callable[..., Cluster]
 def head(tmp_path: Path) -> Iterator[Heads]:
     """Makes a head whose dashboard gives these answers in turn, the last again and again; a number is an error."""
     servers: list[HTTPServer] = []
+    processes: list[subprocess.Popen[bytes]] = []
     token = tmp_path / "token"
     token.write_text("secret")
 
@@ -41,20 +45,25 @@ def head(tmp_path: Path) -> Iterator[Heads]:
         server = HTTPServer(("127.0.0.1", 0), Dashboard)
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        began = psutil.Process().create_time() if alive else 0.0
+        process = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: SECRET})
+        processes.append(process)
         return Cluster(
-            pid=os.getpid(),
-            created=began,
+            pid=process.pid,
+            created=psutil.Process(process.pid).create_time() if alive else 0.0,
             address="127.0.0.1:6379",
             dashboard=f"http://127.0.0.1:{server.server_port}",
             token=str(token),
             folder=str(tmp_path / "of nothing"),
+            secret=SECRET,
         )
 
     yield make
     for server in servers:
         server.shutdown()
         server.server_close()
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def test_a_busy_dashboard_is_asked_again(head: Heads) -> None:
