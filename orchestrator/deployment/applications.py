@@ -24,6 +24,11 @@ class Service:
     deployment: str
     """The name of its only deployment."""
 
+    @property
+    def function(self) -> str:
+        """The generated function that lets Serve's proxy take its calls."""
+        return f"protos.{self.deployment.lower()}_pb2_grpc.add_{self.deployment}Servicer_to_server"
+
 
 SERVICES = {
     "rollout": Service("services.rollout.replica:build", RolloutConfig, "Rollout"),
@@ -53,6 +58,11 @@ def problems(applications: Sequence[Application], needed: Mapping[str, str]) -> 
     return errors
 
 
+def service_of(application: Application) -> Service | None:
+    """The service that an application runs; None for one that is not Quartet's."""
+    return _BY_PATH.get(str(application.get("import_path")))
+
+
 def env_vars(application: Application, where: str) -> dict[str, str]:
     """The environment variables of the application's processes. ConfigError if they are not a mapping of texts."""
     where = f"{where}.runtime_env"
@@ -74,7 +84,7 @@ def parse(applications: Sequence[Application]) -> dict[str, Config]:
     """Application name -> its `args:`, for the sections that are valid on this machine."""
     parsed: dict[str, Config] = {}
     for application in applications:
-        service = _BY_PATH.get(str(application.get("import_path")))
+        service = service_of(application)
         if service and not _wrong_args(application, "applications"):
             parsed[str(application.get("name"))] = service.config.parse(application.get("args") or {}, "args")
     return parsed
@@ -105,7 +115,7 @@ def _wrong_args(application: Application, where: str) -> list[str]:
 
 def _wrong_deployments(application: Application, where: str) -> list[str]:
     """Deployments with a wrong name, which Serve would ignore, and critics with more than one replica."""
-    service, deployments = _BY_PATH.get(str(application.get("import_path"))), application.get("deployments")
+    service, deployments = service_of(application), application.get("deployments")
     if service is None or not isinstance(deployments, list):
         return []
     where, name = f"{where}.deployments", service.deployment

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
-from orchestrator.deployment import applications
+from orchestrator.deployment import applications, guarded
 from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
 from services.common.config.base import LAST_PORT, Config, ConfigError, read_yaml
@@ -92,7 +92,7 @@ class Deployment:
         )
         if check_services:
             problems += applications.problems(listed, _needed(orchestrator))
-            problems += _wrong_for_serve(raw | {"applications": listed}, problems)
+            problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
         problems += wrong
         if orchestrator and not problems:
             problems += _wrong_target(orchestrator.target, raw)

@@ -17,6 +17,8 @@ from services.common.serving.door.no_http import NoHttp
 from services.common.serving.door.port import open_port, routes_of
 from services.common.serving.door.routes import Routes
 
+_ATTENDED = "quartet_attended"
+_FIRST = "grpc_options.grpc_servicer_functions: should begin with services.common.serving.proxy.end_with_caller"
 StreamHandler = Callable[[Any, Any], AsyncIterator[bytes]]
 
 
@@ -70,11 +72,17 @@ def end_with_caller(_servicer: Any, server: Any) -> None:
 
     Raises:
         ConfigError: the port stands open on every address, unguarded, as it does on a cluster that was started
-            without Quartet's settings.
+            without Quartet's settings; or other functions stand before this one.
     """
+    from ray.serve._private.grpc_util import get_service_names
     from ray.serve._private.proxy_request_response import gRPCStreamingType
 
     _routes(server)
+    # Serve itself adds its own service before all others.
+    before = {name for name in get_service_names(server.generic_rpc_handlers) if not name.startswith("ray.serve.")}
+    if before:
+        raise ConfigError(f"{_FIRST}; it comes after those of {', '.join(sorted(before))}")
+    setattr(server, _ATTENDED, True)
     make = server.service_handler_factory
 
     def factory(service_method: str, streaming_type: Any) -> Any:
@@ -126,6 +134,18 @@ def add_health(_servicer: Any, server: Any) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, _routes(server)), server)
 
 
+def _start_attended_only(server: Any) -> None:
+    """Makes the server's start an error unless `end_with_caller` has been called, so that it answers no call then."""
+    start = server.start
+
+    async def start_attended() -> None:
+        if not getattr(server, _ATTENDED, False):
+            raise ConfigError(f"{_FIRST}; it is missing")
+        await start()
+
+    server.start = start_attended
+
+
 def bind_to_host() -> list[Any]:
     """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces.
 
@@ -141,6 +161,7 @@ def bind_to_host() -> list[Any]:
 
     def add_grpc_address(server: Any, address: str) -> None:
         open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=SOCKET_REUSE_PORT_ENABLED)
+        _start_attended_only(server)
 
     default_impl.add_grpc_address = add_grpc_address
     shorten_failed_calls()

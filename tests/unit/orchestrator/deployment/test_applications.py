@@ -12,6 +12,7 @@ import yaml
 
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.guarded import GUARD
 from services.common.config.base import ConfigError
 from services.common.config.serve import SECTIONS
 from services.reward.config import RewardConfig
@@ -164,6 +165,66 @@ def test_sections_of_serve_that_cannot_be(raw: dict[str, Any], change: Change, m
     change(raw)
     (line,) = problems(raw, tmp_path)
     assert line.startswith(message)
+
+
+FUNCTIONS = r"grpc_options\.grpc_servicer_functions: should"
+
+
+def functions(raw: dict[str, Any]) -> list[str]:
+    given: list[str] = raw["grpc_options"]["grpc_servicer_functions"]
+    return given
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw["http_options"].pop("host"), "http_options.host: should be 127.0.0.1, .*every address"),
+        (lambda raw: raw.pop("http_options"), "http_options.host: should be 127.0.0.1, .*every address"),
+        (lambda raw: raw["http_options"].update(host="0.0.0.0"), "http_options.host: .*; got '0.0.0.0'"),
+        (lambda raw: raw["http_options"].update(host="10.0.0.5"), "http_options.host: .*; got '10.0.0.5'"),
+        (
+            lambda raw: functions(raw).pop(0),
+            f"{FUNCTIONS} begin with {GUARD}, .*; the first is protos.rollout_pb2_grpc",
+        ),
+        (lambda raw: functions(raw).append(functions(raw).pop(0)), f"{FUNCTIONS} begin with {GUARD}, .*"),
+        (
+            lambda raw: functions(raw).pop(4),
+            f"{FUNCTIONS} hold protos.critic_pb2_grpc.*",
+        ),
+        (
+            lambda raw: (
+                raw["applications"].append(raw["applications"][1] | {"name": "judge", "route_prefix": "/j"})
+                or functions(raw).pop(2)
+            ),
+            f"{FUNCTIONS} hold protos.reward_pb2_grpc.*application reward\n{FUNCTIONS} hold .*application judge",
+        ),
+    ],
+)
+def test_a_file_whose_port_would_be_unguarded_or_dead_is_refused(
+    raw: dict[str, Any], change: Change, message: str, tmp_path: Path
+) -> None:
+    change(raw)
+    assert re.fullmatch(f"{message}.*", "\n".join(problems(raw, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda raw: raw["grpc_options"].pop("grpc_servicer_functions"), lambda raw: functions(raw).clear()]
+)
+def test_a_file_without_functions_lacks_the_guard_and_each_service(
+    raw: dict[str, Any], change: Change, tmp_path: Path
+) -> None:
+    change(raw)
+    first, *others = problems(raw, tmp_path)
+    assert re.fullmatch(f"{FUNCTIONS} begin with {GUARD}, .*; it is empty", first)
+    assert len(others) == len(SERVICES)
+
+
+def test_functions_may_be_given_in_serves_other_form(raw: dict[str, Any], tmp_path: Path) -> None:
+    given = functions(raw)
+    given[:] = [":".join(function.rsplit(".", 1)) for function in given]
+    raw["http_options"]["host"] = "localhost"
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
+    assert set(Deployment.load(tmp_path / "a.yaml", check_services=True).services) == set(SERVICES)
 
 
 def test_rollout_replicas_may_scale_by_themselves(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -11,6 +11,12 @@ from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.security.port import Port
 
+SERVICES = ("rollout", "reward", "reference", "critic")
+FUNCTIONS = [
+    "services.common.serving.proxy.end_with_caller",
+    *(f"protos.{name}_pb2_grpc.add_{name.title()}Servicer_to_server" for name in SERVICES),
+]
+
 
 def write(path: Path, content: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(content))
@@ -35,6 +41,7 @@ def test_a_file_is_read_whole(tmp_path: Path, section: dict[str, Any]) -> None:
 def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], model: str) -> None:
     content = {
         "aplications": [],
+        "grpc_options": {"grpc_servicer_functions": FUNCTIONS},
         "applications": [
             {"name": "critic", "import_path": "services.critic.replica:build", "args": {"modle": "x"}},
             {"name": "mine", "import_path": "elsewhere:build", "args": {"any": "thing"}},
@@ -56,6 +63,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path, section: dict[str, Any], 
         "applications.rollout.args.port: unknown field; known: ",
         "applications.reference.args.model: required",
         "applications.reward.args: should be a mapping of fields to values, got ['scorer']",
+        "http_options.host: should be 127.0.0.1, ",
         "orchestrator.step: unknown field; known: ",
     ]
     assert len(lines) == len(expected)

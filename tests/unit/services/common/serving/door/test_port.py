@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,8 @@ from services.common.config.base import ConfigError
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
 from services.common.security.policy import digest
-from services.common.security.port import Port
+from services.common.security.port import LOCAL_VARIABLE, Port
+from services.common.serving.door.unknown_methods import RefusesUnknownMethods
 from services.common.serving.proxy import bind_to_host
 from tests.unit.front_door import CALLERS, FUNCTIONS, Replicas, ask, channel_of, front_door, outcome
 
@@ -164,7 +166,9 @@ async def test_bearer_tokens_do_without_tls_on_loopback(tmp_path: Path) -> None:
         assert replicas.seen == []
 
 
-async def _start_as_serve_does(monkeypatch: pytest.MonkeyPatch) -> tuple[grpc.aio.Server, int]:
+async def _start_as_serve_does(
+    monkeypatch: pytest.MonkeyPatch, functions: Sequence[str] = FUNCTIONS
+) -> tuple[grpc.aio.Server, int]:
     """Serve's proxy calls what the environment names, then starts its gRPC server on the file's port."""
     monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)  # restored afterwards
     bind_to_host()
@@ -173,7 +177,7 @@ async def _start_as_serve_does(monkeypatch: pytest.MonkeyPatch) -> tuple[grpc.ai
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         number = int(probe.getsockname()[1])
-    options = gRPCOptions(port=number, grpc_servicer_functions=FUNCTIONS)
+    options = gRPCOptions(port=number, grpc_servicer_functions=list(functions))
     _, server = await start_grpc_server(Replicas(router).make, options, event_loop=asyncio.get_running_loop())
     return server, number
 
@@ -196,3 +200,32 @@ async def test_serve_opens_no_port_off_loopback_without_a_policy(monkeypatch: py
     monkeypatch.setenv("QUARTET_GRPC_HOST", "0.0.0.0")
     with pytest.raises(ConfigError, match="is open to other machines"):
         await _start_as_serve_does(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (FUNCTIONS[1:-1], "it is missing"),
+        ([*FUNCTIONS[1:], FUNCTIONS[0]], "it comes after those of grpc.health.v1.Health, quartet.v1.Critic, "),
+        ([FUNCTIONS[2], FUNCTIONS[0]], "it comes after those of quartet.v1.Reward$"),
+    ],
+)
+async def test_serve_starts_no_server_whose_streams_would_outlive_their_callers(
+    monkeypatch: pytest.MonkeyPatch, functions: Sequence[str], message: str
+) -> None:
+    monkeypatch.setenv(LOCAL_VARIABLE, "open")
+    started: list[object] = []
+    start = RefusesUnknownMethods.start
+
+    async def note(server: RefusesUnknownMethods) -> None:
+        started.append(server)
+        await start(server)
+
+    monkeypatch.setattr(RefusesUnknownMethods, "start", note)
+    wrong = rf"^grpc_options.grpc_servicer_functions: should begin with {FUNCTIONS[0]}; {message}"
+    with pytest.raises(ConfigError, match=wrong):
+        await _start_as_serve_does(monkeypatch, functions)
+    assert started == []
+    server, _ = await _start_as_serve_does(monkeypatch)
+    assert len(started) == 1
+    await server.stop(0)
