@@ -1,6 +1,6 @@
 """The record of a head, by which later commands in the folder find it, without belief in what a record says.
 
-A folder may have come from elsewhere, with a record that somebody else wrote. So a record names no path and no
+A folder may have come from elsewhere, with a record that Quartet did not write. So a record names no path and no
 machine: only a folder whose marker, and processes whose environment, hold its secret are taken for those of the head.
 """
 

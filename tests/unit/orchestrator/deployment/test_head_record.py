@@ -24,7 +24,7 @@ SHORT = os.environ["RAY_TMPDIR"]
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the record of the current folder belongs."""
+    """The path of the current folder's record."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "ray"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
