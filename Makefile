@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 EXTRA ?= cpu
+LOCKED := constraints/$(EXTRA).txt
 SEED ?= 0
 WORKERS ?= 2
 BIN := $(VENV)/bin
@@ -21,22 +22,23 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-fast test-exhaustive lint format protos clean
+.PHONY: install demo test test-fast test-exhaustive lint format protos lock audit clean
 .DELETE_ON_ERROR:
 
 # --compile-bytecode: every service is a process of its own, and importing vLLM uncompiled takes each of them twice
 # as long wherever Python is told not to write bytecode.
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(LOCKED) constraints/build.txt
 	@python=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)); \
 	version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])') || version="no Python that runs"; \
 	case $$version in 3.11|3.12|3.13) ;; *) \
 	echo "$$python is $$version, and Quartet needs 3.11, 3.12 or 3.13, such as:" \
 	"$(if $(wildcard $(VENV)),make clean && )make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1;; esac
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --compile-bytecode $(UV_TORCH) -e '.[$(EXTRA),dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r constraints/build.txt
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --compile-bytecode $(UV_TORCH) --verify-hashes \
+		--constraints $(LOCKED) --build-constraints constraints/build.txt -e '.[$(EXTRA),dev]'
 	touch $@
 
 # Models and data, services up, PPO, evaluation through the same reward service, report, services down.
@@ -76,6 +78,15 @@ format: install
 
 protos: install
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+# Writes constraints/ again after a change to pyproject.toml, which the installed .venv may not fit yet.
+lock:
+	$(BIN)/python -m tests.lock $(UPGRADE)
+
+# Asks PyPI's database of advisories about every version in the file; needs the network, changes nothing.
+audit: install
+	$(BIN)/python -m tests.lock --list $(LOCKED) | \
+		$(BIN)/uvx --quiet pip-audit --strict --disable-pip --no-deps --requirement /dev/stdin
 
 clean:
 	-test ! -x $(QUARTET) || $(QUARTET) down
