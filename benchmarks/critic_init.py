@@ -23,13 +23,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
 from orchestrator.algorithm.advantages import gae
 from orchestrator.algorithm.rewards import shape_rewards
 from recipes.common.sampling import sample
 from services.common.config.learner import OptimizerConfig
-from services.common.models.loading import load_causal, load_tokenizer
+from services.common.models.loading import load_causal, load_config, load_tokenizer
 from services.common.models.numerics import explained_variance, response_mask
 from services.common.models.sequences import pad_rows
 from services.common.wire.codec import Floats, Ints
@@ -125,7 +125,7 @@ def bodies(models: Path, seed: int) -> Iterator[dict[str, Path]]:
     """Folders of what a critic may start from, by name."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as random:
-        AutoModel.from_config(AutoConfig.from_pretrained(models / "policy")).save_pretrained(random)
+        AutoModel.from_config(load_config(str(models / "policy")), trust_remote_code=False).save_pretrained(random)
         yield {"reward model": models / "reward", "policy": models / "policy", "random": Path(random)}
 
 

@@ -86,7 +86,7 @@ class Behaviour:
     """The policy of some versions ago, from which responses are sampled."""
 
     def __init__(self, folder: Path, setting: Setting, seed: int) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(folder).eval()
+        self._model = LlamaForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
         self._versions: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=setting.lag + 1)
         self._prompts, self._tokens = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
 

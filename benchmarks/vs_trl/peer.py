@@ -45,10 +45,14 @@ def main(settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
     folder, batch = settings["folder"], settings["batch"]
     dtype = {"dtype": getattr(torch, settings.get("weights", "float32"))}
-    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(f"{folder}/policy", **dtype) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy", trust_remote_code=False)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(f"{folder}/policy", trust_remote_code=False, **dtype) for _ in range(2)
+    )
     reward, value = (
-        AutoModelForSequenceClassification.from_pretrained(f"{folder}/reward", num_labels=1, **dtype)
+        AutoModelForSequenceClassification.from_pretrained(
+            f"{folder}/reward", num_labels=1, trust_remote_code=False, **dtype
+        )
         for _ in range(2)
     )
     with open(f"{folder}/prompts.jsonl", encoding="utf-8") as lines:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import GIB, Config
+from services.common.config.base import GIB, Config, ConfigError
 from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
 from services.critic.config import CriticConfig
@@ -46,11 +46,14 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Any) -> "ModelSize":
-        """Sizes from a transformers configuration of a causal language model. Allocates nothing."""
+        """Sizes from a transformers configuration of a causal language model. Allocates nothing. ConfigError if it
+        describes no such model."""
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        from services.common.models.loading import reading
+
+        with reading(f"model: {config.name_or_path} does not describe a language model"), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         intermediate = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -208,7 +211,12 @@ def problems(deployment: Deployment, configs: Mapping[str, Any]) -> Iterator[str
     if gib is None or None in configs.values():
         return
     shape_at = functools.cache(lambda path: ModelSize.of(configs[path]))
-    for problem in shortage(footprints(deployment, int(gib * GIB), shape_at), int(gib * GIB)):
+    try:
+        parts = list(footprints(deployment, int(gib * GIB), shape_at))
+    except ConfigError as error:
+        yield str(error)
+        return
+    for problem in shortage(parts, int(gib * GIB)):
         yield f"orchestrator.gpu_gib: {problem}"
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from orchestrator.commands.checks.weight_files import broken_weights
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import ConfigError
 from services.common.config.functions import load_function, source_of
-from services.common.models.loading import check_whole, load_tokenizer
+from services.common.models.loading import check_whole, load_config, load_tokenizer
 from services.common.models.scalar import check_scalar
 from services.common.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
@@ -99,11 +99,20 @@ def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:
 
 
 def load_model_config(path: str) -> Any:
-    """The model's config.json as transformers reads it; None if the folder holds no such model."""
+    """The model's config.json as transformers reads it; None if it cannot be read (`unreadable` says why)."""
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):
+        return load_config(path)
+    except ConfigError:
         return None
+
+
+def unreadable(path: str) -> str:
+    """The reason for which `load_model_config` gives None, as a sentence that begins with the folder."""
+    try:
+        load_config(path)
+    except ConfigError as error:
+        return str(error).removeprefix("model: ")
+    raise ValueError(f"{path}: its configuration can be read")
 
 
 def _entries(model: Any) -> int:

@@ -21,6 +21,7 @@ from orchestrator.commands.checks.models import (
     load_model_config,
     models,
     other_tokenizers,
+    unreadable,
 )
 from orchestrator.commands.checks.startable import unfit_policy, unstartable
 from orchestrator.config.data import EVAL
@@ -167,7 +168,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     for field, path in models(deployment):
         model = load_model_config(path)
         if model is None:
-            yield f"{field}: {path} holds no config.json of a model that transformers knows"
+            yield f"{field}: {unreadable(path)}"
         elif limit(model) < needed:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"
 

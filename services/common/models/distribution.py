@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from services.common.config.base import ConfigError
+from services.common.models.loading import load_config
 from services.common.models.numerics import by_time, check_logits, shannon, tempered
 from services.common.models.sequences import PairTensors
 
@@ -74,10 +78,19 @@ def _filled(ids: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def end_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a text of the model in `folder`: its generation configuration's, and its tokenizer's."""
+    """The tokens that end a text of the model in `folder`: its generation configuration's, and its tokenizer's.
+
+    Raises:
+        ConfigError: the folder's configuration or generation configuration cannot be read.
+    """
+    file = Path(folder) / GENERATION_CONFIG_NAME
     try:
-        named = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        named = getattr(AutoConfig.from_pretrained(folder), "eos_token_id", None)
-    several = named if isinstance(named, list) else [named]
-    return tuple(sorted({int(token) for token in (*several, tokenizer.eos_token_id) if token is not None}))
+        named = GenerationConfig.from_pretrained(folder).eos_token_id if file.exists() else None
+        if not file.exists():
+            named = getattr(load_config(folder), "eos_token_id", None)
+        several = named if isinstance(named, list) else [named]
+        return tuple(sorted({int(token) for token in (*several, tokenizer.eos_token_id) if token is not None}))
+    except ConfigError:
+        raise
+    except Exception as error:  # as others wrote the file
+        raise ConfigError(f"model: {file} names no tokens that end a text: {error}") from None

@@ -1,12 +1,10 @@
-"""Loading Hugging Face models and tokenizers."""
+"""Loading Hugging Face models and tokenizers. Code that lies in their folders is never run, nor asked about."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available, logging
@@ -14,6 +12,9 @@ from transformers.utils import is_flash_attn_2_available, logging
 from services.common.config.base import ConfigError
 from services.common.models.attention import packed, padded
 from services.common.models.sequences import PairTensors
+
+_KERNELS = ("_attn_implementation", "_experts_implementation")
+"""Properties of a configuration that name code: part of transformers, or with a slash a repository of a hub."""
 
 
 def load_causal(
@@ -31,16 +32,45 @@ def load_causal(
     return _load(AutoModelForCausalLM, path, dtype, attention, packing, "auto" if spread else None)
 
 
+def load_config(path: str) -> Any:
+    """The config.json in `path` as transformers reads it.
+
+    Raises:
+        ConfigError: it cannot be read, is of an architecture that only code in the folder knows, or names attention
+            whose code transformers would download.
+    """
+    with reading(f"model: {path} holds no config.json of a model that transformers knows"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        names = [getattr(part, key, None) for part in parts for key in _KERNELS]
+    if named := next((name for name in names if "/" in str(name)), None):
+        raise ConfigError(f"model: {path}/config.json names the code {named} of a model hub; it is never run")
+    return config
+
+
+@contextmanager
+def reading(refusal: str) -> Iterator[None]:
+    """Raises ConfigError, which begins with `refusal`, for any error meanwhile: a file from elsewhere may hold
+    whatever its author liked, and transformers lets errors of all kinds through."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "trust_remote_code" in str(error):
+            reason = "it needs the Python code that the folder names as auto_map, which is never run"
+        raise ConfigError(f"{refusal}: {reason}") from None
+
+
 def shape_of_causal(path: str, dtype: str) -> nn.Module:
     """The language model in `path` without the data of its weights (on torch's `meta` device): their names, shapes
     and ties. ConfigError if the folder describes no language model."""
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(path), dtype=getattr(torch, dtype)
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model: {path} does not describe a language model: {error}") from None
+    config = load_config(path)
+    with reading(f"model: {path} does not describe a language model"), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
     return model
 
 
@@ -92,11 +122,11 @@ def _quiet() -> Iterator[None]:
 
 def _whole(kind: Any, path: str, **options: Any) -> nn.Module:
     """The model in `path`. transformers would make up weights that are missing or have another shape."""
-    try:
-        model, told = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    except (OSError, ValueError, RuntimeError, LookupError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model: {path} cannot be loaded as {kind.__name__}: {reason}") from None
+    load_config(path)
+    with reading(f"model: {path} cannot be loaded as {kind.__name__}"):
+        model, told = kind.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False, **options
+        )
     found: nn.Module = model
     if missing := sorted(told["missing_keys"]):
         raise ConfigError(
@@ -115,10 +145,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _caps_attention(path: str) -> bool:
     """True if the model in `path` caps its attention scores."""
-    try:
-        return packed.caps(AutoConfig.from_pretrained(path))
-    except (OSError, ValueError):
-        return False  # loading reports the error
+    return packed.caps(load_config(path))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -139,10 +166,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer in `path`. ConfigError if the folder holds no tokenizer that loads."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer: {path} holds no tokenizer that loads: {error}") from None
+    with reading(f"tokenizer: {path} holds no tokenizer that loads"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     # For some architectures transformers makes an empty tokenizer if the folder holds none.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"tokenizer: {path} holds no tokenizer; its files belong beside the model's")

@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
 from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.linear import use_onednn
-from services.common.models.loading import load_tokenizer, max_length
+from services.common.models.loading import load_config, load_tokenizer, max_length
 from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
 from services.common.models.sequences import PairTensors
@@ -33,7 +32,7 @@ class ModelScorer:
                 f"reward.args.scorer.model: the tokenizer of {config.model} is not the service's tokenizer, "
                 "so its token ids mean something else"
             )
-        labels = AutoConfig.from_pretrained(config.model).num_labels
+        labels = load_config(config.model).num_labels
         if labels != 1:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
         self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)

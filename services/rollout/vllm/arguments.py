@@ -1,11 +1,11 @@
 """Arguments of a rollout replica's vLLM engine."""
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 
 from services.common.config.base import ConfigError
+from services.common.models.loading import load_config, load_tokenizer
 from services.common.wire.identity import vocabulary_size
 from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
 
@@ -28,6 +28,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     single = config.tensor_parallel_size == 1
     return AsyncEngineArgs(
         model=config.model,
+        trust_remote_code=False,
         dtype=config.dtype,
         max_model_len=config.longest(_positions(config.model)),
         max_num_seqs=config.max_num_seqs,
@@ -54,13 +55,13 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
 
 def _is_padded(config: RolloutConfig) -> bool:
     """True if the model's vocabulary has entries that its tokenizer does not know."""
-    entries = AutoConfig.from_pretrained(config.model).get_text_config().vocab_size
-    return bool(entries > vocabulary_size(AutoTokenizer.from_pretrained(config.model)))
+    entries = load_config(config.model).get_text_config().vocab_size
+    return bool(entries > vocabulary_size(load_tokenizer(config.model)))
 
 
 def _positions(model: str) -> int:
     """Longest sequence that the model takes by itself, in tokens."""
-    config = AutoConfig.from_pretrained(model)
+    config = load_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     longest = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
     return int(longest or DEFAULT_LENGTH)

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.common.models.distribution import end_ids
-from services.common.models.loading import shape_of_causal
+from services.common.models.loading import load_tokenizer, shape_of_causal
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place, machine
@@ -54,7 +53,7 @@ class VLLMEngine:
         self._releases = bool(llm.model_config.enable_sleep_mode)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.max_length = int(llm.model_config.max_model_len)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.tokenizer = load_tokenizer(config.model)
         self.end_ids = end_ids(config.model, self.tokenizer)
         self._expected = ExpectedWeights(shape_of_causal(config.model, config.dtype), config.dtype)
         self.longest_manifest = self._expected.longest_manifest

@@ -5,9 +5,9 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
+from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import vocabulary_size
 
 BEGUN_KEY = "begun"
@@ -18,7 +18,7 @@ class TokenizerVocabulary(LogitsProcessor):
     """Gives the padding entries of a model's vocabulary probability 0; published models have some (Qwen 2.5: 271)."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._size = vocabulary_size(AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer))
+        self._size = vocabulary_size(load_tokenizer(vllm_config.model_config.tokenizer))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Changes the logits [requests, V] in place."""

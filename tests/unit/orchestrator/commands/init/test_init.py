@@ -154,7 +154,7 @@ def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path
     empty = write_prompts(tmp_path / "empty.jsonl", [])
     for wanted, says in (
         (Wanted("no/such", FUNCTION, prompts), "--policy: should be a model's folder, but no/such does not exist"),
-        (Wanted(str(tmp_path), FUNCTION, prompts), f"--policy: model: {tmp_path} does not describe a language model"),
+        (Wanted(str(tmp_path), FUNCTION, prompts), f"--policy: model: {tmp_path} holds no config.json of a model"),
         (Wanted(t5, FUNCTION, prompts), f"--policy: model: {t5} does not describe a language model"),
         (Wanted(policy, "judge.py", prompts), "--reward: should be a model's folder, but judge.py does not exist"),
         (
