@@ -82,7 +82,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     # A chat template writes the special tokens itself.
     token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     prompts = [
-        Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key))
+        Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key, f"{where}, row {index}"))
         for index, row, text, ids in zip(indices, rows, texts, token_ids, strict=True)
     ]
     for prompt in prompts:
@@ -195,7 +195,7 @@ def _text(value: Any, tokenizer: Tokenizer, config: DataConfig, where: str) -> s
                 f"{where}: column {config.input_key!r} should hold text, got {type(value).__name__}; "
                 "for chat messages set data.chat_template"
             )
-        return value
+        return _sound(value, f"{where}: column {config.input_key!r}")
     if not tokenizer.chat_template:
         raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     try:
@@ -218,9 +218,19 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
-def _label(row: Mapping[str, Any], key: str | None) -> str:
+def _label(row: Mapping[str, Any], key: str | None, where: str) -> str:
     value = None if key is None else row[key]
-    return "" if value is None else str(value)
+    return "" if value is None else _sound(str(value), f"{where}: column {key!r}")
+
+
+def _sound(text: str, where: str) -> str:
+    """The text. ConfigError if it cannot be written as UTF-8: JSON allows halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ConfigError(f"{where}: character {error.start}, {half}, is half of a character; remove it") from None
+    return text
 
 
 def _check_ids(prompt: Prompt, vocab_size: int | None, where: str) -> None:

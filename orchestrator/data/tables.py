@@ -69,9 +69,36 @@ def _files(folder: Path) -> dict[str, Callable[[], Table]]:
 
 
 def _load(path: Path) -> Any:
+    _check_names(path)
     import datasets  # here: it takes a sixth of all imports of `quartet train`, and JSON does not need it
 
     return datasets.load_from_disk(str(path))
+
+
+def _check_names(path: Path) -> None:
+    """Raises ConfigError unless the saved data set consists of files and folders in its own folder."""
+    splits = [path]
+    if (index := path / "dataset_dict.json").is_file():
+        splits = [path / name for name in _plain_names(index, _json_of(index).get("splits"))]
+    for split in splits:
+        if (state := split / "state.json").is_file():
+            files = _json_of(state).get("_data_files")
+            named = [file.get("filename") if isinstance(file, dict) else file for file in files or ()]
+            _plain_names(state, named)
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    found = _decode(_text_of(file), f"data.path {file}")
+    if not isinstance(found, dict):
+        raise ConfigError(f"data.path {file}: should be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _plain_names(file: Path, names: Any) -> list[str]:
+    for name in names if isinstance(names, list) else [names]:
+        if not (isinstance(name, str) and name == Path(name).name and name not in ("", "..")):
+            raise ConfigError(f"data.path {file}: names {name!r}, which should be the name of a file beside it")
+    return list(names)
 
 
 def _from_dataset(dataset: Any) -> Table:
@@ -101,10 +128,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
     Does not use `datasets`, whose Arrow types would turn a label such as "2024-05-01" into a time.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path {path}: should be text in UTF-8, but byte {error.start} is not") from None
+    text = _text_of(path)
     if path.suffix == ".json" and text.lstrip().startswith("["):
         numbered = list(enumerate(_decode(text, f"data.path {path}"), 1))
         unit = "element"
@@ -118,8 +142,17 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in numbered]
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path {path}: should be text in UTF-8, but byte {error.start} is not") from None
+
+
 def _decode(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python converts
+        raise ConfigError(f"{where}: cannot be read: {error}") from None

@@ -21,6 +21,7 @@ from orchestrator.experience.experience import Collected, Experience
 from protos import rollout_pb2 as pb
 from services.common.folders import replace_file
 from services.common.wire.codec import Floats
+from services.common.wire.errors import InvalidArgument
 from services.rollout.sample import Sample
 
 FORMAT = 4
@@ -81,7 +82,7 @@ class ExperienceJournal:
             return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, DecodeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, DecodeError, InvalidArgument) as error:
             self._note(f"{self._path(step)} cannot be read ({error}); step {step} is sampled again")
             return None
 

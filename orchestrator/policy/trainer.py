@@ -86,7 +86,7 @@ class PolicyTrainer:
         self._keeping = False
         """True in that step."""
         self.sending = WeightSending(self._learner)
-        self.snapshots = Snapshots(self._learner, self._write, exported=True)
+        self.snapshots = Snapshots(self._learner, self._write, kind="policy", exported=True)
 
     @property
     def parts(self) -> tuple[object, ...]:

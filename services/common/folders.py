@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.wire.errors import InvalidArgument
 
 MARKER = ".quartet"
-"""A file in every model that Quartet wrote. A folder without it is never replaced."""
+"""A file in every model that Quartet wrote, with its owner. A folder without it is never replaced."""
 
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -30,19 +30,30 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
     rename(aside, target)
 
 
-def replace_model(target: Path, write: Callable[[Path], None]) -> None:
+def replace_model(target: Path, write: Callable[[Path], None], owner: str) -> None:
     """Replaces a model's folder.
 
+    Args:
+        target: the folder.
+        write: writes the model into the folder that it is given.
+        owner: kind of the model, with the run if only that run may replace it, such as "policy" or "critic of a1b2".
+
     Raises:
-        InvalidArgument: `target` holds something that Quartet did not write and that would be lost, or the folder
-            cannot be made.
+        InvalidArgument: `target` holds something that would be lost and that Quartet did not write or wrote for
+            another owner, or the folder cannot be made.
     """
 
     def marked(aside: Path) -> None:
         write(aside)
-        (aside / MARKER).touch()
+        (aside / MARKER).write_text(owner)
 
-    if target.exists() and not _may_go(target):
+    if (target / MARKER).is_file():
+        if (found := (target / MARKER).read_text(errors="replace")) != owner:
+            raise InvalidArgument(
+                f"path: {target} holds another model ({found or 'of an unknown owner'}, and this is {owner}); name "
+                "another folder"
+            )
+    elif target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InvalidArgument(
             f"path: {target} exists and Quartet did not write it (it holds no {MARKER}); name another folder"
         )
@@ -136,8 +147,3 @@ def _write_new(path: Path, contents: bytes, mode: int) -> None:
         file.write(contents)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _may_go(target: Path) -> bool:
-    """True if Quartet wrote the folder or it is empty."""
-    return (target / MARKER).is_file() or (target.is_dir() and not any(target.iterdir()))

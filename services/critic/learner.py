@@ -152,10 +152,10 @@ class CriticModel:
         return metrics
 
     async def save(self, lease: common_pb2.Lease, name: str) -> None:
-        """Writes the model to the folder of this name, as Snapshots.save does."""
+        """Writes the model to the folder of this name, as Snapshots.save does; only this run may replace it."""
         self.fence.check(lease)
         with self._root.unnamed():
-            await self._run(Snapshots.save, str(self._root.place(name)))
+            await self._run(Snapshots.save, str(self._root.place(name)), lease.run_id)
 
     async def take_checkpoint(self, lease: common_pb2.Lease, name: str, last_step: int, copies: bool) -> None:
         """Copies the state, which must be the one after `last_step`; without copies, writes it at once."""

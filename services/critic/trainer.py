@@ -71,7 +71,7 @@ class CriticTrainer:
         add_adapters(model.body, config.lora)
         self._learner = RankLearner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
-        self.snapshots = Snapshots(self._learner, self._write, exported=False)
+        self.snapshots = Snapshots(self._learner, self._write, kind="critic", exported=False)
         self._taken: list[BatchPart] = []
 
     @property

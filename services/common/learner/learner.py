@@ -40,20 +40,21 @@ class RankLearner(TrainedModule):
         self._snapshot = Snapshot()
         self._engine.checkpoint_engine = self._snapshot
 
-    def save(self, folder: str | Path, write: WriteModel) -> Path:
+    def save(self, folder: str | Path, write: WriteModel, owner: str) -> Path:
         """Writes the weights, or their running mean if configured, from rank 0 through `write`; a temporary folder is
         renamed at the end, so that `folder` is never incomplete. Every rank calls it.
 
         Raises:
             NotFinite: a weight is not finite.
-            InvalidArgument: `folder` holds something other than a model, which would be lost, or cannot be made.
+            InvalidArgument: `folder` holds something other than a model of this `owner`, which would be lost, or
+                cannot be made.
         """
         target = Path(folder).resolve()
         self.check_weights()
         with self._averaged():
             weights = self.gathered()
             if self._ranks.rank == 0:
-                replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)))
+                replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)), owner)
         return target
 
     def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None, *, copies: bool = True) -> None:
@@ -138,15 +139,17 @@ class RankLearner(TrainedModule):
 class Snapshots:
     """The methods of a trainer that save and restore its learner. All ranks get the same calls in the same order."""
 
-    def __init__(self, learner: RankLearner, write: WriteModel, *, exported: bool) -> None:
-        """`write` writes the model; if `exported`, snapshots hold the model too."""
+    def __init__(self, learner: RankLearner, write: WriteModel, *, kind: str, exported: bool) -> None:
+        """`write` writes the model; if `exported`, snapshots hold the model too. `kind` is policy or critic."""
         self._learner = learner
+        self._kind = kind
         self._write = write
         self._exported = write if exported else None
 
-    def save(self, folder: str) -> str:
-        """Writes the model, its tokenizer and generation settings in Hugging Face's format; returns the path."""
-        return str(self._learner.save(folder, self._write))
+    def save(self, folder: str, run: str = "") -> str:
+        """Writes the model, its tokenizer and generation settings in Hugging Face's format; returns the path. With a
+        `run` only that run may replace it. Raises InvalidArgument as RankLearner.save does."""
+        return str(self._learner.save(folder, self._write, f"{self._kind} of {run}" if run else self._kind))
 
     def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
         """Copies the state after `step`, for `write_snapshot` to write, as RankLearner.take_snapshot does."""

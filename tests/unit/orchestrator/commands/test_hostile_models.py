@@ -114,7 +114,7 @@ def test_models_and_tokenizers_with_code_are_refused(folder: Path) -> None:
 
 
 def test_code_that_transformers_does_not_need_is_ignored(folder: Path) -> None:
-    """As in many published folders of known architectures."""
+    """Many published folders of known architectures hold some."""
     ran = with_code(folder)
     change(folder, "config.json", model_type="llama")
     assert type(load_causal(str(folder), "float32")).__name__ == "LlamaForCausalLM"

@@ -233,3 +233,13 @@ def test_training_and_held_out_rows_must_differ(tmp_path: Path) -> None:
     ):
         check_disjoint(train, mixed)
     check_disjoint(train, PromptSet("eval[:8]", train.prompts, 0))
+
+
+@pytest.mark.parametrize("column", ["prompt", "label"])
+def test_half_a_character_is_refused(tmp_path: Path, column: str) -> None:
+    """JSON can name one; it cannot be written as UTF-8, in which the journal keeps labels."""
+    path = jsonl(
+        tmp_path / "p.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": "b", column: "a\ud800"}]
+    )
+    with fails(f"split 'train', row 1: column {column!r}: character 1, \\ud800, is half of a character; remove it"):
+        load_prompts(config(path, label_key="label"), tokenizer(), "train")

@@ -85,3 +85,28 @@ def test_files_that_are_not_json_objects(tmp_path: Path, name: str, content: str
     (tmp_path / name).write_text(content)
     with fails(message):
         open_split(str(tmp_path / name), "train")
+
+
+@pytest.mark.parametrize("name", ["../../other.arrow", "/etc/hostname", "..", "", "a/b.arrow", None, 5])
+def test_saved_data_sets_consist_of_their_own_files(tmp_path: Path, name: Any) -> None:
+    """`datasets` would read whatever file they name."""
+    saved = tmp_path / "saved"
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(saved)
+    DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "dict")
+    for folder, state in ((saved, saved / "state.json"), (tmp_path / "dict", tmp_path / "dict/train/state.json")):
+        told = json.loads(state.read_text())
+        state.write_text(json.dumps(told | {"_data_files": [{"filename": name}]}))
+        with fails(f"data.path {state}: names {name!r}, which should be the name of a file beside it"):
+            open_split(str(folder), "train")
+    index = tmp_path / "dict" / "dataset_dict.json"
+    index.write_text(json.dumps({"splits": [name]}))
+    with fails(f"data.path {index}: names {name!r}"):
+        open_split(str(tmp_path / "dict"), "train")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_that_cannot_be_decoded_is_one_line(tmp_path: Path, suffix: str) -> None:
+    for text in ('[{"a": ' + "[" * 50_000 + "]" * 50_000 + "}]", '[{"a": ' + "9" * 5000 + "}]"):
+        (tmp_path / f"p{suffix}").write_text(text if suffix == ".json" else text[1:-1])
+        with pytest.raises(ConfigError, match=rf"^data.path {tmp_path}/p{suffix}[^\n]*: cannot be read: [^\n]+$"):
+            open_split(str(tmp_path / f"p{suffix}"), "train")

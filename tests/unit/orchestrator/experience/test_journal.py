@@ -130,6 +130,22 @@ def test_a_number_that_is_not_finite_is_told_and_sampled_again(
     assert "step 1 is sampled again" in notes[0]
 
 
+@pytest.mark.parametrize("number", [-1, 9, 1 << 62, "6", None])
+def test_a_number_without_a_prompt_is_told_and_sampled_again(
+    tmp_path: Path, policy_folder: Path, number: Any
+) -> None:
+    notes: list[str] = []
+    kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
+    kept.write(1, collected())
+    path = tmp_path / "journal" / "step-000001.msgpack"
+    raw = msgpack.unpackb(path.read_bytes())
+    raw["rows"][1]["number"] = number
+    path.write_bytes(msgpack.packb(raw))
+    assert kept.read(1, prompt) is None
+    assert "step 1" in notes[0]
+    assert "sampled again" in notes[0]
+
+
 def test_a_file_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: Path, policy_folder: Path) -> None:
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)

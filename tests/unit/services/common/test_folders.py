@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.folders import replace_file, replace_folder, write_private
+from services.common.folders import replace_file, replace_folder, replace_model, write_private
+from services.common.wire.errors import InvalidArgument
 
 
 def test_a_folder_whose_writing_fails_stays_as_it_was(tmp_path: Path) -> None:
@@ -37,3 +38,15 @@ def test_a_private_file_is_its_owners_and_is_kept_where_nothing_is_to_be_replace
     assert (tmp_path / "token").read_bytes() == b"third"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize("others", ["policy", "critic of another", "critic", ""])
+def test_a_model_of_another_kind_or_run_is_kept(tmp_path: Path, others: str) -> None:
+    """A critic is saved by name under a root where policies may lie too."""
+    target = tmp_path / "demo" / "policy"
+    replace_model(target, lambda folder: (folder / "theirs").touch(), others)
+    with pytest.raises(InvalidArgument, match=f"^path: {target} holds another model "):
+        replace_model(target, lambda folder: (folder / "ours").touch(), "critic of this")
+    assert sorted(path.name for path in target.iterdir()) == [".quartet", "theirs"]
+    replace_model(target, lambda folder: (folder / "newer").touch(), others)
+    assert sorted(path.name for path in target.iterdir()) == [".quartet", "newer"]

@@ -58,6 +58,12 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
     with pytest.raises(InvalidArgument, match=r"^name: mine exists and Quartet did not write it"):
         await save(critic, "mine")
     assert (root / "mine" / "config.json").read_text() == "another's model"
+    (root / "mine" / ".quartet").write_text("policy")
+    with pytest.raises(
+        InvalidArgument, match=rf"^name: mine holds another model \(policy, and this is critic of {OURS.run_id}\)"
+    ):
+        await save(critic, "mine")
+    assert (root / "mine" / "config.json").read_text() == "another's model"
 
     critic._critic._ranks._ranks[0].rank.part(CriticTrainer).train = None  # a rank that fails, and names a secret
     context = Context()

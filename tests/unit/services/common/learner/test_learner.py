@@ -162,11 +162,11 @@ def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path
         (folder / "half").touch()
         raise OSError("disk full")
 
-    assert learner.save(target, write("first")) == target
+    assert learner.save(target, write("first"), "policy") == target
     with pytest.raises(OSError, match="disk full"):
-        learner.save(target, fail)
+        learner.save(target, fail, "policy")
     assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "first"]
-    learner.save(str(target), write("second"))
+    learner.save(str(target), write("second"), "policy")
     assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "second"]
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
@@ -176,8 +176,8 @@ def test_what_is_not_a_model_is_never_replaced(policy_folder: Path, tmp_path: Pa
     (tmp_path / "thesis.txt").touch()
     for path in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(InvalidArgument, match="exists and Quartet did not write it"):
-            learner.save(path, lambda folder, weights: None)
+            learner.save(path, lambda folder, weights: None, "policy")
     assert (tmp_path / "thesis.txt").is_file()
     (tmp_path / "empty").mkdir()
-    learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch())
+    learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch(), "policy")
     assert (tmp_path / "empty" / "config.json").is_file()
