@@ -9,6 +9,10 @@ from services.common.folders import replace_file
 
 PROMPT, RESPONSE = 8, 16
 """Tokens of each prompt and of each response."""
+VOCABULARY = 64
+"""Tokens that there are."""
+CHECKSUM = "emulated"
+"""Checksum of any weights."""
 
 
 @dataclass(frozen=True, slots=True)

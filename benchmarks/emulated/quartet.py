@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.emulated.pace import Pace
+from benchmarks.emulated.pace import VOCABULARY, Pace
 from orchestrator.commands.up import up
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster
@@ -43,6 +46,7 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         file, times = Path("emulated.yaml"), Path(folder, "pace.json")
         Path("config.json").write_text("{}")  # of a policy that is not loaded, but has to be there
+        _tokenizer().save_pretrained(folder)
         pace.write(times)
         file.write_text(yaml.safe_dump(_raw(folder, times)))
         try:
@@ -51,6 +55,12 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
         finally:
             if ray := cluster.running():
                 cluster.stop(ray)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of VOCABULARY words."""
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), eos_token="w2")
 
 
 def _raw(folder: str, times: Path) -> dict[str, Any]:
@@ -63,7 +73,7 @@ def _raw(folder: str, times: Path) -> dict[str, Any]:
             "name": service,
             "route_prefix": f"/{service}",
             "import_path": "benchmarks.emulated.replicas:build",
-            "args": {"service": service, "pace": str(times), "batch": BATCH},
+            "args": {"service": service, "pace": str(times), "batch": BATCH, "folder": folder},
         }
         for service in SERVICES
     ]

@@ -1,71 +1,89 @@
-"""The four replicas as they are, around models that sleep. `args:` of each hold `pace`, the file of a Pace, and
-`batch`, the number of responses in a batch."""
+"""The four replicas as they are, made by their own constructors, around models that sleep. `args:` of each hold
+`service`; `pace`, the file of a Pace; `batch`, the number of responses in a batch; and `folder`, with a tokenizer."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from ray import serve
 
-from benchmarks.emulated.pace import PROMPT, RESPONSE, Pace
-from protos import common_pb2, reward_pb2
-from protos import rollout_pb2 as pb
-from services.common.config.limits import LimitsConfig
-from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.batcher import Batcher
-from services.common.serving.replica_process import prepare_replica
-from services.common.serving.slots import EngineSlots
-from services.common.wire.codec import Ints
-from services.common.wire.errors import FailedPrecondition
+from benchmarks.emulated.pace import CHECKSUM, PROMPT, RESPONSE, VOCABULARY, Pace
+from protos import reward_pb2
+from services.common.ranks.group import RankGroup
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.place import Place
+from services.common.wire.codec import Floats, Ints
+from services.critic.config import CriticConfig
 from services.critic.replica import Critic
+from services.critic.trainer import CriticTrainer
+from services.reference.config import ReferenceConfig
+from services.reference.model import Frozen, Question
 from services.reference.replica import Reference
-from services.reward.encoding import Encoder, Received
+from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.replica import Reward
+from services.reward.scorers.scorer import Scored, Scorer
+from services.rollout.config import RolloutConfig
+from services.rollout.interface import Engine
 from services.rollout.replica import Rollout
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.sample import FinishReason, Part, Sample, Sampling
 
-VOCABULARY, LONGEST = 64, 256
-MODEL = common_pb2.ModelInfo(path="emulated", vocab_size=VOCABULARY, max_length=LONGEST, dtype="float32")
-LIMITS = LimitsConfig()
+LONGEST = 256
 
 
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """Sleeps for as long as a part takes by the present pace."""
 
-    def __init__(self, args: dict[str, Any]) -> None:
-        """`args` are those of an application."""
-        self._file, self.batch = Path(args["pace"]), int(args["batch"])
+    file: Path
+    """File of the Pace, which is read at each use."""
+    batch: int
+    """Responses in a batch."""
 
-    async def __call__(self, part: str, rows: int | None = None) -> None:
-        """Sleeps for a whole batch, or for so many rows' share of it."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.batch * (PROMPT + RESPONSE)
+
+    def seconds(self, part: str, rows: int | None = None) -> float:
+        """The time of a whole batch, or of so many rows' share of it."""
         share = 1.0 if rows is None else rows / self.batch
-        await asyncio.sleep(share * getattr(Pace.read(self._file), part))
+        return share * float(getattr(Pace.read(self.file), part))
 
 
-class Engine:
+class EmulatedEngine:
     """An engine that takes its time for each response, with room for one batch."""
 
-    vocab_size, max_length = VOCABULARY, LONGEST
-    backend, workers, checksum = "gloo", 1, ""
+    backend, workers, place = "gloo", 1, Place()
+    vocab_size, max_length, longest_manifest = VOCABULARY, LONGEST, 1 << 20
+    end_ids: tuple[int, ...] = ()
 
-    def __init__(self, sleep: Sleep) -> None:
-        self.version = 0
+    def __init__(self, sleep: Sleep, tokenizer: Any) -> None:
+        self.version, self.checksum = 0, ""
         self.checksums: dict[int, str] = {}
+        self.tokenizer = tokenizer
         self._sleep, self._room = sleep, asyncio.Semaphore(sleep.batch)
         self._running = 0
 
     async def generate(
-        self, index: int, prompt_ids: Ints, sampling: Sampling, seed: int | None, *rest: Any
+        self,
+        index: int,
+        prompt_ids: Ints,
+        sampling: Sampling,
+        seed: int | None,
+        begun: Ints | None = None,
+        report: Callable[[Part], None] = lambda part: None,
     ) -> Sample:
         """A response, the halves of which were sampled by the versions at its beginning and at its end."""
         self._running += 1
         try:
             async with self._room:
                 first = self.version
-                await self._sleep("generate")
+                await asyncio.sleep(self._sleep.seconds("generate"))
         finally:
             self._running -= 1
         spans: tuple[tuple[int, int, int], ...] = ((first, 0, RESPONSE),)
@@ -78,157 +96,161 @@ class Engine:
         """Unfinished requests."""
         return self._running
 
-    def shutdown(self) -> None:
-        """Nothing runs."""
-
-
-class Member:
-    """A replica's part in a push, of which only the commit is left. Any lease and any timeline will do."""
-
-    timeline, failure, busy = 0, "", True
-
-    def __init__(self, engine: Engine, replica: str) -> None:
-        self._engine, self._replica = engine, replica
-        self.at = self
-
-    def check(self, *_: Any) -> None:
-        """Accepts a lease, or a timeline."""
-
-    async def carry_out(self, phase: pb.WeightPhase) -> pb.WeightReport:
-        """Stamps later samples with the version of a commit."""
-        self._engine.version = phase.commit.policy_version
-        return pb.WeightReport(replica=self._replica, ok=True, policy_version=self._engine.version)
-
-
-class EmulatedRollout(Rollout.func_or_class):  # type: ignore[misc, name-defined]
-    """A rollout replica around Engine."""
-
-    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_replica()
-        context, sleep = serve.get_replica_context(), Sleep(args)
-        self._replica = str(context.replica_tag)
-        self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
-        self._engine = Engine(sleep)
-        self._member = Member(self._engine, self._replica)
-        self._admission, self._slots = Admission(LIMITS), EngineSlots(sleep.batch, LIMITS, quantum=LONGEST)
-        self._max_phase_s, self._model = 60.0, MODEL
-
-
-class Batched:
-    """Health of a replica around a batcher."""
-
-    _batcher: Batcher[Any, Any]
-
     async def check_health(self) -> None:
-        """Raises if a pass has exceeded its deadline."""
-        self._batcher.check()
+        """Finds nothing wrong."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Takes any weights."""
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        """Joins no group."""
+
+    async def rest(self) -> None:
+        """Has no memory to release."""
+
+    async def pause(self, in_flight: str) -> None:
+        """Lets requests go on."""
+
+    async def receive(self, manifest: Manifest) -> str:
+        """Says that the weights came."""
+        return CHECKSUM
+
+    async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Log-probs of zero."""
+        return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
+
+    async def stale(self) -> list[str]:
+        """Names no weight."""
+        return []
+
+    async def commit(self, version: int) -> None:
+        """Stamps later samples with the version."""
+        self.version, self.checksum = version, CHECKSUM
+        self.checksums = {version: CHECKSUM}
+
+    async def abort(self) -> bool:
+        """Keeps the version."""
+        return True
+
+    def shutdown(self) -> None:
+        """Ends nothing."""
 
 
-class EmulatedReward(Batched, Reward.func_or_class):  # type: ignore[misc, name-defined]
-    """A reward replica whose scores follow from the response's first token."""
+class EmulatedScorer:
+    """Scores that follow from the response's first token."""
 
-    def __init__(self, args: dict[str, Any]) -> None:
-        prepare_replica()
-        sleep = Sleep(args)
-
-        async def score(pairs: Sequence[Any]) -> Any:
-            await sleep("score", len(pairs))
-            return np.asarray([pair.response_ids[0] % 7 for pair in pairs], np.float32)
-
-        self._admission, self._received = Admission(LIMITS), Received
-        self._batcher = batcher(score, sleep)
-        self._encoder = Encoder(None, VOCABULARY, LONGEST, texts=False)
-        self._scorer, self._model = reward_pb2.ScorerIdentity(name="function:emulated", model_hash="none"), MODEL
-
-
-class EmulatedReference(Batched, Reference.func_or_class):  # type: ignore[misc, name-defined]
-    """A reference replica whose log-probs are all the same."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        prepare_replica()
-        sleep = Sleep(args)
-
-        async def logprobs(responses: Sequence[Ints]) -> list[Any]:
-            await sleep("reference", len(responses))
-            return [np.full(len(response), -1.5, np.float32) for response in responses]
-
-        self._admission, self._batcher = Admission(LIMITS), batcher(logprobs, sleep)
-        self._question, self._distribution, self._model = _response, SimpleNamespace, MODEL
-
-
-class EmulatedCritic(Batched, Critic.func_or_class):  # type: ignore[misc, name-defined]
-    """A critic replica whose training sleeps; values wait for it."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        prepare_replica()
-        self._config, self._batch = SimpleNamespace(model="emulated"), SimpleNamespace
-        sleep = Sleep(args)
-        self._critic = CriticModel(sleep)
-        self._admission, self._train_admission = Admission(LIMITS), Admission(LIMITS)
-        self._batcher = batcher(self._critic.values, sleep, turn=self._critic.turn)
-        self._model = MODEL
-
-
-class CriticModel:
-    """A critic that knows how many steps it has trained."""
-
-    timeline = 0
+    max_length = LONGEST
+    vocab_size: int | None = VOCABULARY
+    texts = keeps = False
 
     def __init__(self, sleep: Sleep) -> None:
-        self.last_step = 0
-        self.turn = asyncio.Lock()
-        self.fence = SimpleNamespace(held=common_pb2.Held)
+        self.batch_tokens = sleep.tokens
+        self.identity = reward_pb2.ScorerIdentity(name="function:emulated", model_hash="none")
         self._sleep = sleep
 
-    def expect(self, lease: Any, least: int | None) -> int:
-        """The last step. FailedPrecondition if it is below `least`."""
-        if self.last_step < (least or 0):
-            raise FailedPrecondition(f"min_step: {least} asked, but {self.last_step} are trained")
-        return self.last_step
+    def score(self, pairs: Sequence[Scored]) -> Floats:
+        """One score per pair, [B]."""
+        time.sleep(self._sleep.seconds("score", len(pairs)))
+        return np.asarray([pair.response_ids[0] % 7 for pair in pairs], np.float32)
 
-    def expect_ranks(self) -> None:
-        """Nothing can have died."""
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-    async def values(self, pairs: Sequence[tuple[Ints, Ints]]) -> list[Any]:
-        """Values that are not all the same."""
-        await self._sleep("values", len(pairs))
-        return [np.linspace(0, 1, len(response), dtype=np.float32) for _, response in pairs]
-
-    async def train(self, lease: Any, step: int, *_: Any, **__: Any) -> dict[str, float]:
-        """Counts a step."""
-        async with self.turn:
-            await self._sleep("train_critic")
-            self.last_step = step
-        return {"loss": 0.0}
+    def check(self) -> None:
+        """Finds nothing wrong."""
 
 
-def batcher(run: Any, sleep: Sleep, **options: Any) -> Batcher[Any, Any]:
-    """A batcher whose passes hold a batch at most."""
-    return Batcher(run, batch_tokens=sleep.batch * (PROMPT + RESPONSE), batch_s=LIMITS.batch_s, **options)
+class EmulatedModel:
+    """Log-probs that are all the same."""
+
+    vocab_size, max_length = VOCABULARY, LONGEST
+
+    def __init__(self, sleep: Sleep) -> None:
+        self._sleep = sleep
+
+    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
+        """Log-probs of each response, [T] for each question."""
+        time.sleep(self._sleep.seconds("reference", len(questions)))
+        return [np.full(len(question.response_ids), -1.5, np.float32) for question in questions]
+
+    def check(self) -> None:
+        """Finds nothing wrong."""
 
 
-def _response(prompt: Ints, response: Ints, asked: Any) -> Ints:
-    return response
+class EmulatedRank:
+    """A rank whose critic learns nothing. One call at a time, as a rank's process takes them."""
+
+    death = ""
+
+    def __init__(self, sleep: Sleep) -> None:
+        self._sleep, self._turn = sleep, asyncio.Lock()
+        self._answers: dict[str, Callable[..., tuple[float, Any]]] = {
+            CriticTrainer.limits.__qualname__: lambda: (0.0, (VOCABULARY, LONGEST)),
+            CriticTrainer.values.__qualname__: self._values,
+            CriticTrainer.take.__qualname__: lambda part, index: (0.0, None),
+            CriticTrainer.train_taken.__qualname__: lambda parts, **_: (
+                sleep.seconds("train_critic"),
+                {"loss": 0.0},
+            ),
+        }
+
+    def _values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> tuple[float, list[Floats]]:
+        values: list[Floats] = [np.linspace(0, 1, len(row), dtype=np.float32) for row in responses]
+        return self._sleep.seconds("values", len(prompts)), values
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Answers after the time that the call takes; the start of a rank takes none."""
+        if method != "run":
+            return None
+        called, *rest = arguments
+        async with self._turn:
+            seconds, answer = self._answers[called](*rest, **options)
+            await asyncio.sleep(seconds)
+        return answer
+
+    def kill(self) -> None:
+        """Ends nothing."""
 
 
-_REPLICAS = {
-    "rollout": EmulatedRollout,
-    "reward": EmulatedReward,
-    "reference": EmulatedReference,
-    "critic": EmulatedCritic,
-}
+async def start_engine(sleep: Sleep, config: RolloutConfig) -> Engine:
+    """The engine of a rollout replica."""
+    from services.common.models.loading import load_tokenizer
+
+    return EmulatedEngine(sleep, load_tokenizer(config.model))
+
+
+def make_scorer(sleep: Sleep, *_: Any) -> Scorer:
+    """The scorer of a reward replica."""
+    return EmulatedScorer(sleep)
+
+
+def load_model(sleep: Sleep, *_: Any) -> Frozen:
+    """The model of a reference replica."""
+    return EmulatedModel(sleep)
+
+
+def start_ranks(sleep: Sleep, _: CriticConfig) -> RankGroup:
+    """The ranks of a critic replica."""
+    return RankGroup("critic", [EmulatedRank(sleep)])
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Builds the application of the service that `args` names."""
-    deployment = serve.deployment(
-        name=str(args["service"]).capitalize(),
-        max_ongoing_requests=MOST_ONGOING,
-        health_check_period_s=5,
-        graceful_shutdown_timeout_s=1,
-        ray_actor_options={"num_cpus": 0.1},
-    )
-    return deployment(_REPLICAS[args["service"]]).bind(args)
+    sleep, folder = Sleep(Path(args["pace"]), int(args["batch"])), args["folder"]
+    if args["service"] == "rollout":
+        rollout = RolloutConfig(
+            model=folder, dtype="float32", max_length=LONGEST, max_num_seqs=sleep.batch, weight_backend="gloo"
+        )
+        return _bound(Rollout, rollout, partial(start_engine, sleep))
+    if args["service"] == "reward":
+        scorer = FunctionScorerConfig(kind="function", function="emulated:score")
+        return _bound(Reward, RewardConfig(tokenizer=folder, scorer=scorer), partial(make_scorer, sleep))
+    if args["service"] == "reference":
+        reference = ReferenceConfig(model=folder, dtype="float32", batch_tokens=sleep.tokens)
+        return _bound(Reference, reference, partial(load_model, sleep))
+    learner = {"optimizer": {"learning_rate": 1e-3}, "micro_batch_tokens": sleep.tokens}
+    critic = CriticConfig.parse({"model": folder, "root": folder} | learner, "critic")
+    return _bound(Critic, critic, partial(start_ranks, sleep))
+
+
+def _bound(deployment: Any, config: Any, made: Callable[..., Any]) -> serve.Application:
+    light = deployment.options(ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=1)
+    application: serve.Application = light.bind(config, made)
+    return application

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.emulated.pace import PROMPT, Pace
+from benchmarks.emulated.pace import CHECKSUM, PROMPT, Pace
 from orchestrator.clients import Services
 from orchestrator.commands.beginning import first_state
+from orchestrator.commands.lease import holding
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
@@ -22,14 +23,18 @@ from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.learner import Update
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
-from orchestrator.push.pusher import PushReport
+from orchestrator.push.pusher import WeightPusher
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
-from protos import rollout_pb2 as pb
-from services.rollout.client import RolloutClient
+from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.place import Place
+
+WEIGHTS = Manifest(("weight",), ("float32",), ((1,),), 4)
+"""What a push brings, as far as replicas can tell."""
 
 Line = Mapping[str, float]
+RUN_ID = "emulated"
 PROMPTS = [Prompt(row, np.asarray([4 + row] * PROMPT, np.int32), "p", "") for row in range(40)]
 
 
@@ -56,30 +61,41 @@ class SleepingPolicy:
         return folder
 
 
-class SleepingPusher:
-    """A push that takes its time, at the end of which the replicas stamp their samples with the version."""
+class SleepingSource:
+    """A learner whose weights take their time: to be copied, and to travel."""
 
-    def __init__(self, rollout: RolloutClient, pace: Pace) -> None:
-        self._rollout, self._pace = rollout, pace
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
 
-    async def push(self, version: int) -> PushReport:
-        """Stages and delivers."""
-        return await self.deliver(await self.stage(version))
+    async def places(self) -> Sequence[Place]:
+        """One sender."""
+        return [Place()]
 
-    async def rest(self, at_most_s: float) -> None:
-        """Nothing here has memory to release."""
+    async def rendezvous(self, backend: str) -> Sequence[int]:
+        """A port at which no group meets."""
+        return [1]
 
-    async def stage(self, version: int) -> int:
+    async def manifest(self) -> bytes:
+        """One weight."""
+        return WEIGHTS.pack()
+
+    async def join(self, membership: int, world_size: int) -> None:
+        """Joins no group."""
+
+    async def gather(self, push: int) -> None:
         """Takes the time of a copy."""
         await asyncio.sleep(self._pace.stage)
-        return version
 
-    async def deliver(self, staged: int) -> PushReport:
-        """Takes the time of a delivery, and commits."""
-        began = time.monotonic()
+    async def send(self, push: int) -> str:
+        """Takes the time of a delivery."""
         await asyncio.sleep(self._pace.deliver)
-        reports = await self._rollout.update_weights(30, commit=pb.Commit(membership=1, policy_version=staged))
-        return PushReport(staged, tuple(r.replica for r in reports), time.monotonic() - began, 1, "emulated")
+        return CHECKSUM
+
+    async def abandon(self, membership: int) -> None:
+        """Ends nothing."""
+
+    async def add_newcomers(self, membership: int, world_size: int) -> None:
+        """Sends nothing."""
 
 
 class CountingCollector(Collector):
@@ -163,17 +179,22 @@ class Run:
 
         `seen` is called with each line. Raises the error of a service that fails beyond its client's retries.
         """
+        async with holding(self._services, RUN_ID, ttl_s=60, take_over=True, note=print):
+            return await self._trained(seen)
+
+    async def _trained(self, seen: Callable[[Line], None]) -> list[Line]:
         config, services, pace = self._config, self._services, self._pace
         state = first_state(config, await services.infos(config.timeouts.info_s), lambda note: None)
         assert services.critic is not None
         assert state.first_critic_step is not None
+        await services.critic.adopt(state.first_critic_step, config.timeouts.train_s)
         policy, lines = cast(Any, SleepingPolicy(pace)), Lines(seen)
         trainer = Trainer(
             config,
             ExperienceSource(config, PromptStream(PROMPTS, config.seed), self.collector, None),
             policy,
             [policy, CriticLearner(services.critic, config, state.first_critic_step)],
-            SleepingPusher(services.rollout, pace),
+            WeightPusher(services.rollout, SleepingSource(pace), "gloo", config.weights),
             cast(Any, lines),
             None,
             Record(cast(Any, lines), cast(Any, lines), config.steps),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from services.common.models.distribution import Distribution
 from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.linear import use_onednn
-from services.common.models.loading import load_causal, response_logits
+from services.common.models.loading import load_causal, max_length, response_logits
 from services.common.models.offload import Residence
 from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats, Ints
@@ -27,6 +28,21 @@ class Question:
     """True if more tokens of the response will be asked for later."""
 
 
+class Frozen(Protocol):
+    """A model that is never trained, as the replica uses it."""
+
+    vocab_size: int
+    """Entries of its vocabulary, padding included."""
+    max_length: int
+    """Longest pair that it takes, in tokens."""
+
+    def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
+        """The log-probs of each response's tokens, [T] for each question."""
+
+    def check(self) -> None:
+        """Raises if the model cannot compute; for health checks."""
+
+
 class FrozenModel:
     """A language model that is never trained, on one device or with its layers divided over several GPUs."""
 
@@ -35,6 +51,8 @@ class FrozenModel:
         self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
         self.model.eval().requires_grad_(False)
         use_onednn(self.model)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self.max_length = max_length(self.model)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
         self._passes = FrozenPasses(
             self.model,

@@ -4,8 +4,9 @@ Import path for Serve: `services.reference.replica:build`.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
@@ -23,6 +24,9 @@ from services.common.wire.codec import Floats, PackedPairs, pack_floats
 from services.common.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
 
+if TYPE_CHECKING:
+    from services.reference.model import Frozen
+
 MOST_ENDS = 512
 """Most end tokens of one request; they are passed to the model with every pair."""
 
@@ -33,16 +37,17 @@ MOST_ENDS = 512
 class Reference(HealthMixin):
     """One replica, one frozen model."""
 
-    def __init__(self, config: ReferenceConfig) -> None:
+    def __init__(self, config: ReferenceConfig, load: "Callable[..., Frozen] | None" = None) -> None:
+        """Loads the model. `load` takes the place of `FrozenModel`, for a model that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
         from services.common.models.device import default_device, gpu_count, share_cores
         from services.common.models.distribution import Distribution
-        from services.common.models.loading import load_tokenizer, max_length
+        from services.common.models.loading import load_tokenizer
         from services.common.wire.identity import describe_model, vocabulary_size
         from services.reference.model import FrozenModel, Question
 
         prepare_replica()
-        frozen = FrozenModel(config, default_device(), gpu_count())
+        frozen = (load or FrozenModel)(config, default_device(), gpu_count())
         tokenizer = load_tokenizer(config.model)
         self._question = Question
         self._tokens = vocabulary_size(tokenizer)
@@ -57,8 +62,8 @@ class Reference(HealthMixin):
         self._model = describe_model(
             config.model,
             tokenizer,
-            vocab_size=int(frozen.model.config.get_text_config().vocab_size),
-            max_length=max_length(frozen.model),
+            vocab_size=frozen.vocab_size,
+            max_length=frozen.max_length,
             dtype=config.dtype,
         )
         self._keeps = config.kept_tokens > 0

@@ -3,6 +3,7 @@
 Import path for Serve: `services.reward.replica:build`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -22,7 +23,7 @@ from services.reward.config import RewardConfig
 if TYPE_CHECKING:
     import numpy as np
 
-    from services.reward.scorers.scorer import Scored
+    from services.reward.scorers.scorer import Scored, Scorer
 
 
 @serve.deployment(
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 class Reward(HealthMixin):
     """One replica, one scorer."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, make: "Callable[..., Scorer] | None" = None) -> None:
+        """Loads the scorer. `make` takes the place of `make_scorer`, for a scorer that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
         from services.common.models.device import default_device, share_cores
         from services.common.models.loading import load_tokenizer
@@ -41,7 +43,7 @@ class Reward(HealthMixin):
 
         prepare_replica()
         tokenizer = load_tokenizer(config.tokenizer)
-        scorer = make_scorer(config.scorer, tokenizer, default_device())
+        scorer = (make or make_scorer)(config.scorer, tokenizer, default_device())
         self._scorer = scorer.identity
         self._admission = Admission(config.limits)
         self._batcher: Batcher[Scored, np.float32] = Batcher(

@@ -5,7 +5,7 @@ Import path for Serve: `services.rollout.replica:build`.
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from ray import serve
@@ -27,6 +27,20 @@ from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
 from services.rollout.sample import Sampling
 
+Start = Callable[[RolloutConfig], Awaitable[Engine]]
+"""Starts an engine."""
+
+
+async def start_vllm(config: RolloutConfig) -> Engine:
+    """Starts vLLM's engine."""
+    # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
+    # it recovers from its own death, stops replicas whose log it does not find.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    # Imported here because Serve builds the application in a process that then need not load the engine.
+    from services.rollout.vllm.engine import VLLMEngine
+
+    return await VLLMEngine.start(config)
+
 
 @serve.deployment(
     name="Rollout",
@@ -38,19 +52,17 @@ from services.rollout.sample import Sampling
 class Rollout(HealthMixin):
     """One replica, one engine."""
 
-    async def __init__(self, config: RolloutConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        # Imported here because Serve builds the application in a process that then need not load the engine.
-        # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
-        # it recovers from its own death, stops replicas whose log it does not find.
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: RolloutConfig, start: Start = start_vllm
+    ) -> None:
+        """Starts the engine and joins the run that is active. `start` may start an emulated one."""
+        # Imported here because Serve builds the application in a process that then need not load torch.
         from services.common.wire.identity import describe_model
         from services.rollout.member import WeightMember
         from services.rollout.newcomer import catch_up
-        from services.rollout.vllm.engine import VLLMEngine
 
         prepare_replica()
-        engine = await VLLMEngine.start(config)
-        self._engine: Engine = engine
+        engine = self._engine = await start(config)
         self._admission = Admission(config.limits)
         self._slots = EngineSlots(config.max_num_seqs, config.limits, quantum=engine.max_length)
         context = serve.get_replica_context()
