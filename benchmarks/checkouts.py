@@ -5,10 +5,10 @@
     python -m benchmarks.checkouts ../before [--rounds 20] [--steps 1]
 
 Each side runs the deploy/ppo.yaml of its own checkout, without evaluations and checkpoints, with its own environment,
-since vLLM finds the project by what is installed there. Both use this checkout's models. Both run at the same time,
-but all processes of one are stopped while the other takes its turn, of `--steps` steps: a machine's speed changes
-within minutes, and by more than the sides differ. Prints the ratio of the turns of each round, between which ratios
-the middle half lies, and the ratio of the sides' medians. The first steps, which warm up, are left out.
+since vLLM finds the project by what is installed there. Both use the models in the current folder. Both run at the
+same time, but all processes of one are stopped while the other takes its turn, of `--steps` steps: a machine's speed
+changes within minutes, and by more than the sides differ. Prints the ratio of the turns of each round, between which
+ratios the middle half lies, and the ratio of the sides' medians. The first steps, which warm up, are left out.
 """
 
 import os
@@ -79,7 +79,7 @@ class Side:
             SystemExit: the services or the run did not start; the message holds what they printed last.
         """
         self._folder.mkdir()
-        (self._folder / "models").symlink_to(HERE / "models")
+        (self._folder / "models").symlink_to(Path("models").absolute())
         (self._folder / "demo.yaml").write_text(yaml.safe_dump(_configured(self._checkout, steps)))
         if self._quartet("up", "demo.yaml").wait():
             raise SystemExit(self._last_words("`quartet up` failed"))

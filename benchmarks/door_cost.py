@@ -4,7 +4,7 @@ token.
     python -m benchmarks.door_cost [--rounds 20]
 
 No Ray and no model: client and server are this process, and calls are answered with an empty message. Processor time,
-so that a busy machine says the same as a quiet one. benchmarks.security_cost measures whole services.
+so that a busy machine says the same as a quiet one.
 """
 
 import asyncio

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,18 +24,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bare_replicas import Context, reward
 from benchmarks.rollout import only_rollout, open_head
 from orchestrator.deployment import cluster, serving
-from protos import common_pb2
+from protos import common_pb2, reward_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
 from services.common.config.base import read_yaml
-from services.common.config.limits import LimitsConfig
-from services.common.wire.callers import Purpose
+from services.common.wire.callers import Purpose, declared
 from services.common.wire.client import OPTIONS
+from services.common.wire.codec import Floats
 from services.common.wire.errors import ResourceExhausted, from_rpc
 from services.common.wire.pairs import Pair
+from services.reward.config import FunctionScorerConfig, RewardConfig
+from services.reward.replica import Reward
+from services.reward.scorers.scorer import Scored
 from tests.models import make_policy
 
 RUN_CALLS, RUN_PAIRS, LARGE_PAIRS = 4, 16, 512
@@ -42,6 +45,23 @@ TOKENS = 64
 BATCH_TOKENS = 16_384
 PASS_S = 0.1
 console = Console()
+
+
+class Context:
+    """A servicer context of a caller."""
+
+    def __init__(self, run: str, purpose: Purpose) -> None:
+        self._metadata = declared(run, purpose)
+
+    def set_code(self, code: Any) -> None:
+        """Ignores the status."""
+
+    def set_details(self, details: str) -> None:
+        """Ignores the details."""
+
+    def invocation_metadata(self) -> Any:
+        """The caller's declared run and purpose."""
+        return self._metadata
 
 
 @dataclass
@@ -79,7 +99,8 @@ def main(
 ) -> None:
     """Measures the run alone, then beside the foreign caller; exit status 1 beyond the bound."""
     if not serve:
-        _compare(bare, seconds, load)
+        with tempfile.TemporaryDirectory() as name:
+            _compare(partial(bare, tokenizer(Path(name))), seconds, load)
         return
     with deployed() as target:
         _compare(lambda: Proxied(target), seconds, load)
@@ -92,9 +113,8 @@ def deployed() -> Iterator[str]:
     application = next(a for a in raw["applications"] if a["import_path"].startswith("services.reward"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = make_policy(folder / "model", kind="llama", tied=False)
         scorer = {"kind": "function", "function": "benchmarks.fairness:take_time"}
-        application["args"] = {"tokenizer": str(tokenizer), "scorer": scorer | {"batch_tokens": BATCH_TOKENS}}
+        application["args"] = {"tokenizer": str(tokenizer(folder)), "scorer": scorer | {"batch_tokens": BATCH_TOKENS}}
         port = only_rollout(raw, application, folder / "reward.yaml")
         ray = open_head(folder / "ray.json")
         try:
@@ -152,12 +172,37 @@ def _compare(make: Callable[[], Any], seconds: float, load: int) -> None:
         raise typer.Exit(1)
 
 
-def bare() -> Any:
-    """A reward replica without Serve."""
-    return reward(_score, LimitsConfig(), BATCH_TOKENS)
+def tokenizer(folder: Path) -> Path:
+    """Makes a tokenizer in the folder, and returns it."""
+    return make_policy(folder / "model", kind="llama", tied=False)
 
 
-async def measured(seconds: float, load: int, make: Callable[[], Any] = bare) -> tuple[Caller, Caller]:
+class TakesTime:
+    """A scorer of zeros, in the time that a pass of as many tokens takes."""
+
+    identity = reward_pb2.ScorerIdentity(name="function:takes_time")
+    max_length, batch_tokens = BATCH_TOKENS, BATCH_TOKENS
+    texts = keeps = False
+    vocab_size: int | None = None
+
+    def score(self, pairs: Sequence[Scored]) -> Floats:
+        """Zeros, [B]."""
+        tokens = sum(len(pair.prompt_ids) + len(pair.response_ids) for pair in pairs)
+        time.sleep(PASS_S * tokens / BATCH_TOKENS)
+        return np.zeros(len(pairs), np.float32)
+
+    def check(self) -> None:
+        """Finds nothing wrong."""
+
+
+def bare(folder: Path) -> Any:
+    """A reward replica without Serve, with the tokenizer in the folder."""
+    scorer = FunctionScorerConfig(kind="function", function="takes:time", batch_tokens=BATCH_TOKENS)
+    config = RewardConfig(tokenizer=str(folder), scorer=scorer)
+    return Reward.func_or_class(config, lambda *_: TakesTime())  # type: ignore[attr-defined]
+
+
+async def measured(seconds: float, load: int, make: Callable[[], Any]) -> tuple[Caller, Caller]:
     """The run and a foreign caller with `load` times its pairs, on the replica that `make` gives."""
     replica = make()
     run = Caller(replica, "run", Purpose.TRAINING, RUN_PAIRS)
@@ -173,7 +218,7 @@ async def measured(seconds: float, load: int, make: Callable[[], Any] = bare) ->
     return run, foreign
 
 
-async def one_pass(seconds: float, make: Callable[[], Any] = bare) -> Caller:
+async def one_pass(seconds: float, make: Callable[[], Any]) -> Caller:
     """Calls that fill a pass each, alone: the time of a pass, with all that is done for it."""
     caller = Caller(make(), "pass", Purpose.FOREIGN, BATCH_TOKENS // TOKENS)
     task = asyncio.create_task(caller.call())
@@ -181,12 +226,6 @@ async def one_pass(seconds: float, make: Callable[[], Any] = bare) -> Caller:
     task.cancel()
     await asyncio.wait([task])
     return caller
-
-
-def _score(items: Sequence[Any]) -> Any:
-    tokens = sum(len(item.prompt_ids) + len(item.response_ids) for item in items)
-    time.sleep(PASS_S * tokens / BATCH_TOKENS)
-    return np.zeros(len(items), np.float32)
 
 
 def scores(count: int) -> pb.ScoreRequest:

@@ -11,7 +11,7 @@ from services.common.wire.ragged import Ragged
 from services.rollout.sample import OnParts, Part
 
 ENOUGH_TOKENS = 256
-"""New tokens that are worth a pass: fewer take a core longer per token (`python -m benchmarks.pass_size`)."""
+"""New tokens that are worth a pass: fewer take a core longer per token."""
 
 Begin = Callable[[Ragged, Ragged], Awaitable[bool]]
 """Sends prompts and what there is of their responses; False if the service keeps nothing of them."""

@@ -1,12 +1,16 @@
 """A run beside a foreign caller with a hundred times its load, by the command that measures it."""
 
-from benchmarks.fairness import measured, one_pass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.fairness import bare, measured, one_pass, tokenizer
 
 
-async def test_a_run_is_not_refused_and_waits_for_a_pass_at_most() -> None:
-    alone, _ = await measured(2, 0)
-    beside, foreign = await measured(2, 100)
-    pass_ms = (await one_pass(1)).percentile(50)
+async def test_a_run_is_not_refused_and_waits_for_a_pass_at_most(tmp_path: Path) -> None:
+    make = partial(bare, tokenizer(tmp_path))
+    alone, _ = await measured(2, 0, make)
+    beside, foreign = await measured(2, 100, make)
+    pass_ms = (await one_pass(1, make)).percentile(50)
     bound_ms = 2 * alone.percentile(99) + pass_ms
     print(
         f"p99 alone {alone.percentile(99):.0f} ms, beside {beside.percentile(99):.0f} ms, at most {bound_ms:.0f} ms"

@@ -1,0 +1,132 @@
+"""Every benchmark runs to its end at its smallest size, so that none rots. The figures say nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRL = ".quartet/trl/bin/python"
+TINY = ("--sizes", "tiny", "--device", "cpu")
+SMALLEST: dict[str, tuple[str, ...]] = {
+    "backpressure": ("--seconds", "5", "--around", "5", "--pause", "1"),
+    "cancelled_streams": ("--streams", "40"),
+    "checkouts": (str(ROOT), "--rounds", "2"),
+    "checkpoint_cost": ("--rounds", "1", "--hidden", "32", "--layers", "1"),
+    "checkpoint_faults": ("--trials", "4"),
+    "critic_init": ("--seeds", "1"),
+    "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
+    "door_cost": ("--rounds", "1"),
+    "fairness": ("--seconds", "2", "--serve"),
+    "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
+    "gpu.group": ("--device", "cpu", "--mib", "1"),
+    "gpu.kernels": ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
+    "gpu.machine": ("--device", "cpu", "--mib", "8", "--side", "128"),
+    "gpu.models": ("models/tiny", "--size", "tiny"),
+    "gpu.pushes": (*TINY, "--rounds", "1"),
+    "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
+    "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
+    "in_flight": ("--rounds", "1", "--pushes", "1", "--requests", "4", "--tokens", "10"),
+    "kept_tokens": ("--case", "demo", "--rounds", "1", "--updates", "2"),
+    "lag": ("--seeds", "0", "--lag", "1", "--steps", "2", "--corrections", "none,tis", "--plot", "lag.svg"),
+    "learner": ("step", "--rounds", "1"),
+    "overlap": ("--case", "demo", "--rounds", "1", "--steps", "4"),
+    "pipeline": ("--case", "reward-bound", "--seconds", "0.5", "--rounds", "1", "--steps", "1"),
+    "products": ("--rounds", "1"),
+    "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
+    "push_network": ("--mib", "1", "--replicas", "1", "--senders", "1", "--rounds", "1", "--bucket-mib", "1"),
+    "push_serve": ("--rounds", "1"),
+    "rollout": ("--rounds", "1", "--prompts", "4"),
+    "short_attention": ("--rounds", "1"),
+    "staleness": ("--schedules", "5"),
+    "staleness_seeds": ("--seeds", "0", "--staleness", "1", "--steps", "2", "--plot", "seeds.svg"),
+    "vs_trl": ("--case", "demo", "--rounds", "1", "--updates", "2"),
+}
+"""Module below benchmarks -> its arguments."""
+QUICK = {"door_cost", "pipeline", "push"}
+"""Those in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
+NEEDS_GPU = {"vllm", "vllm, packed"}
+"""Sides of gpu.pushes that no CPU can run; they are errors in its table."""
+
+
+def commands() -> set[str]:
+    """The modules below benchmarks that are commands."""
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text()]
+    modules = [path.relative_to(ROOT / "benchmarks").with_suffix("").parts for path in files]
+    return {".".join(part for part in parts if part != "__main__") for parts in modules}
+
+
+def test_every_benchmark_is_in_the_list() -> None:
+    assert commands() == set(SMALLEST)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a checkout's, with the demo's models."""
+    made = tmp_path_factory.mktemp("benchmarks")
+    (made / "deploy").symlink_to(ROOT / "deploy")
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> None:
+    """The demo's models, for the benchmarks that read them."""
+    run(folder, "recipes.reviews")
+
+
+@pytest.fixture(scope="module")
+def trl(folder: Path) -> None:
+    """TRL in an environment of its own, for the benchmarks that race it."""
+    # Imported here, as it imports torch, which the processes that divide the tests need not.
+    from benchmarks.vs_trl.sides import make_environment
+
+    make_environment(folder / TRL.partition("/bin")[0])
+
+
+def run(folder: Path, module: str, *arguments: str) -> str:
+    """What the module prints. It has to succeed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def check(folder: Path, name: str) -> None:
+    """Runs a benchmark at its smallest size; it prints figures, none of which is an error."""
+    printed = run(folder, f"benchmarks.{name}", *SMALLEST[name])
+    assert any(letter.isdigit() for letter in printed) or name == "gpu.models"
+    for file in (folder / "runs/gpu").glob(f"{name.removeprefix('gpu.')}.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        wrong = [row for row in rows if "error" in row and row["what"].partition(" ")[2] not in NEEDS_GPU]
+        assert rows
+        assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_it_runs(folder: Path, name: str) -> None:
+    check(folder, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", sorted(set(SMALLEST) - QUICK))
+def test_it_runs_too(folder: Path, models: None, trl: None, name: str) -> None:
+    check(folder, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("which", [("batching", "--rounds", "1", "--samples", "8"), ("memory", "--hidden", "64")])
+def test_the_learners_other_parts_run(folder: Path, which: tuple[str, ...]) -> None:
+    assert run(folder, "benchmarks.learner", *which)
