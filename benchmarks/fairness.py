@@ -10,6 +10,7 @@ clients do. The bound is twice the run's own 99th percentile and one pass.
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from protos import common_pb2, reward_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
 from services.common.config.base import read_yaml
+from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
 from services.common.wire.callers import Purpose, declared
 from services.common.wire.client import OPTIONS
 from services.common.wire.codec import Floats
@@ -199,6 +201,7 @@ def bare(folder: Path) -> Any:
     """A reward replica without Serve, with the tokenizer in the folder."""
     scorer = FunctionScorerConfig(kind="function", function="takes:time", batch_tokens=BATCH_TOKENS)
     config = RewardConfig(tokenizer=str(folder), scorer=scorer)
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # a replica refuses to be unguarded; this one has no port
     return Reward.func_or_class(config, lambda *_: TakesTime())  # type: ignore[attr-defined]
 
 

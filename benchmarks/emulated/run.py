@@ -31,7 +31,7 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place
 
 WEIGHTS = Manifest(("weight",), ("float32",), ((1,),), 4)
-"""What a push brings, as far as replicas can tell."""
+"""Manifest of a push, of a single number."""
 
 Line = Mapping[str, float]
 RUN_ID = "emulated"

@@ -47,7 +47,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 """Module below benchmarks -> its arguments."""
 QUICK = {"door_cost", "pipeline", "push"}
-"""Those in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
+"""The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
 NEEDS_GPU = {"vllm", "vllm, packed"}
 """Sides of gpu.pushes that no CPU can run; they are errors in its table."""
 
@@ -87,7 +87,7 @@ def trl(folder: Path) -> None:
 
 
 def run(folder: Path, module: str, *arguments: str) -> str:
-    """What the module prints. It has to succeed."""
+    """Output of the module. It has to succeed."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

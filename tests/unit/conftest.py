@@ -1,14 +1,19 @@
 """Fixtures that several unit tests share."""
 
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
+
 if TYPE_CHECKING:
     from services.common.ranks.group import RankGroup
+
+os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # replicas, which tests make without Serve, refuse to be unguarded
 
 
 class Logged(logging.Handler):
