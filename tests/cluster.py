@@ -150,10 +150,14 @@ def command(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @asynccontextmanager
-async def running_quartet(folder: Path, policy: Path, reward: Path) -> AsyncIterator[Quartet]:
-    """`quartet up`, and at the end `quartet down`, which must leave no process behind."""
+async def running_quartet(
+    folder: Path, policy: Path, reward: Path, adapt: Callable[[dict[str, Any]], None] = lambda raw: None
+) -> AsyncIterator[Quartet]:
+    """`quartet up`, and at the end `quartet down`, which must leave no process behind. `adapt` changes the deployment
+    file beforehand."""
     http, grpc_port = free_ports(2)
     raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
+    adapt(raw)
     imported = preloaded.make_folder()
     for application in raw["applications"]:
         preloaded.preload(application, imported)

@@ -1,0 +1,67 @@
+"""Starts a quartet of its own with tiny models, two replicas of each service but the critic, strikes runs on it with
+random faults, and prints what each kind of fault cost. The exit status is 1 if anything is wrong; then the folder
+with all logs is kept and named.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.chaos.settings import ENVIRONMENT
+
+
+async def main(given: argparse.Namespace, folder: Path, console: Console) -> int:
+    """Exit status: 0 if every run kept what is promised."""
+    # Imported here: Ray reads the environment when it is imported.
+    from tests.chaos.campaign import campaign, doubled
+    from tests.chaos.report import table
+    from tests.cluster import running_quartet
+    from tests.models import make_policy, make_reward
+
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - began:7.1f} {text}", markup=False, highlight=False)
+
+    policy = make_policy(folder / "policy", kind="llama", tied=False)
+    reward = make_reward(folder / "reward")
+    (folder / "quartet").mkdir()
+    async with running_quartet(folder / "quartet", policy, reward, doubled) as quartet:
+        say("the quartet is up")
+        outcomes = []
+        async for outcome in campaign(quartet, given.seed, given.faults, given.each, given.staleness, say):
+            outcomes.append(outcome)
+    console.print(table(outcomes, given.seed, given.staleness))
+    problems = [problem for outcome in outcomes for problem in outcome.problems]
+    for problem in problems:
+        console.print(f"seed {given.seed}, {problem}", markup=False, highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--staleness", type=int, default=0, choices=(0, 1, 2), help="loop.max_staleness")
+    parser.add_argument("--each", type=int, default=25, help="faults in one run")
+    given = parser.parse_args()
+    os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qc-", dir="/tmp")} | ENVIRONMENT
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    console = Console(width=160)
+    status = 1
+    try:
+        status = asyncio.run(main(given, folder, console))
+    finally:
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+        if status:
+            console.print(f"logs: {folder}")
+        else:
+            shutil.rmtree(folder)
+    sys.exit(status)

@@ -1,0 +1,34 @@
+"""Runs under faults, one after the other on one quartet."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tests.chaos.driver import Driver, Outcome, Say
+from tests.chaos.plan import LED, faults
+from tests.chaos.run import ChaosRun
+from tests.cluster import Quartet
+
+TWICE = ("rollout", "reward", "reference")
+"""Services that have two replicas; the critic has one."""
+
+
+def doubled(raw: dict[str, Any]) -> None:
+    """Gives each service that may have two replicas two, in a deployment file."""
+    for application in raw["applications"]:
+        if application["name"] in TWICE:
+            application["deployments"][0]["num_replicas"] = 2
+
+
+async def campaign(
+    quartet: Quartet, seed: int, count: int, each: int, staleness: int, say: Say
+) -> AsyncIterator[Outcome]:
+    """The outcome of each run, of which all together have `count` faults."""
+    for number, planned in enumerate(faults(seed, count, each)):
+        driver = Driver(ChaosRun(quartet, f"chaos-{seed}-{staleness}-{number}", staleness), say)
+        driver.leading = frozenset(
+            before.number for before, after in itertools.pairwise(planned) if after.moment in (*LED, "new")
+        )
+        outcome = await driver.drive(planned, staleness)
+        say(f"run {number}: {len(outcome.struck)} faults, {outcome.steps} steps, {len(outcome.problems)} problems")
+        yield outcome

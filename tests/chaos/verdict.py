@@ -1,0 +1,84 @@
+"""What a run under faults has to show for itself when it is done: its files, and what its services hold."""
+
+import shutil
+from collections import Counter
+
+import msgpack
+from safetensors.torch import load_file
+
+from orchestrator.monitoring.metrics import read_metrics
+from protos import rollout_pb2 as pb
+from services.rollout.sample import Sample
+from tests.chaos.run import BATCH, MEMBERS, ChaosRun
+from tests.commands import finished
+
+
+def wrong_steps(run: ChaosRun, steps: int) -> list[str]:
+    """Steps that were not measured exactly once, and versions that do not grow by one with each."""
+    lines = list(read_metrics(run.folder / "metrics.jsonl"))
+    wrong = []
+    if (measured := [int(line["step"]) for line in lines]) != list(range(1, steps + 1)):
+        wrong.append(f"steps measured: {measured}, not 1 to {steps}")
+    first = int(lines[0]["policy/version"]) - 1
+    for line in lines:
+        step = int(line["step"])
+        if line["policy/version"] != first + step:
+            wrong.append(f"step {step}: version {line['policy/version']}, not {first + step}")
+        if line["samples/used_total"] != step * BATCH:
+            wrong.append(f"step {step}: {line['samples/used_total']} samples used, not {step * BATCH}")
+    return wrong
+
+
+def wrong_samples(run: ChaosRun, steps: int, staleness: int) -> list[str]:
+    """Samples that were not trained on exactly once, and those of versions that are too old or too new."""
+    first = int(next(iter(read_metrics(run.folder / "metrics.jsonl")))["policy/version"]) - 1
+    used: Counter[int] = Counter()
+    wrong = []
+    for step in range(1, steps + 1):
+        path = run.folder / "journal" / f"step-{step:06d}.msgpack"
+        if not path.exists():
+            wrong.append(f"step {step}: not in the journal")
+            continue
+        rows = msgpack.unpackb(path.read_bytes())["rows"]
+        used.update(row["number"] for row in rows)
+        trains = first + step - 1
+        for row in rows:
+            versions = [version for version, _, _ in Sample.from_wire(pb.Sample.FromString(row["sample"])).spans]
+            if min(versions) < trains - staleness or max(versions) > trains:
+                wrong.append(f"step {step}, sample {row['number']}: versions {versions} for version {trains}")
+    for number in range(steps * BATCH):
+        if used[number] != 1:
+            wrong.append(f"prompt {number // MEMBERS}, member {number % MEMBERS}: used {used[number]} times")
+    if others := sorted(number for number in used if number >= steps * BATCH):
+        wrong.append(f"samples that the run never had room for: {others}")
+    return wrong
+
+
+async def wrong_services(run: ChaosRun, steps: int) -> list[str]:
+    """Replicas that do not hold the last weights, and a critic that did not train every step once."""
+    [first, *_] = read_metrics(run.folder / "metrics.jsonl")
+    version = int(first["policy/version"]) - 1 + steps
+    reports = await run.quartet.services.rollout.update_weights(10, discover=pb.Discover())
+    wrong = [
+        f"{report.replica}: version {report.policy_version}, not {version}"
+        for report in reports
+        if report.policy_version != version
+    ]
+    if len({report.timeline for report in reports}) > 1:
+        wrong.append(f"replicas of several timelines: {[report.timeline for report in reports]}")
+    return wrong
+
+
+def differs_from_its_replay(run: ChaosRun, staleness: int, steps: int) -> list[str]:
+    """Trains once more from the first checkpoint on the journal's samples, without a fault: the same weights follow,
+    bit for bit, if each step was trained once and as a whole."""
+    again = ChaosRun(run.quartet, f"{run.name}-replay", staleness)
+    (again.folder / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run.folder / "checkpoints" / "step-000000", again.folder / "checkpoints" / "step-000000")
+    shutil.copytree(run.folder / "journal", again.folder / "journal")
+    again.write(steps)
+    code, told = finished(run.quartet.folder, "train", str(again.config), "--resume")
+    if code:
+        return [f"the replay ended with {code}: {told[-2000:]}"]
+    actual, wanted = (load_file(one.folder / "policy" / "model.safetensors") for one in (run, again))
+    return [f"{name}: differs from the replay's" for name in wanted if not bool((actual[name] == wanted[name]).all())]

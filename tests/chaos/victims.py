@@ -1,0 +1,83 @@
+"""The processes of a quartet and its run, by kind."""
+
+import contextlib
+from collections.abc import Collection
+
+import psutil
+
+from orchestrator.deployment import cluster as ray_cluster
+from tests.cluster import Quartet
+from tests.preloaded import fork_of
+
+SERVED = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
+"""Application -> deployment."""
+_TITLES = {
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "registry": "ray::Registry",
+    "policy rank": "ray::Rank",
+}
+
+
+def application_of(kind: str) -> str | None:
+    """The application whose replica a fault of this kind takes away; None if none."""
+    name = {"engine": "rollout", "rollout and engine": "rollout", "critic rank": "critic"}.get(kind, kind)
+    return name if name in SERVED else None
+
+
+def serving(quartet: Quartet) -> dict[str, list[int]]:
+    """Application -> process ids of the replicas that Serve calls RUNNING and that live. OSError or KeyError while
+    Serve does not say."""
+    described = ray_cluster.applications(quartet.cluster)
+    return {
+        application: [
+            int(replica["pid"])
+            for replica in described[application]["deployments"][deployment]["replicas"]
+            if replica["state"] == "RUNNING" and _lives(int(replica["pid"]))
+        ]
+        for application, deployment in SERVED.items()
+    }
+
+
+def starting(quartet: Quartet, application: str, running: Collection[int]) -> list[int]:
+    """Replicas of the application that are not among the `running` ones."""
+    return [pid for pid in titled(quartet, f"ray::ServeReplica:{application}:") if pid not in running]
+
+
+def victims(quartet: Quartet, kind: str, replica: int | None) -> list[int]:
+    """Process ids of what a fault of this kind strikes; empty if nothing is there. `replica` is the one chosen of a
+    service."""
+    if kind in _TITLES:
+        return titled(quartet, _TITLES[kind])[:1]
+    assert replica is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if kind == "engine":
+            return _children(replica, "spawn_main")[:1]
+        if kind == "rollout and engine":
+            return [*_children(replica, "spawn_main")[:1], replica]
+        if kind == "critic rank":
+            return _children(replica, "process_rank")[:1]
+        return [replica]
+    return []
+
+
+def titled(quartet: Quartet, title: str) -> list[int]:
+    """Living processes of the cluster whose title begins so."""
+    found = []
+    for process in quartet.cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(title) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def _children(pid: int, word: str) -> list[int]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [fork_of(child).pid for child in children if word in " ".join(child.cmdline())]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
