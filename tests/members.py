@@ -53,6 +53,9 @@ class StagingEngine:
     async def rest(self) -> None:
         """Does nothing: the dictionary needs no cache."""
 
+    async def check_health(self) -> None:
+        pass
+
     async def pause(self, in_flight: str) -> None:
         """Nothing is generated here."""
 

@@ -96,6 +96,9 @@ class EmulatedEngine:
         """Unfinished requests."""
         return self._running
 
+    async def answer(self) -> None:
+        """Answers at once."""
+
     async def check_health(self) -> None:
         """Finds nothing wrong."""
 

@@ -22,7 +22,7 @@ class TimeoutsConfig(Config):
     generate_s: Seconds = 300
     """One Generate call with all its prompts, an evaluation's too, for each batch that may be under way: with
     `loop.depth` 2 a call may take three times as long, since those of three batches share the engines."""
-    stall_s: Annotated[float, Field(ge=5)] = 20
+    stall_s: Annotated[float, Field(ge=5)] = 8
     """Silence after which a rollout replica counts as stuck and its unfinished samples are requested from another.
     A working replica sends a message every 2 s."""
     score_s: Seconds = 60

@@ -34,7 +34,7 @@ class WeightsConfig(Config):
     """Deadline, in seconds, of swapping the weights in, which is a copy within one machine."""
     stall_s: Seconds = 10
     """Longest wait, in seconds, for one bucket to move or a group to form; then a member counts as stuck."""
-    control_s: Seconds = 5
+    control_s: Seconds = 3
     """Longest wait, in seconds, for answers that need no work; slower replicas are left out of the push."""
     patience_s: Seconds = 300
     """Longest wait, in seconds, for a first replica, for instance while Serve replaces the only one."""

@@ -76,6 +76,8 @@ def _environment() -> dict[str, str]:
         CALLBACK_VARIABLE: CALLBACK,
         # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        # The same for one that stands still, whose checks have no answer; the default is 10 s.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "4",
         # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",

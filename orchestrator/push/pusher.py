@@ -4,13 +4,13 @@ replica."""
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.group import PushGroup
 from orchestrator.push.prover import Prover
-from orchestrator.push.replicas import Misfit, Replicas
+from orchestrator.push.replicas import Misfit, Missing, Replicas
 from orchestrator.push.source import WeightSource, both
 from orchestrator.push.staged import StagedPush
 from orchestrator.push.tickets import Delivery, make_ticket
@@ -166,16 +166,19 @@ class WeightPusher:
                     raise
                 failure = error
                 log.warning("push of version %d, attempt %d: %s", version, attempt, error)
+                silent = error.silent if isinstance(error, Missing) else frozenset()
+                answering = [name for name in self._group.members if name not in silent]
                 self._group.members = {}
-                answers = await self._give_up(self._group.membership)
+                answers = await self._give_up(self._group.membership, answering)
             if staged.gathering.done():
                 staged.gathering.result()  # raises if the gathering failed, which a further attempt cannot mend
         raise PushFailed(f"version {version} after {self._config.attempts} attempts: {failure}")
 
-    async def _give_up(self, membership: int) -> list[pb.WeightReport]:
-        """Frees members that wait for one another, and rolls all replicas back; the reports of those that did."""
+    async def _give_up(self, membership: int, answering: Sequence[str]) -> list[pb.WeightReport]:
+        """Frees members that wait for one another, and rolls all replicas back; the reports of those that did.
+        `answering` are members that are not silent."""
         abandoning = asyncio.ensure_future(self._source.abandon(membership))
-        answers = await self._replicas.abort(membership)
+        answers = await self._replicas.abort(membership, answering)
         try:
             await abandoning
         except ServiceError as error:
@@ -190,10 +193,11 @@ class WeightPusher:
         members, prepare = group.members, group.prepare()
         if not group.formed:
             # The group forms only when both sides enter it at the same time.
-            await both(replicas.prepare(members, prepare), self._source.join(group.membership, prepare.world_size))
+            preparing = replicas.prepare(members, prepare, formed=False)
+            await both(preparing, self._source.join(group.membership, prepare.world_size))
             group.formed = True
         else:
-            await replicas.prepare(members, prepare)
+            await replicas.prepare(members, prepare, formed=True)
         reports, sent = await both(
             replicas.phase(members, self._config.timeout_s, transfer=group.transfer(group.membership)),
             self._source.send(staged.push),
@@ -211,7 +215,8 @@ class WeightPusher:
         return await self._replicas.score(self._group.members, probe)
 
     async def _discover(self) -> list[pb.WeightReport]:
-        return await self._replicas.discover(self._group.manifest, self._let_newcomers_in)
+        group = self._group
+        return await self._replicas.discover(group.manifest, list(group.members), self._let_newcomers_in)
 
     async def _let_newcomers_in(self) -> None:
         """Pauses so that `add_newcomers` can let in a first replica."""

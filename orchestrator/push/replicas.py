@@ -13,6 +13,15 @@ from services.rollout.client import RolloutClient
 log = logging.getLogger("quartet")
 
 
+class Missing(Unavailable):
+    """Members did not answer a phase, or could not carry it out."""
+
+    def __init__(self, text: str, silent: Collection[str]) -> None:
+        super().__init__(text)
+        self.silent = frozenset(silent)
+        """Those that did not answer."""
+
+
 class Misfit(ServiceError):
     """The policy's weights do not fit the rollout replicas' model. Nothing was sent."""
 
@@ -24,9 +33,12 @@ class Replicas:
         self._rollout = rollout
         self._config = config
 
-    async def discover(self, manifest: bytes, pause: Callable[[], Awaitable[None]]) -> list[pb.WeightReport]:
+    async def discover(
+        self, manifest: bytes, members: Collection[str], pause: Callable[[], Awaitable[None]]
+    ) -> list[pb.WeightReport]:
         """Asks all replicas whether they can take this manifest. Without replicas, waits for the first, which Serve
-        may be about to start, with a `pause` between two tries.
+        may be about to start, with a `pause` between two tries. Others than `members`, the replicas of the last push,
+        get less time.
 
         Raises:
             Misfit: a replica's model has other weights.
@@ -37,7 +49,7 @@ class Replicas:
         while True:
             try:
                 reports = await self._rollout.update_weights(
-                    self._config.control_s, discover=pb.Discover(manifest=manifest)
+                    self._config.control_s, members=members, discover=pb.Discover(manifest=manifest)
                 )
                 unable = "; ".join(f"{report.replica}: {report.error}" for report in reports)
                 failure: ServiceError = Unavailable(
@@ -55,29 +67,30 @@ class Replicas:
             await pause()
 
     async def phase(self, members: Collection[str], timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
-        """Carries out one phase on all members; Unavailable unless each succeeds."""
+        """Carries out one phase on all members; Missing unless each succeeds."""
         reports = await self._rollout.update_weights(timeout_s, members=members, **phase)
         # Replicas that have come since report that they are not members; only members count.
         failures = [f"{r.replica}: {r.error}" for r in reports if not r.ok and r.replica in members]
         missing = set(members) - {report.replica for report in reports}
         failures += [f"{replica}: did not answer {next(iter(phase))}" for replica in sorted(missing)]
         if failures:
-            raise Unavailable("; ".join(failures))
+            raise Missing("; ".join(failures), missing)
         return [report for report in reports if report.replica in members]
 
-    async def prepare(self, members: Collection[str], prepare: pb.Prepare) -> None:
-        """Carries out prepare. Waiting for requests to finish may take as long as a transfer; forming a group may
-        not."""
+    async def prepare(self, members: Collection[str], prepare: pb.Prepare, *, formed: bool) -> None:
+        """Carries out prepare. Waiting for requests to finish may take as long as a transfer, and forming a group as
+        long as a bucket; in a group that has `formed` only generation is paused."""
         config = self._config
-        forming_s = config.stall_s + config.control_s
-        timeout_s = max(config.timeout_s, forming_s) if config.in_flight == "wait" else forming_s
+        timeout_s = config.control_s + (0.0 if formed else config.stall_s)
+        if config.in_flight == "wait":
+            timeout_s = max(config.timeout_s, timeout_s)
         await self.phase(members, timeout_s, prepare=prepare)
 
-    async def abort(self, membership: int) -> list[pb.WeightReport]:
-        """Rolls back all replicas; returns the reports of those that did."""
+    async def abort(self, membership: int, members: Collection[str]) -> list[pb.WeightReport]:
+        """Rolls back all replicas; returns the reports of those that did. Others than `members` get less time."""
         try:
             reports = await self._rollout.update_weights(
-                self._config.control_s, abort=pb.Abort(membership=membership)
+                self._config.control_s, members=members, abort=pb.Abort(membership=membership)
             )
         except ServiceError as error:
             # Replicas also roll back by themselves when a phase fails, and a lost one needs no abort.

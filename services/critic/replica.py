@@ -34,7 +34,12 @@ from services.critic.values import ValuesCall
 
 
 @serve.deployment(
-    name="Critic", max_ongoing_requests=MOST_ONGOING, health_check_period_s=5, graceful_shutdown_timeout_s=10
+    name="Critic",
+    max_ongoing_requests=MOST_ONGOING,
+    # Three checks in a row have to fail, and there is no other replica meanwhile.
+    health_check_period_s=2,
+    health_check_timeout_s=5,
+    graceful_shutdown_timeout_s=10,
 )
 class Critic(HealthMixin):
     """One replica, one value model."""

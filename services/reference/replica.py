@@ -32,7 +32,11 @@ MOST_ENDS = 512
 
 
 @serve.deployment(
-    name="Reference", max_ongoing_requests=MOST_ONGOING, health_check_period_s=2, graceful_shutdown_timeout_s=10
+    name="Reference",
+    max_ongoing_requests=MOST_ONGOING,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=10,
 )
 class Reference(HealthMixin):
     """One replica, one frozen model."""

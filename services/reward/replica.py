@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 @serve.deployment(
-    name="Reward", max_ongoing_requests=MOST_ONGOING, health_check_period_s=2, graceful_shutdown_timeout_s=10
+    name="Reward",
+    max_ongoing_requests=MOST_ONGOING,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=10,
 )
 class Reward(HealthMixin):
     """One replica, one scorer."""

@@ -49,11 +49,18 @@ class Call:
         self._parts_came: Callable[[], None] = lambda: None
 
     async def answers(
-        self, slots: EngineSlots, share: Share, parts_s: float = 0, heartbeat_s: float = HEARTBEAT_S
+        self,
+        slots: EngineSlots,
+        share: Share,
+        parts_s: float = 0,
+        beat: Callable[[], None] = lambda: None,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields every sample once, in messages with those that finished since the last: at most one per LINGER_S,
         and one without samples after `heartbeat_s`. Each has all parts that came meanwhile. If `parts_s` is above 0,
-        parts make messages of their own, as soon as they come but at least `parts_s` after other parts.
+        parts make messages of their own, as soon as they come but at least `parts_s` after other parts. `beat` is
+        called before a message that holds nothing; if it raises, no such message is sent, and the call ends.
 
         When the generator ends (exhausted, cancelled or failed), none of its requests is left in the engine.
         """
@@ -70,6 +77,8 @@ class Call:
                     done += await running.finished(min(LINGER_S, heartbeat_s), all_of_them=True)
                 failed = [error for task in done if (error := task.exception())]
                 answer = self._answer([task.result() for task in done if not task.exception()])
+                if not (done or answer.samples or answer.parts):
+                    beat()
                 if answer.samples or answer.parts or not done:
                     if answer.parts:
                         due = clock() + parts_s

@@ -24,8 +24,12 @@ from services.common.wire.errors import (
     Unavailable,
     from_rpc,
 )
+from services.common.wire.hedging import MOST_ATTEMPTS, first_answer
 from services.rollout.remaining import Remaining
 from services.rollout.sample import OnParts, Part, Sample, Sampling
+
+RELAY_S = 3.0
+"""Seconds beyond a phase's own deadline that the replica which passes it on gets to answer."""
 
 
 class RolloutClient(ServiceClient[RolloutStub]):
@@ -47,7 +51,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
         min_version: int = 0,
         max_version: int | None = None,
         timeout_s: float,
-        stall_s: float = 20,
+        stall_s: float = 8,
         on_repeat: Callable[[int], None] = lambda missing: None,
         on_parts: OnParts | None = None,
     ) -> AsyncIterator[list[Sample]]:
@@ -155,10 +159,18 @@ class RolloutClient(ServiceClient[RolloutStub]):
 
     async def _phase(self, timeout_s: float, lease: common_pb2.Lease, **fields: Any) -> list[pb.WeightReport]:
         request = pb.WeightPhase(timeout_s=timeout_s, lease=lease, **fields)
-        try:
-            reply = await self._stub.UpdateWeights(request, metadata=self._metadata, timeout=timeout_s + 5)
-        except grpc.RpcError as error:
-            raise from_rpc(error, f"{self.application}.UpdateWeights({request.WhichOneof('phase')})") from None
+
+        async def ask() -> pb.WeightReports:
+            try:
+                reply: pb.WeightReports = await self._stub.UpdateWeights(
+                    request, metadata=self._metadata, timeout=timeout_s + RELAY_S
+                )
+                return reply
+            except grpc.RpcError as error:
+                raise from_rpc(error, f"{self.application}.UpdateWeights({request.WhichOneof('phase')})") from None
+
+        # A discover changes nothing, so another replica may pass it on too if the first one stands still.
+        reply = await (first_answer(ask, timeout_s / MOST_ATTEMPTS) if "discover" in fields else ask())
         if fenced := [report for report in reply.reports if report.fenced]:
             raise LeaseLost(f"{self.application}.UpdateWeights: {fenced[0].replica}: {fenced[0].error}")
         return list(reply.reports)

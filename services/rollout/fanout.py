@@ -9,6 +9,10 @@ from protos import rollout_pb2 as pb
 GRACE_S = 2.0
 """Seconds that the other members get once it is certain that one is lost, since they fail only when their collectives
 break."""
+OTHERS_S = 1.0
+"""Seconds that replicas get which are not members, once all members have answered a phase that decides who takes part
+in the next: one that stands still would otherwise hold every push up until Serve replaces it."""
+_DECIDING = ("discover", "abort")
 
 
 async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.WeightReport]:
@@ -20,11 +24,18 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
     async with asyncio.timeout(phase.timeout_s):
         results = await response._fetch_replica_results_async()
     # A second more than the replicas' own deadline, so that the report of a slow replica arrives.
-    return await gathered([result.get_async() for result in results], phase.members, phase.timeout_s + 1)
+    answers = [result.get_async() for result in results]
+    others_s = OTHERS_S if phase.WhichOneof("phase") in _DECIDING else 0.0
+    return await gathered(answers, phase.members, phase.timeout_s + 1, others_s=others_s)
 
 
 async def gathered(
-    answers: Collection[Awaitable[bytes]], members: Collection[str], timeout_s: float, grace_s: float = GRACE_S
+    answers: Collection[Awaitable[bytes]],
+    members: Collection[str],
+    timeout_s: float,
+    grace_s: float = GRACE_S,
+    *,
+    others_s: float = 0.0,
 ) -> list[pb.WeightReport]:
     """The reports that have come when all members have answered or no further report can come.
 
@@ -33,6 +44,7 @@ async def gathered(
         members: the replicas to wait for; empty for all.
         timeout_s: the longest wait in seconds.
         grace_s: the longest wait in seconds once a member is lost.
+        others_s: the longest wait in seconds for the others once all members have answered.
     """
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
@@ -42,7 +54,9 @@ async def gathered(
         while waiting and clock() < end:
             missing = set(members) - {report.replica for report in reports}
             if members and not missing:
-                break
+                if not others_s:
+                    break
+                end = min(end, clock() + others_s)
             # An error does not name its replica. A dead replica that is not a member does not shorten the members'
             # time; a member that Serve is stopping, and no longer calls, counts as missing from the beginning.
             failed = len(waiting) + len(reports) < len(answers)

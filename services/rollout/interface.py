@@ -61,8 +61,11 @@ class Engine(Protocol):
                 Unavailable is raised because the engine ended the response.
         """
 
+    async def answer(self) -> None:
+        """Returns when the engine has answered the simplest request. Raises if it is dead."""
+
     async def check_health(self) -> None:
-        """Raises if the engine is dead."""
+        """Raises if the engine is dead, or does not answer."""
 
     def running(self) -> int:
         """Number of unfinished requests."""

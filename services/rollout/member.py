@@ -71,7 +71,7 @@ class WeightMember:
         """Carries out one phase. Never raises: a failed phase is rolled back and its report holds the error."""
         name = phase.WhichOneof("phase")
         if name == "discover":
-            return self._discover(phase.discover)
+            return await self._discover(phase.discover, phase.timeout_s)
         if name == "claim":
             return await self._claim(phase)
         try:
@@ -116,9 +116,15 @@ class WeightMember:
                 seconds = self._resting_s if name == "rest" else LEARNER_SILENCE * phase.timeout_s
                 self._patience = asyncio.create_task(self._expire(seconds))
 
-    def _discover(self, message: pb.Discover) -> pb.WeightReport:
+    async def _discover(self, message: pb.Discover, timeout_s: float) -> pb.WeightReport:
         if self._stuck:
             return self._report(ok=False, error=self.failure or "a push that failed is still being rolled back")
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self.busy:  # a phase has its own deadline
+                    await self._engine.check_health()
+        except Exception as error:
+            return self._report(ok=False, error=f"its engine does not answer: {type(error).__name__}: {error}"[:1000])
         return self._report(ok=True, misfit=self._misfit(message.manifest) if message.manifest else "")
 
     def _misfit(self, manifest: bytes) -> str:

@@ -25,6 +25,7 @@ from services.rollout.call import HEARTBEAT_S, SHORTEST_PARTS_S, Call
 from services.rollout.config import RolloutConfig
 from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
+from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling
 
 Start = Callable[[RolloutConfig], Awaitable[Engine]]
@@ -71,6 +72,7 @@ class Rollout(HealthMixin):
         self._everyone = serve.get_deployment_handle("Rollout", context.app_name)
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
+        self._pulse = Pulse(engine.answer, lambda: self._member.busy)
         self._model = describe_model(
             config.model,
             engine.tokenizer,
@@ -108,7 +110,8 @@ class Rollout(HealthMixin):
             self._check_fit(prompts, sampling)
             given = begun.unpack("begun", vocab_size=self._engine.vocab_size, allow_empty=True)
             call = Call(self._engine, prompts, sampling, request.seeds, given)
-            async with contextlib.aclosing(call.answers(self._slots, share, parts_s)) as answers:
+            self._pulse.beat()
+            async with contextlib.aclosing(call.answers(self._slots, share, parts_s, self._pulse.beat)) as answers:
                 async for answer in answers:
                     answer.replica = self._replica
                     yield answer

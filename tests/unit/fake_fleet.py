@@ -49,6 +49,9 @@ class NoteTaker:
     async def rest(self) -> None:
         self.calls.append("rest")
 
+    async def check_health(self) -> None:
+        pass
+
     async def pause(self, in_flight: str) -> None:
         self.calls.append(f"pause {in_flight}")
 
@@ -126,6 +129,8 @@ class Fleet:
         self.members: dict[str, WeightMember] = {}
         self.phases: list[str] = []
         self.timeouts: list[float] = []
+        self.awaited: list[list[str]] = []
+        """The members of each phase, for whose answers it waits."""
         self.mute: set[tuple[str, str]] = set()
         """(replica, phase): no answer, as of one that died."""
         self.down: list[str] = []
@@ -148,6 +153,7 @@ class Fleet:
         (name,) = phase
         self.phases.append(name)
         self.timeouts.append(timeout_s)
+        self.awaited.append(sorted(members))
         if name in self.down:
             self.down.remove(name)
             raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")

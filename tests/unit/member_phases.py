@@ -48,6 +48,10 @@ class FakeEngine:
     async def rest(self) -> None:
         await self._note("rest")
 
+    async def check_health(self) -> None:
+        if "check_health" in self.hanging:
+            await self.free.wait()
+
     async def pause(self, in_flight: str) -> None:
         await self._note("pause", in_flight)
 

@@ -101,11 +101,15 @@ class VLLMEngine:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
         return sorted({name for names in await self._llm.collective_rpc("stale_weights") for name in names})
 
+    async def answer(self) -> None:
+        """Returns when the engine's process has answered the simplest request. Raises if it is dead."""
+        await self._llm.check_health()
+        await self._versions.answer()
+
     async def check_health(self) -> None:
         """Raises if the engine or its process is dead, or does not answer."""
-        await self._llm.check_health()
         async with asyncio.timeout(ANSWER_S):
-            await self._versions.answer()
+            await self.answer()
 
     def running(self) -> int:
         """Number of unfinished requests."""

@@ -56,3 +56,12 @@ async def test_without_members_every_answer_is_waited_for_until_one_fails() -> N
 
 async def test_the_deadline_ends_the_wait() -> None:
     assert await names([answer("a"), answer("b", 60)], ["a", "b"], timeout_s=0.1) == ["a"]
+
+
+async def test_others_get_a_moment_once_all_members_have_answered_where_they_count_too() -> None:
+    """Discover takes in replicas that have come since; one that stands still must not hold every push up."""
+    answers = [answer("a"), answer("b", LATE_S), answer("new", 2 * LATE_S), answer("frozen", 60)]
+    begun = time.monotonic()
+    reports = await gathered(answers, ["a", "b"], 60, GRACE_S, others_s=3 * LATE_S)
+    assert sorted(report.replica for report in reports) == ["a", "b", "new"]
+    assert time.monotonic() - begun < 30

@@ -174,3 +174,13 @@ async def test_a_late_phase_of_an_older_run_changes_nothing_and_is_told_why(
     # Ours goes on as if nothing had been.
     assert (await play(member, transfer(1))).ok
     assert (await play(member, commit(1, 4))).policy_version == 4
+
+
+async def test_a_replica_whose_engine_stands_still_takes_no_part(engine: FakeEngine, member: WeightMember) -> None:
+    """It would hold up prepare until that phase's deadline."""
+    engine.hanging = {"check_health"}
+    report = await play(member, {"discover": pb.Discover()}, timeout_s=0.05)
+    assert not report.ok
+    assert report.error.startswith("its engine does not answer: TimeoutError")
+    engine.free.set()
+    assert (await play(member, {"discover": pb.Discover()})).ok

@@ -25,6 +25,7 @@ from services.common.wire.errors import (
     ResourceExhausted,
 )
 from services.rollout.member import WeightMember
+from services.rollout.pulse import Pulse
 from services.rollout.replica import Rollout
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.contexts import Context
@@ -51,6 +52,9 @@ class Engine(FakeEngine):
     def shutdown(self) -> None:
         pass
 
+    async def answer(self) -> None:
+        pass
+
     async def generate(self, index: int, prompt_ids: Any, sampling: Any, seed: int | None, *rest: Any) -> Sample:
         self.asked += 1
         async with self.turn:
@@ -69,6 +73,7 @@ def rollout() -> Any:
         "replica",
     )
     made._member = WeightMember(made._engine, "replica", host="127.0.0.1")
+    made._pulse = Pulse(made._engine.answer, lambda: False)
     return made
 
 

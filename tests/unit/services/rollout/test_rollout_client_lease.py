@@ -1,5 +1,6 @@
 """Calls that change rollout replicas: sent once, and under the lease that was claimed."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ from protos import common_pb2
 from protos import rollout_pb2 as pb
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
 from services.common.wire.errors import (
+    DeadlineExceeded,
     LeaseLost,
     Unavailable,
 )
@@ -72,3 +74,25 @@ async def test_a_claim_that_some_replicas_took_is_carried_though_it_fails_and_on
                 await client.claim(common_pb2.Lease(run_id="ours", number=5), 30, 9)
             assert client.lease.number == number
         assert client.lease.identity == "me"
+
+
+async def test_a_discover_is_passed_on_by_another_replica_where_the_first_stands_still() -> None:
+    """No other phase is sent twice."""
+    reports, asked = pb.WeightReports(reports=[pb.WeightReport(replica="b", ok=True)]), list[str]()
+
+    async def first_is_frozen(request: pb.WeightPhase, context: Any) -> pb.WeightReports:
+        asked.append(str(request.WhichOneof("phase")))
+        if len(asked) == 1:
+            await asyncio.sleep(60)
+        return reports
+
+    servicer: Any = RolloutServicer()
+    servicer.UpdateWeights = first_is_frozen
+    async with served(add_RolloutServicer_to_server, servicer) as channel:
+        client = RolloutClient(channel)
+        assert await client.update_weights(0.3, discover=pb.Discover()) == [*reports.reports]
+        assert asked == ["discover"] * 2
+        asked.clear()
+        with pytest.raises(DeadlineExceeded):
+            await client.update_weights(0.3, abort=pb.Abort(membership=1))
+        assert asked == ["abort"]

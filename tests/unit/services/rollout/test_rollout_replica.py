@@ -65,7 +65,7 @@ def call(engine: Any, count: int = 4, seeds: bytes | None = None, begun: Sequenc
     return Call(engine, prompts, SAMPLING, pack_longs(range(count)) if seeds is None else seeds, tokens)
 
 
-def start(engine: Any, count: int = 4, begun: Sequence[Sequence[int]] = (), **options: float) -> Any:
+def start(engine: Any, count: int = 4, begun: Sequence[Sequence[int]] = (), **options: Any) -> Any:
     return call(engine, count, begun=begun).answers(EngineSlots(8, LimitsConfig(), quantum=64), share(), **options)
 
 
