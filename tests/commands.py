@@ -26,6 +26,12 @@ class Command:
         self._process: Any = FORKED.Process(target=_main, args=(arguments, folder, log, whole))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        pid: int = self._process.pid
+        return pid
+
     def poll(self) -> int | None:
         """The exit code; None while the command runs."""
         code: int | None = self._process.exitcode

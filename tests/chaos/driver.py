@@ -23,6 +23,8 @@ WHOLE_S = 180.0
 """Longest wait for what was struck to be replaced."""
 STUCK_S = 180.0
 """Seconds without progress after which a run counts as stuck."""
+APPEARS_S = 20.0
+"""Longest wait for a process that a start or a return is about to make."""
 ON = 2
 """Steps of progress after a fault before the next."""
 FROZEN_S = 90.0
@@ -54,6 +56,11 @@ class Struck:
     returns: int = 0
     """How often the run went back to a checkpoint meanwhile."""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> bool:
+        """False if there was no such process, so that nothing was struck."""
+        return bool(self.pids)
 
 
 @dataclass(slots=True)
@@ -205,7 +212,14 @@ class Driver:
         if fault.kind == "orchestrator":
             return await self._strike_orchestrator(fault, moment)
         application = application_of(fault.kind)
-        pids = [] if application and replica is None else victims(self._quartet, fault.kind, replica)
+        pids: list[int] = []
+
+        async def there() -> bool:
+            pids[:] = await asyncio.to_thread(victims, self._quartet, fault.kind, replica)
+            return bool(pids)
+
+        if application is None or replica is not None:
+            await self._until(there, APPEARS_S)
         at = time.monotonic()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -224,12 +238,14 @@ class Driver:
         at = time.monotonic()
         if fault.action == "kill":
             await asyncio.to_thread(self._run.kill)
+            pid = self._run.pid
             self._run.start()
         else:
+            pid = self._run.pid
             self._run.signal(signal.SIGSTOP)
             await asyncio.sleep(fault.frozen_s)
             self._run.signal(signal.SIGCONT)
-        return Struck(fault, [], moment, at)
+        return Struck(fault, [pid], moment, at)
 
     async def _goes_on(self, struck: Struck) -> bool:
         """Watches until the run is some steps further; False if it is stuck."""
@@ -248,14 +264,20 @@ class Driver:
         return went_on
 
     async def _eventually(self, check: Callable[[], Awaitable[bool]], timeout_s: float, problem: str) -> bool:
-        """Waits until `check` holds, while it keeps an eye on the run; notes the problem if it never does."""
+        """Waits until `check` holds; notes the problem if it never does."""
+        if await self._until(check, timeout_s):
+            return True
+        self._note(f"{problem} for {timeout_s:g} s\n{self._run.last_words()}")
+        return False
+
+    async def _until(self, check: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
+        """Waits until `check` holds, while it keeps an eye on the run; False if it does not in time."""
         end = time.monotonic() + timeout_s
         while True:
             self._watch()
             if await check():
                 return True
             if time.monotonic() > end:
-                self._note(f"{problem} for {timeout_s:g} s\n{self._run.last_words()}")
                 return False
             await asyncio.sleep(0.05)
 

@@ -12,7 +12,7 @@ from tests.chaos.driver import Outcome, Struck
 def table(outcomes: Sequence[Outcome], seed: int, staleness: int) -> Table:
     """A row for each kind of process and fault."""
     steps, seconds = sum(each.steps for each in outcomes), sum(each.seconds for each in outcomes)
-    struck = [(each, outcome.cost_s(each)) for outcome in outcomes for each in outcome.struck]
+    struck = [(each, outcome.cost_s(each)) for outcome in outcomes for each in outcome.struck if each.found]
     title = (
         f"{len(struck)} faults in {len(outcomes)} runs of {steps} steps together, {seconds:.0f} s, seed {seed}, "
         f"max_staleness {staleness}"

@@ -13,6 +13,8 @@ from tests.commands import Command
 
 BATCH, MEMBERS, EVERY = 8, 2, 2
 """Samples of a step, responses to a prompt, and steps between two checkpoints."""
+PUSH = {"timeout_s": 8, "commit_s": 8, "stall_s": 5}
+"""Deadlines of pushes, which take a fraction of a second here."""
 LAST = 6
 """Steps after the last fault."""
 LEARNER_S = 20
@@ -54,6 +56,7 @@ class ChaosRun:
         ours["checkpoint"] = ours["checkpoint"] | {"every": EVERY, "keep": 10_000, "timeout_s": LEARNER_S}
         ours["ppo"] = ours["ppo"] | {"minibatch_size": 4, "samples_per_prompt": MEMBERS}
         ours["timeouts"] = {"train_s": LEARNER_S}
+        ours["weights"] = ours["weights"] | PUSH
         raw["orchestrator"] = ours
         self.config.write_text(yaml.safe_dump(raw))
 
@@ -69,6 +72,12 @@ class ChaosRun:
         """The exit code of its process; None while it runs."""
         assert self.process is not None
         return self.process.poll()
+
+    @property
+    def pid(self) -> int:
+        """Process id of its process."""
+        assert self.process is not None
+        return self.process.pid
 
     def kill(self) -> None:
         """Ends its process at once."""
