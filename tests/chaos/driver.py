@@ -103,7 +103,7 @@ class Driver:
                     break
             await self._finish()
             steps = run.best
-            self._problems += wrong_steps(run, steps) + wrong_samples(run, steps, staleness)
+            self._problems += wrong_steps(run.folder, steps) + wrong_samples(run.folder, steps, staleness)
             self._problems += await wrong_services(run, steps)
             self._problems += await asyncio.to_thread(differs_from_its_replay, run, staleness, steps)
         finally:
@@ -111,11 +111,7 @@ class Driver:
             for pid in list(self._frozen):
                 self._release(pid)
         outcome = Outcome(self._struck, self._problems, run.best, time.monotonic() - began, run.usual_s)
-        for struck in self._struck:
-            if _is_bounded(struck.fault) and (cost := outcome.cost_s(struck)) > MOST_S:
-                problem = f"cost {cost:.1f} s, and may cost {MOST_S:g}"
-                struck.problems.append(problem)
-                self._problems.append(f"{struck.fault}, {struck.moment}: {problem}")
+        outcome.problems.extend(over_bound(outcome))
         return outcome
 
     async def _carried_out(self, fault: Fault) -> bool:
@@ -333,6 +329,17 @@ def replicas_of(quartet: Quartet, application: str) -> int:
     """Number of replicas that were deployed of an application."""
     [deployed] = [each for each in quartet.raw["applications"] if each["name"] == application]
     return int(deployed["deployments"][0]["num_replicas"])
+
+
+def over_bound(outcome: Outcome) -> list[str]:
+    """Frozen replicas that cost more than they may; also noted with the faults themselves."""
+    wrong = []
+    for struck in outcome.struck:
+        if _is_bounded(struck.fault) and (cost := outcome.cost_s(struck)) > MOST_S:
+            problem = f"cost {cost:.1f} s, and may cost {MOST_S:g}"
+            struck.problems.append(problem)
+            wrong.append(f"{struck.fault}, {struck.moment}: {problem}")
+    return wrong
 
 
 def _is_bounded(fault: Fault) -> bool:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import msgpack
 from safetensors.torch import load_file
@@ -13,9 +14,11 @@ from tests.chaos.run import BATCH, MEMBERS, ChaosRun
 from tests.commands import finished
 
 
-def wrong_steps(run: ChaosRun, steps: int) -> list[str]:
+def wrong_steps(folder: Path, steps: int) -> list[str]:
     """Steps that were not measured exactly once, and versions that do not grow by one with each."""
-    lines = list(read_metrics(run.folder / "metrics.jsonl"))
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        return ["no step was measured"]
     wrong = []
     if (measured := [int(line["step"]) for line in lines]) != list(range(1, steps + 1)):
         wrong.append(f"steps measured: {measured}, not 1 to {steps}")
@@ -29,13 +32,13 @@ def wrong_steps(run: ChaosRun, steps: int) -> list[str]:
     return wrong
 
 
-def wrong_samples(run: ChaosRun, steps: int, staleness: int) -> list[str]:
+def wrong_samples(folder: Path, steps: int, staleness: int) -> list[str]:
     """Samples that were not trained on exactly once, and those of versions that are too old or too new."""
-    first = int(next(iter(read_metrics(run.folder / "metrics.jsonl")))["policy/version"]) - 1
+    first = int(read_metrics(folder / "metrics.jsonl")[0]["policy/version"]) - 1
     used: Counter[int] = Counter()
     wrong = []
     for step in range(1, steps + 1):
-        path = run.folder / "journal" / f"step-{step:06d}.msgpack"
+        path = folder / "journal" / f"step-{step:06d}.msgpack"
         if not path.exists():
             wrong.append(f"step {step}: not in the journal")
             continue

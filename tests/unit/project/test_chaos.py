@@ -1,0 +1,134 @@
+"""The random faults themselves: which are drawn, and that a run which lost or repeated something is found out."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from services.rollout.sample import FinishReason, Sample
+from tests.chaos.driver import MOST_S, Outcome, Struck, over_bound
+from tests.chaos.plan import KINDS, LED, MOMENTS, Fault, faults
+from tests.chaos.run import BATCH
+from tests.chaos.verdict import wrong_samples, wrong_steps
+
+STEPS, FIRST = 4, 7
+"""Steps of a run, and the version that trains on the first."""
+
+
+def test_a_seed_draws_the_same_faults_of_every_kind_and_moment() -> None:
+    runs = list(faults(0, 400, 25))
+    assert runs == list(faults(0, 400, 25))
+    drawn = [fault for run in runs for fault in run]
+    assert len(drawn) >= 400
+    assert [fault.number for fault in drawn] == list(range(len(drawn)))
+    assert {(fault.kind, fault.action) for fault in drawn} == {(k, a) for k in KINDS for a in ("kill", "freeze")}
+    assert {fault.moment for fault in drawn} == {*MOMENTS, "start"}
+    assert [run[0].moment for run in runs] == ["start"] * len(runs)
+
+
+def test_a_resume_or_a_return_is_brought_about_by_a_fault_before_it() -> None:
+    led = 0
+    for run in faults(3, 400, 25):
+        for before, fault in itertools.pairwise(run):
+            if fault.moment in LED or fault.moment == "new":
+                assert (before.kind, before.action) == (LED.get(fault.moment, fault.kind), "kill")
+                led += 1
+    assert led > 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of four steps as it should be; each batch but the first is of the version before the one that trains."""
+    (tmp_path / "journal").mkdir()
+    lines = []
+    for step in range(1, STEPS + 1):
+        lines.append({"step": step, "time": 1.0, "policy/version": FIRST + step, "samples/used_total": step * BATCH})
+        version = FIRST + step - 1 - (step > 1)
+        write(tmp_path, step, [row(number, version) for number in range((step - 1) * BATCH, step * BATCH)])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def row(number: int, version: int) -> dict[str, Any]:
+    ids = np.asarray([5, 6], np.int32)
+    sample = Sample(0, ids, np.zeros(2, np.float32), FinishReason.LENGTH, ((version, 0, 2),))
+    return {"number": number, "sample": sample.to_wire().SerializeToString()}
+
+
+def write(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    (folder / "journal" / f"step-{step:06d}.msgpack").write_bytes(msgpack.packb({"rows": rows}))
+
+
+def edited(line: int, **fields: float) -> Callable[[Path], None]:
+    """Changes a line of the metrics; by no fields, repeats it."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "metrics.jsonl"
+        lines = [json.loads(each) for each in path.read_text().splitlines()]
+        lines[line : line + 1] = [lines[line] | fields] if fields else [lines[line]] * 2
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+    return edit
+
+
+def test_a_run_without_a_flaw_has_none(folder: Path) -> None:
+    assert wrong_steps(folder, STEPS) + wrong_samples(folder, STEPS, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("flaw", "said"),
+    [
+        (edited(2), r"^steps measured: \[1, 2, 3, 3, 4\], not 1 to 4$"),
+        (edited(1, **{"policy/version": FIRST + 3}), rf"^step 2: version {FIRST + 3}, not {FIRST + 2}$"),
+        (edited(3, **{"samples/used_total": 3 * BATCH}), rf"^step 4: {3 * BATCH} samples used, not {4 * BATCH}$"),
+        (lambda folder: (folder / "metrics.jsonl").write_text(""), r"^no step was measured$"),
+    ],
+)
+def test_steps_and_versions_that_are_wrong_are_named(folder: Path, flaw: Callable[[Path], None], said: str) -> None:
+    flaw(folder)
+    assert [line for line in wrong_steps(folder, STEPS) if re.search(said, line)]
+
+
+def test_a_sample_that_was_used_twice_or_never_is_named(folder: Path) -> None:
+    rows = [row(number, FIRST) for number in range(BATCH, 2 * BATCH)]
+    rows[3] = row(0, FIRST)
+    write(folder, 2, rows)
+    assert wrong_samples(folder, STEPS, 1) == [
+        "prompt 0, member 0: used 2 times",
+        f"prompt {(BATCH + 3) // 2}, member {(BATCH + 3) % 2}: used 0 times",
+    ]
+
+
+def test_samples_that_are_too_old_or_not_there_are_named(folder: Path) -> None:
+    assert len(wrong_samples(folder, STEPS, 0)) == 3 * BATCH
+    write(folder, 1, [row(number, FIRST + 1) for number in range(BATCH)])
+    assert wrong_samples(folder, STEPS, 1)[0] == f"step 1, sample 0: versions [{FIRST + 1}] for version {FIRST}"
+    (folder / "journal" / "step-000003.msgpack").unlink()
+    assert "step 3: not in the journal" in wrong_samples(folder, STEPS, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "moment", "bounded"),
+    [
+        ("rollout", "freeze", "step", True),
+        ("engine", "freeze", "push", True),
+        ("reference", "freeze", "checkpoint", True),
+        ("reward", "kill", "step", False),
+        ("critic", "freeze", "step", False),
+        ("rollout", "freeze", "resume", False),
+    ],
+)
+def test_a_frozen_replica_with_a_second_one_may_cost_no_more_than_its_bound(
+    kind: str, action: Any, moment: str, bounded: bool
+) -> None:
+    struck = Struck(Fault(3, kind, action, moment, 0.5, 9), [1], "after step 5", at=0.0, gap_s=MOST_S + 3)
+    outcome = Outcome([struck], [], steps=9, seconds=60, usual_s=2)
+    assert bool(over_bound(outcome)) == bounded
+    struck.gap_s = MOST_S + 2
+    assert over_bound(outcome) == []
