@@ -28,7 +28,7 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the process."""
         pid: int = self._process.pid
         return pid
 

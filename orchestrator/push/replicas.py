@@ -19,7 +19,7 @@ class Missing(Unavailable):
     def __init__(self, text: str, silent: Collection[str]) -> None:
         super().__init__(text)
         self.silent = frozenset(silent)
-        """Those that did not answer."""
+        """Members that did not answer."""
 
 
 class Misfit(ServiceError):

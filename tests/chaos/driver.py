@@ -48,13 +48,13 @@ class Struck:
     fault: Fault
     pids: list[int]
     moment: str
-    """What the run was doing: its step, and the seconds since its process began."""
+    """The point that the run had come to: its step, and the seconds since its process began."""
     at: float
     gap_s: float = 0.0
     """Longest time without progress until the next fault, without the time for which the orchestrator itself was
     frozen."""
     returns: int = 0
-    """How often the run went back to a checkpoint meanwhile."""
+    """Times that the run went back to a checkpoint meanwhile."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -88,7 +88,7 @@ class Driver:
         self._frozen: dict[int, float] = {}
         """Frozen processes -> the moment at which they are thawed or killed."""
         self._thawed: set[int] = set()
-        """Those of them that are thawed."""
+        """The ones that are thawed."""
         self._struck: list[Struck] = []
         self._problems: list[str] = []
         self._returns = 0
@@ -143,7 +143,7 @@ class Driver:
 
     async def _chosen(self, fault: Fault) -> int | None:
         """The replica that a fault strikes, once all replicas run of the service that it belongs to, so that a second
-        one serves meanwhile; None for a kind that is no replica."""
+        one serves meanwhile; None for other kinds."""
         application = application_of(fault.kind)
         if application is None:
             return None

@@ -110,7 +110,7 @@ class ChaosRun:
 
     @property
     def returns(self) -> int:
-        """How often it went back to a checkpoint by itself."""
+        """Times that it went back to a checkpoint by itself."""
         return self.log.read_text(errors="replace").count("interrupted (") if self.log.exists() else 0
 
     @property

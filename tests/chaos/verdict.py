@@ -1,4 +1,4 @@
-"""What a run under faults has to show for itself when it is done: its files, and what its services hold."""
+"""The verdict on a run under faults when it is done, by its files and by what its services hold."""
 
 import shutil
 from collections import Counter

@@ -177,7 +177,7 @@ async def test_a_late_phase_of_an_older_run_changes_nothing_and_is_told_why(
 
 
 async def test_a_replica_whose_engine_stands_still_takes_no_part(engine: FakeEngine, member: WeightMember) -> None:
-    """It would hold up prepare until that phase's deadline."""
+    """Prepare would wait for it until that phase's deadline."""
     engine.hanging = {"check_health"}
     report = await play(member, {"discover": pb.Discover()}, timeout_s=0.05)
     assert not report.ok

@@ -84,7 +84,7 @@ async def test_an_engine_that_died_is_found_at_the_next_beat() -> None:
 
 @in_virtual_time
 async def test_the_callers_of_an_engine_that_stands_still_are_sent_elsewhere() -> None:
-    """They once heard that it was busy until Serve had replaced the replica."""
+    """Once they heard that it was busy, until Serve had replaced the replica."""
     engine, asked = FakeEngine(), Asked()
     pulse, asked.frozen = asked.pulse, True
     began = asyncio.get_running_loop().time()
