@@ -36,7 +36,17 @@ async def main(given: argparse.Namespace, folder: Path, console: Console) -> int
     async with running_quartet(folder / "quartet", policy, reward, doubled) as quartet:
         say("the quartet is up")
         outcomes = []
-        async for outcome in campaign(quartet, given.seed, given.faults, given.each, given.staleness, say):
+        runs = campaign(
+            quartet,
+            given.seed,
+            given.faults,
+            given.each,
+            given.staleness,
+            say,
+            first=given.first,
+            until=began + 60 * given.minutes,
+        )
+        async for outcome in runs:
             outcomes.append(outcome)
     console.print(table(outcomes, given.seed, given.staleness))
     problems = [problem for outcome in outcomes for problem in outcome.problems]
@@ -51,6 +61,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=0, choices=(0, 1, 2), help="loop.max_staleness")
     parser.add_argument("--each", type=int, default=25, help="faults in one run")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, to go on with a seed")
+    parser.add_argument("--minutes", type=float, default=600, help="no fault comes after so many")
     given = parser.parse_args()
     os.environ |= {"RAY_TMPDIR": tempfile.mkdtemp(prefix="qc-", dir="/tmp")} | ENVIRONMENT
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))

@@ -1,6 +1,8 @@
 """Runs under faults, one after the other on one quartet."""
 
 import itertools
+import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,14 +23,25 @@ def doubled(raw: dict[str, Any]) -> None:
 
 
 async def campaign(
-    quartet: Quartet, seed: int, count: int, each: int, staleness: int, say: Say
+    quartet: Quartet,
+    seed: int,
+    count: int,
+    each: int,
+    staleness: int,
+    say: Say,
+    *,
+    first: int = 0,
+    until: float = math.inf,
 ) -> AsyncIterator[Outcome]:
-    """The outcome of each run, of which all together have `count` faults."""
+    """The outcome of each run from number `first` on; all runs together have `count` faults. None begins, and
+    no fault comes, after the moment `until`."""
     for number, planned in enumerate(faults(seed, count, each)):
+        if number < first or time.monotonic() > until:
+            continue
         driver = Driver(ChaosRun(quartet, f"chaos-{seed}-{staleness}-{number}", staleness), say)
         driver.leading = frozenset(
             before.number for before, after in itertools.pairwise(planned) if after.moment in (*LED, "new")
         )
-        outcome = await driver.drive(planned, staleness)
+        outcome = await driver.drive(planned, staleness, until)
         say(f"run {number}: {len(outcome.struck)} faults, {outcome.steps} steps, {len(outcome.problems)} problems")
         yield outcome

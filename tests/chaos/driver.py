@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -93,13 +94,14 @@ class Driver:
         self._problems: list[str] = []
         self._returns = 0
 
-    async def drive(self, faults: Sequence[Fault], staleness: int) -> Outcome:
-        """Carries the faults out, lets the run finish, and judges it."""
+    async def drive(self, faults: Sequence[Fault], staleness: int, until: float = math.inf) -> Outcome:
+        """Carries the faults out, lets the run finish, and judges it. No fault comes after the moment `until`."""
         began, run = time.monotonic(), self._run
         run.write(100_000)
         try:
             for fault in faults:
-                if not await self._carried_out(fault):
+                late = time.monotonic() > until and bool(self._struck) and not self._leads(self._struck[-1].fault)
+                if late or not await self._carried_out(fault):
                     break
             await self._finish()
             steps = run.best
