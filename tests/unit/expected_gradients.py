@@ -1,0 +1,160 @@
+"""Quartet's gradient in expectation over all responses of the problem with a known optimum.
+
+The path is that of a run: samples become a batch, the learner's log-probs, estimates and the policy's optimizer step.
+Two things differ. Every response is in the batch once, weighted by its probability; and the step's gradient is taken
+down instead of being applied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.data.prompts import Prompt
+from orchestrator.experience.experience import Collected, Experience
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
+from orchestrator.policy.trainer import PolicyTrainer
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.models.distribution import Distribution
+from services.common.wire.codec import Floats
+from services.rollout.sample import FinishReason, Sample
+from tests.unit import known_optimum as known
+from tests.unit.known_optimum import BETA, COUNT, END, LENGTHS, MASK, MOST, PROMPTS, RESPONSES
+
+DISTRIBUTION = Distribution(known.TEMPERATURE, vocabulary=known.TOKENS, end_ids=(END,))
+WHOLE = {"epochs": 1, "minibatch_size": len(PROMPTS) * COUNT}
+"""All responses in one minibatch."""
+
+
+def parse(**ppo: Any) -> PPOConfig:
+    """The algorithm as a file would give it, checked, in one minibatch and without whitening unless it is given."""
+    return PPOConfig.parse(WHOLE | {"whiten_advantages": False, "score_clip": None} | ppo, "ppo")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Numbers of all responses, in float64: each [2, 259, 3]."""
+
+    logprobs: Tensor
+    """log pi, with a gradient."""
+    ref: Tensor
+    behaviour: Tensor
+    """Log-probs of the policy that samples."""
+    values: Tensor
+    """The critic's values of beginnings."""
+    rewards: Tensor
+    """[2, 259]"""
+
+    def token_rewards(self, of: Tensor | None = None, beta: float = BETA) -> Tensor:
+        """-beta times k1 at every token, by the log-probs `of` or else pi's, plus the score at the last."""
+        penalty = torch.where(MASK, beta * ((self.logprobs if of is None else of).detach() - self.ref), 0.0)
+        last = torch.arange(MOST) == LENGTHS[:, None] - 1
+        return torch.where(last, self.rewards.unsqueeze(-1), 0.0) - penalty
+
+    def to_go(self, of: Tensor | None = None) -> Tensor:
+        """The rewards from each token to the end."""
+        return torch.where(MASK, self.token_rewards(of).flip(-1).cumsum(-1).flip(-1), 0.0)
+
+
+def experiences(tables: Tables, versions: Sequence[int] = (0,) * MOST) -> list[Experience]:
+    """Every response to both prompts, in order, whose t-th tokens were sampled by the t-th version."""
+    made: list[Experience] = []
+    for index, prompt in enumerate(PROMPTS):
+        asked = Prompt(index, np.asarray(prompt, np.int32), "", "")
+        for row, response in enumerate(RESPONSES):
+            length = len(response)
+
+            def cut(table: Tensor, at: tuple[int, int, int] = (index, row, length)) -> Floats:
+                row: Floats = table[at[0], at[1], : at[2]].detach().numpy().astype(np.float32)
+                return row
+
+            reason = FinishReason.STOP if response[-1] == END else FinishReason.LENGTH
+            spans = tuple((version, t, t + 1) for t, version in enumerate(versions[:length]))
+            sample = Sample(row, np.asarray(response, np.int32), cut(tables.behaviour), reason, spans)
+            score = float(tables.rewards[index, row])
+            made.append(Experience(len(made), asked, sample, score, cut(tables.ref), cut(tables.values)))
+    return made
+
+
+class Learner:
+    """The policy's trainer, whose steps give their gradients and change nothing."""
+
+    def __init__(self, folder: Path, ppo: PPOConfig, **layout: Any) -> None:
+        optimizer = OptimizerConfig(learning_rate=1e-3)
+        config = PolicyConfig(model=str(folder), optimizer=optimizer, **layout)
+        self.ppo = ppo
+        self.trainer = PolicyTrainer(config, ppo, DISTRIBUTION)
+        self._gradients: list[Tensor] = []
+        self.trainer._learner._apply = self._take  # type: ignore[method-assign]
+
+    def _take(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        module, engine = self.trainer._learner.module, self.trainer._learner._engine
+        self._gradients.append(
+            torch.cat([p.grad.double().view(-1) for p in module.parameters() if p.grad is not None])
+        )
+        engine.zero_grad()
+        return {}  # as of a step that was skipped
+
+    def estimate(
+        self, collected: Sequence[Experience], oldest: int | None = None, kl_coef: float = BETA
+    ) -> tuple[Batch, Advantages]:
+        """The batch with the learner's log-probs, and the estimates for it."""
+        batch = self.batch(collected, oldest)
+        old = old_logprobs_of(batch, self.ppo)
+        return batch, estimate_advantages(batch, old, self.ppo, kl_coef, RunningNormaliser())
+
+    def batch(self, collected: Sequence[Experience], oldest: int | None = None) -> Batch:
+        """The batch with the learner's log-probs."""
+        batch = Batch.of(Collected(list(collected), 0.0, 0.0), oldest)
+        return replace(batch, old_logprobs=self._logprobs(batch))
+
+    def _logprobs(self, batch: Batch) -> list[Floats]:
+        """The learner's log-probs; of each pair once, however often it is in the batch."""
+        first: dict[tuple[int, int], int] = {}
+        keys = [(e.prompt.row, e.sample.index) for e in batch.experiences]
+        for index, key in enumerate(keys):
+            first.setdefault(key, index)
+        rows = list(first.values())
+        answer = self.trainer.logprobs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        known_rows = dict(zip(first, answer, strict=True))
+        return [known_rows[key] for key in keys]
+
+    def expected(self, batch: Batch, advantages: Sequence[Floats], likely: Tensor, kl_coef: float = BETA) -> Tensor:
+        """The gradient of the loss, negated, summed over tokens, in expectation: responses have the probabilities
+        `likely` [2, 259]. Advantages are multiplied with them, since the loss is linear in them."""
+        weights = (likely / len(PROMPTS)).flatten().tolist()
+        scaled = [(row.astype(np.float64) * p).astype(np.float32) for row, p in zip(advantages, weights, strict=True)]
+        self.trainer.train(batch.for_policy(scaled, kl_coef), seed=0)
+        (gradient,) = self._gradients
+        self._gradients = []
+        return -gradient * int(batch.mask.sum())
+
+    def expected_one_by_one(self, batch: Batch, advantages: Sequence[Floats], likely: Tensor) -> Tensor:
+        """The same where the loss has terms without advantages: each response is a minibatch of its own, and its
+        gradient is multiplied with its probability."""
+        assert self.ppo.minibatch_size == 1
+        order: list[int] = []
+        micro = self.trainer._micro
+
+        def noted(given: Any, chosen: Sequence[int], *rest: Any) -> Any:
+            order.extend(chosen)
+            return micro(given, chosen, *rest)
+
+        self.trainer._micro = noted  # type: ignore[method-assign, assignment]
+        self.trainer.train(batch.for_policy(advantages, BETA), seed=0)
+        weights = (likely / len(PROMPTS)).flatten()
+        total = sum(float(weights[row]) * g for row, g in zip(order, self._gradients, strict=True))
+        assert isinstance(total, Tensor)
+        return -total * float(LENGTHS.double().mean())
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """Length of the difference, relative to the exact gradient's."""
+    return float((actual - exact).norm() / exact.norm())
