@@ -66,6 +66,10 @@ class EngineProcess(Phases):
         samples: list[Sample] = await self._run(_call, "generate", prompts, sampling)
         return samples
 
+    async def leave_open(self) -> None:
+        """Opens a weight update in the engine of which its replica does not know."""
+        await self._run(_call, "leave_open")
+
     async def _carry_out(self, phase: bytes) -> bytes:
         return bytes(await self._run(_call, "carry_out", phase))
 

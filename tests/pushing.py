@@ -160,6 +160,10 @@ class EngineHost:
         report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
         return bytes(report.SerializeToString())
 
+    async def leave_open(self) -> None:
+        """Opens a weight update in the engine of which its replica does not know."""
+        await self._engine._llm.start_weight_update()
+
     async def shutdown(self) -> None:
         """Ends the engine's process."""
         self._engine.shutdown()

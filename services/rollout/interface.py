@@ -80,7 +80,7 @@ class Engine(Protocol):
         """Stops generation and releases memory until the next commit or abort."""
 
     async def pause(self, in_flight: str) -> None:
-        """Stops generation and opens a weight update."""
+        """Stops generation and opens a weight update, in place of one that was left open."""
 
     async def receive(self, manifest: "Manifest") -> str:
         """Receives the weights; returns their checksum."""
@@ -113,6 +113,6 @@ def joining_info(message: pb.Prepare, replica: str, host: str) -> dict[str, Any]
         "membership": message.membership,
         "host": host,
         "stall_s": message.stall_s,
-        "until": time.time() + message.stall_s,
+        "until": time.monotonic() + message.stall_s,
         "streaming": message.streaming,
     }

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
@@ -15,6 +15,8 @@ from services.common.wire.errors import FailedPrecondition, InvalidArgument, Lea
 from services.rollout.interface import Engine, joining_info
 
 log = logging.getLogger("quartet")
+
+Result = TypeVar("Result")
 
 LEARNER_SILENCE = 2.0
 """Multiple of the last phase's deadline for which an open push waits for a further phase."""
@@ -29,7 +31,9 @@ class WeightMember:
 
     For example prepare(version 8) joins the group and pauses, transfer receives the weights, commit(8) puts them into
     service. If transfer fails, its report says so, abort resumes version 7, and this replica is ready for a new
-    prepare.
+    prepare. A prepare also closes what an earlier push has left open.
+
+    A phase that comes twice in a row is carried out once: Serve repeats a call whose answer it lost.
     """
 
     def __init__(self, engine: Engine, replica: str, host: str) -> None:
@@ -41,7 +45,12 @@ class WeightMember:
         self._resting_s = 0.0  # longest that generation may rest for the learners; 0 if it does not rest
         self._turn = asyncio.Lock()
         self._patience: asyncio.Task[None] | None = None
-        self._phases: set[asyncio.Task[pb.WeightReport]] = set()
+        self._phases: set[asyncio.Task[Any]] = set()
+        """The phases that were begun and have not ended."""
+        self._openings = 0
+        """Number of prepares that were begun."""
+        self._last: tuple[bytes, str] | None = None
+        """The last phase that succeeded and its checksum; None if what it did has been rolled back."""
         self._stall_s = 0.0
         """Longest wait of the engine for one bucket of the push that is open."""
         self._stuck = False
@@ -84,10 +93,14 @@ class WeightMember:
         if self._patience is not None:
             self._patience.cancel()
         # The phase goes on, and is rolled back if it fails, even if its caller is gone: the engine is still busy.
-        running = asyncio.create_task(self._in_turn(name, phase))
-        self._phases.add(running)
-        running.add_done_callback(self._phases.discard)
-        return await asyncio.shield(running)
+        return await asyncio.shield(self._begun(self._in_turn(name, phase)))
+
+    def _begun(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """The work as a task, which goes on if its caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._phases.add(task)
+        task.add_done_callback(self._phases.discard)
+        return task
 
     async def _in_turn(self, name: str, phase: pb.WeightPhase) -> pb.WeightReport:
         steps: dict[str, Callable[[Any], Awaitable[str]]] = {
@@ -101,7 +114,12 @@ class WeightMember:
             # One at a time: an abort may arrive while a transfer, abandoned by its caller, is still failing here.
             async with asyncio.timeout(phase.timeout_s), self._turn:
                 self._fence.check(phase.lease)  # again: another run may have claimed the replica meanwhile
+                asked = phase.SerializeToString(deterministic=True)
+                if self._last is not None and self._last[0] == asked:
+                    return self._report(ok=True, checksum=self._last[1])
+                self._last = None
                 checksum = await steps[name](getattr(phase, name))
+                self._last = asked, checksum
                 if name == "commit":
                     self._timeline = phase.lease.number
             return self._report(ok=True, checksum=checksum)
@@ -113,6 +131,8 @@ class WeightMember:
             return self._report(ok=False, error=f"{name}: {type(error).__name__}: {error}"[:1000])
         finally:
             if self._open or self._resting_s:
+                if self._patience is not None:  # of another phase that waited for its turn beside this one
+                    self._patience.cancel()
                 seconds = self._resting_s if name == "rest" else LEARNER_SILENCE * phase.timeout_s
                 self._patience = asyncio.create_task(self._expire(seconds))
 
@@ -188,6 +208,10 @@ class WeightMember:
             raise InvalidArgument(f"bucket_bytes: {message.bucket_bytes}; must be at most {LARGEST_BUCKET}")
         # Checked before the group forms, generation pauses or data is sent.
         self._checked(message.manifest)
+        self._openings += 1
+        if self._open:
+            log.warning("push: %s closes membership %d, which was left open", self._replica, self._membership)
+            await self._abort(pb.Abort())
         if self._membership != message.membership:
             if self._engine.backend not in ("auto", message.backend):
                 raise FailedPrecondition(
@@ -221,6 +245,7 @@ class WeightMember:
     async def _abort(self, message: pb.Abort) -> str:
         whole = await self._engine.abort() if self._open or self._resting_s else True
         self._open, self._resting_s, self._membership, self._stuck = False, 0.0, 0, False
+        self._last = None
         if whole and self._engine.version >= 0:
             self.failure = ""
         else:
@@ -237,12 +262,15 @@ class WeightMember:
         """Returns to generating with the old weights, so that a failed push never leaves a replica paused.
 
         An engine that waits for a bucket answers nothing for up to the push's `stall_s`. This replica takes no part
-        in pushes meanwhile, and counts as ill only if the engine takes longer.
+        in pushes meanwhile, and counts as ill only if the engine takes longer. If a further push is begun before it
+        is this roll-back's turn, that one has closed what was open.
         """
-        self._stuck = True
+        self._stuck, openings = True, self._openings
         try:
             async with asyncio.timeout(self._stall_s + timeout_s), self._turn:
-                await self._abort(pb.Abort())
+                if openings == self._openings:
+                    await self._abort(pb.Abort())
+                self._stuck = False
         except Exception as error:
             log.error("push: roll-back failed on %s: %s", self._replica, error)
             self.failure = f"paused by a push that could not be rolled back: {type(error).__name__}: {error}"
@@ -250,5 +278,8 @@ class WeightMember:
     async def _expire(self, seconds: float) -> None:
         """Rolls back a push whose orchestrator sends no further phase, since nothing else would resume generation."""
         await asyncio.sleep(seconds)
+        if self._phases:
+            return  # one that takes long is not silence; at its end the wait begins again
         log.warning("push: no further phase reached %s within %g s; rolling back", self._replica, seconds)
-        await self._roll_back(seconds)
+        # A phase that comes now ends this wait and not the roll-back, for which it waits.
+        await asyncio.shield(self._begun(self._roll_back(seconds)))

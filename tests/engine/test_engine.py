@@ -1,5 +1,7 @@
 """The vLLM engine against transformers, before and after pushes of other weights: two architectures, tied and not."""
 
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 
 from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
+from services.common.wire.errors import Unavailable
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
@@ -130,6 +133,47 @@ async def test_a_streaming_push_that_breaks_off_serves_no_request_until_it_is_re
     perturbed(loaded.model, seed=104)
     await push(loaded.engine, source, 83)
     await loaded.check(version=83)
+
+
+class Interrupted:
+    """The engine behind a wire that loses replies, repeats calls or lets a phase take no time."""
+
+    def __init__(self, engine: EngineProcess, broken: str) -> None:
+        self._engine, self._broken = engine, broken
+
+    async def update_weights(
+        self, timeout_s: float, members: Collection[str] = (), **phase: Any
+    ) -> list[pb.WeightReport]:
+        if "abort" in phase and self._broken != "repeated":
+            raise Unavailable("the abort is lost")
+        reports = await self._engine.update_weights(timeout_s, members, **phase)
+        if self._broken == "repeated" and "abort" not in phase:
+            assert await self._engine.update_weights(timeout_s, members, **phase) == reports
+        if self._broken in phase:
+            raise Unavailable("the reply is lost")
+        return reports
+
+
+@every_kind
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=MORE)], ids=["staged", "streaming"])
+async def test_a_push_closes_what_others_left_open(loaded: Loaded, streaming: bool) -> None:
+    """Whatever was left: the prepare or the transfer of a push whose caller is gone, an update that the engine opened
+    after its caller had given up on it, or a prepare that was cut off at any moment. One attempt is enough."""
+    engine, source = loaded.engine, ModelSource(loaded.model)
+    for version, broken in ((90, "prepare"), (92, "transfer")):
+        with pytest.raises(PushFailed, match="the reply is lost"):
+            await push(Interrupted(engine, broken), source, version, streaming=streaming)
+        await push(engine, source, version + 1, streaming=streaming)
+    await engine.leave_open()
+    perturbed(loaded.model, seed=105)
+    await push(engine, source, 94, streaming=streaming)
+    await loaded.check(version=94)
+    for tenth_ms in (1, 10, 30, 100):
+        with suppress(PushFailed):  # some are in time
+            await push(engine, source, 95, streaming=streaming, control_s=tenth_ms / 1e4, stall_s=1e-3)
+    report = await push(Interrupted(engine, "repeated"), source, 96, streaming=streaming)
+    assert report.attempts == 1
+    await loaded.check(version=96)
 
 
 @every_kind

@@ -100,14 +100,16 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
         adding = adding_newcomers(loop.pusher, registry, quartet.services.rollout.lease, 0)
         await stack.enter_async_context(adding)
         running = asyncio.create_task(loop.run())
-        await loop.further()
-        loop.longest = 0.0
-        yield loop
-        took = await whole(quartet, quartet.rollout_replicas)
-        await loop.further()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        try:
+            await loop.further()
+            loop.longest = 0.0
+            yield loop
+            took = await whole(quartet, quartet.rollout_replicas)
+            await loop.further()
+        finally:  # or its pushes would cross those of the next test's loop
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
     await loop.step()
     infos = await quartet.replicas()
     assert {info.policy_version for info in infos.values()} == {loop.report.policy_version}

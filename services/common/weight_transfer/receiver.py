@@ -44,13 +44,14 @@ class Joining:
     stall_s: float
     """Longest wait, in seconds, for the group to form, and for one bucket."""
     until: float = math.inf
-    """Unix time at which the others stop waiting for the group to form. A worker that comes to it late, as it was
-    busy, gives up then too, and is free for the next attempt instead of always one behind."""
+    """Time at which the others stop waiting for the group to form, in seconds of time.monotonic() on the worker's
+    machine, which its replica shares. A worker that comes to it late, as it was busy, gives up then too, and is free
+    for the next attempt instead of always one behind."""
 
     @property
     def joining_s(self) -> float:
         """Seconds that are left for the group to form."""
-        return min(self.stall_s, self.until - time.time())
+        return min(self.stall_s, self.until - time.monotonic())
 
 
 class Receiver(Protocol):

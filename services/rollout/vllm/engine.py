@@ -133,8 +133,8 @@ class VLLMEngine:
                 await self._versions.release_cache()
 
     async def pause(self, in_flight: str) -> None:
-        """Stops generation between two engine steps and opens a weight update. New requests wait; with `abort` all
-        others end, after they have reported what they sampled.
+        """Stops generation between two engine steps and opens a weight update, in place of one that was left open.
+        New requests wait; with `abort` all others end, after they have reported what they sampled.
 
         Raises:
             InvalidArgument: `in_flight` is none of PAUSES.
@@ -146,6 +146,8 @@ class VLLMEngine:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
             await self._llm.pause_generation(mode=mode, clear_cache=cleared)
         self._requests.pauses += 1
+        # vLLM refuses a second update, and carries out what it was asked for even if the caller has given up on it.
+        await self._llm.collective_rpc("close_weight_update")
         await self._llm.start_weight_update()
         if in_flight == "abort":
             await self._requests.end()

@@ -127,6 +127,10 @@ class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInf
     def discard(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights."""
         self.shutdown()
+        return self.close()
+
+    def close(self) -> bool:
+        """Ends a push without its weights, as `discard` does, but stays in the group."""
         return self._loading.discard()
 
     def shutdown(self) -> None:
@@ -157,6 +161,13 @@ class WorkerExtension:
     def stale_weights(self) -> list[str]:
         """Layers that the last update brought no weights for."""
         return list(self.weight_transfer_engine.stale)
+
+    def close_weight_update(self) -> None:
+        """Closes a weight update that was left open, if there is one. The group stays, as it may be the next push's
+        already."""
+        if getattr(self, "_weight_update_active", False):
+            self._weight_update_active = False
+            self.weight_transfer_engine.close()
 
     def abort_weight_update(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights. vLLM's own flag says no more

@@ -29,7 +29,7 @@ def commit(membership: int, version: int) -> dict[str, Any]:
 
 async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: WeightMember) -> None:
     assert await play(member, {"discover": pb.Discover()}) == good(3, 0)
-    before = time.time()
+    before = time.monotonic()
     assert await play(member, prepare(1)) == good(3, 1)
     assert await play(member, transfer(1)) == good(3, 1, "new")
     assert await play(member, commit(1, 4)) == good(4, 1, "new", timeline=4)
@@ -44,7 +44,7 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
         "streaming": False,
     }
     # The learner waits for stall_s too; later than that it is not there to join.
-    assert before + 7 <= engine.calls[0][1].pop("until") <= time.time() + 7
+    assert before + 7 <= engine.calls[0][1].pop("until") <= time.monotonic() + 7
     assert engine.calls == [("join", info), ("pause", "keep"), ("receive", MANIFEST), ("commit", 4)]
 
 
@@ -88,6 +88,28 @@ async def test_after_a_commit_nothing_is_open(engine: FakeEngine, member: Weight
     assert "membership 1 is not open here" in (await play(member, commit(1, 5))).error
     assert engine.version == 4
     assert "abort" not in names(engine)
+
+
+async def test_a_phase_that_serve_repeats_is_carried_out_once(engine: FakeEngine, member: WeightMember) -> None:
+    for version in (4, 5):
+        for phase in (prepare(1), transfer(1), commit(1, version)):
+            first, second = await asyncio.gather(play(member, phase), play(member, phase))
+            assert first.ok
+            assert first == second
+    assert names(engine) == ["join", "pause", "receive", "commit", "pause", "receive", "commit"]
+    # What was rolled back is not there any more.
+    await play(member, prepare(1))
+    await play(member, {"abort": pb.Abort(membership=1)})
+    assert (await play(member, prepare(1))).ok
+    assert names(engine)[-4:] == ["pause", "abort", "join", "pause"]
+
+
+async def test_a_push_that_was_left_open_is_closed_by_the_next(engine: FakeEngine, member: WeightMember) -> None:
+    await play(member, prepare(1))
+    await play(member, transfer(1))
+    for phase in (prepare(2), transfer(2), commit(2, 4)):
+        assert (await play(member, phase)).ok
+    assert names(engine) == ["join", "pause", "receive", "abort", "join", "pause", "receive", "commit"]
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,41 @@ async def test_an_abort_waits_for_the_phase_that_it_overtakes(engine: FakeEngine
     assert await aborting == good(3, 0)
     assert names(engine) == ["join", "pause", "receive", "abort"]
     assert not member.busy
+
+
+@in_virtual_time
+async def test_a_late_roll_back_leaves_the_next_push_alone(engine: FakeEngine, member: WeightMember) -> None:
+    """The caller of a transfer gave up; its abort waited in vain, and the next push's prepare is next in the turn."""
+    await play(member, prepare(1))
+    engine.hanging.add("receive")
+    lost = asyncio.create_task(play(member, transfer(1), timeout_s=30))
+    await until(lambda: "receive" in names(engine))
+    following = asyncio.create_task(play(member, prepare(2), timeout_s=60))
+    await asyncio.sleep(1)
+    assert (await play(member, {"abort": pb.Abort(membership=1)}, timeout_s=2)).error == "abort: TimeoutError: "
+    assert not (await lost).ok
+    assert await following == good(3, 2)
+    engine.hanging.clear()
+    assert (await play(member, transfer(2), timeout_s=5)).ok
+    # And nothing that waited for a further phase of the first push ends the second: 2 * 30 s later it is open.
+    assert (await play(member, transfer(2), timeout_s=60)).ok
+    await asyncio.sleep(100)
+    assert names(engine) == ["join", "pause", "receive", "abort", "join", "pause", "receive", "receive"]
+
+
+@in_virtual_time
+async def test_a_phase_that_comes_during_a_roll_back_waits_for_its_end(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await play(member, prepare(1), timeout_s=5)
+    engine.hanging.add("abort")
+    await asyncio.sleep(10.5)
+    assert names(engine)[-1] == "abort"
+    following = asyncio.create_task(play(member, prepare(2), timeout_s=30))
+    await asyncio.sleep(1)
+    assert names(engine)[-1] == "abort"
+    engine.hanging.clear()
+    engine.free.set()
+    assert await following == good(3, 2)
+    assert names(engine) == ["join", "pause", "abort", "join", "pause"]
+    assert (await play(member, {"discover": pb.Discover()})).ok

@@ -54,7 +54,7 @@ async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
     assert AWAKE not in released
     llm.calls.clear()
     await engine.pause("wait")
-    assert llm.names() == ["start_weight_update"]
+    assert llm.names() == ["close_weight_update", "start_weight_update"]
     await engine.commit(5)
     *_, awake, resumed = llm.calls
     assert (awake, resumed) == (AWAKE, "resume_generation")
@@ -63,7 +63,7 @@ async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
     await engine.pause("keep")
     await engine.commit(6)
     names = llm.names()
-    assert names[:2] == ["pause_generation", "start_weight_update"]
+    assert names[:3] == ["pause_generation", "close_weight_update", "start_weight_update"]
     assert "wake_up" not in names
 
 

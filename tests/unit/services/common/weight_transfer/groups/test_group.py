@@ -119,7 +119,7 @@ def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_n
     receiver = GroupReceiver(CPU)
 
     def join(left_s: float) -> None:
-        receiver.join(Joining("gloo", [[HOST, store.port]], 1, 2, 1, HOST, 60, time.time() + left_s))
+        receiver.join(Joining("gloo", [[HOST, store.port]], 1, 2, 1, HOST, 60, time.monotonic() + left_s))
 
     with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
         join(-0.1)
