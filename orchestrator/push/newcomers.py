@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -29,7 +29,10 @@ log = logging.getLogger("quartet")
 
 RETRY_S = 1.0
 START_S = 60
+"""Seconds within which a registry has to start; each start that takes longer doubles them for the next, so that a
+busy machine is not kept busy with starts that are given up."""
 ANSWER_S = 10
+"""Seconds within which a registry that has started has to answer."""
 WAIT_S = 10.0
 """Seconds after which the registry says that none has applied."""
 GONE_S = 30
@@ -38,15 +41,26 @@ _TRANSIENT_ERRORS = (ServiceError, PolicyError, RayError, OSError)
 """Errors that may be gone when the newcomers apply again; the loop replaces a lost learner."""
 
 
+class Again(Protocol):
+    """Calls something again after losses, and decides how often. It gets the seconds that one try may take."""
+
+    async def __call__(self, ask: Callable[[float], Awaitable[Any]], /) -> Any: ...
+
+
+async def once(ask: Callable[[float], Awaitable[Any]]) -> Any:
+    """Calls it once."""
+    return await ask(START_S)
+
+
 @asynccontextmanager
-async def registered(application: str) -> AsyncIterator[Any]:
+async def registered(application: str, again: Again = once) -> AsyncIterator[Any]:
     """Context with a registry in which newcomers to the rollout application wait. This run holds the application; an
-    earlier run's registry is therefore removed.
+    earlier run's registry is therefore removed. `again` repeats a start that fails.
 
     Raises:
         ServiceError: an earlier registry still exists after GONE_S, or this one did not start within START_S.
     """
-    registry = await _open_registry(application)
+    registry = await again(lambda _: _open_registry(application))
     try:
         yield registry
     finally:
@@ -87,33 +101,35 @@ async def _open_registry(application: str) -> Any:
             async with asyncio.timeout(START_S):
                 await registry.__ray_ready__.remote()
             return registry
-        except TimeoutError:
-            ray.kill(registry)
-            raise ServiceError(
-                f"Ray did not start the registry of rollout replicas within {START_S} s; is the machine overloaded?"
-            ) from None
         except NAME_ERRORS:
             if clock() >= end:
-                raise ServiceError(
+                raise Unavailable(
                     f"Ray has not ended the registry of an earlier run that trained the application {application!r} "
                     f"after {GONE_S:g} s; try again, or restart the cluster"
                 ) from None
             with contextlib.suppress(*NAME_ERRORS):  # it has ended meanwhile, or is about to
                 ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))
             await asyncio.sleep(RETRY_S)
+        except (TimeoutError, RayError) as error:
+            ray.kill(registry)
+            why = f"within {START_S} s" if isinstance(error, TimeoutError) else f"({str(error).splitlines()[0]})"
+            raise Unavailable(
+                f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
+            ) from None
 
 
 async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket | None], Answer]) -> None:
     """Answers applications, each after the push in progress, until cancelled."""
 
+    desk = _Desk(registry)
+
     async def deliver(tickets: dict[str, Ticket | None]) -> None:
-        async with asyncio.timeout(ANSWER_S):
-            await registry.answer.remote({name: answer(ticket) for name, ticket in tickets.items()})
+        await desk.answer({name: answer(ticket) for name, ticket in tickets.items()})
 
     while True:
         applicants: dict[str, Applicant] = {}
         try:
-            applicants = await _applicants(registry)
+            applicants = await desk.applicants()
             if applicants:
                 await pusher.add_newcomers(applicants, deliver)
         except LeaseLost:
@@ -123,13 +139,58 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
             await asyncio.sleep(RETRY_S)
 
 
-async def _applicants(registry: Any) -> dict[str, Applicant]:
-    """The replicas that wait in the registry; empty if none came within WAIT_S. Unavailable if the registry stands
-    still: it is ended, and Ray starts another, to which replicas apply again."""
-    try:
-        async with asyncio.timeout(WAIT_S + ANSWER_S):
-            waiting: dict[str, Applicant] = await registry.applicants.remote(WAIT_S)
-            return waiting
-    except TimeoutError:
-        ray.kill(registry, no_restart=False)
-        raise Unavailable("the registry of rollout replicas stands still; Ray starts another") from None
+class _Desk:
+    """The registry as its run calls it. One that stands still is ended; Ray starts another, to which replicas apply
+    again, and which is called only once it has started."""
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+        self._started = True
+        self._start_s: float = START_S
+
+    async def applicants(self) -> dict[str, Applicant]:
+        """The replicas that wait in the registry; empty if none came within WAIT_S.
+
+        Raises:
+            Unavailable: the registry stood still, or its successor did not start in time.
+            RayError: it has ended.
+        """
+        waiting: dict[str, Applicant] = await self._call("applicants", WAIT_S + ANSWER_S, WAIT_S)
+        return waiting
+
+    async def answer(self, answers: dict[str, Answer]) -> None:
+        """Gives these applicants their answers. Raises like `applicants`."""
+        await self._call("answer", ANSWER_S, answers)
+
+    async def _call(self, method: str, timeout_s: float, argument: Any) -> Any:
+        if not self._started:
+            await self._start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self._registry, method).remote(argument)
+        except TimeoutError:
+            self._end()
+            raise Unavailable("the registry of rollout replicas stands still; Ray starts another") from None
+        except RayError:
+            self._started = False
+            raise
+
+    async def _start(self) -> None:
+        """Returns when the successor answers its first call, which comes after its constructor."""
+        try:
+            async with asyncio.timeout(self._start_s):
+                while not self._started:
+                    try:
+                        await self._registry.__ray_ready__.remote()
+                        self._started = True
+                    except RayError:  # calls fail while the one before ends
+                        await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            waited_s, self._start_s = self._start_s, 2 * self._start_s
+            self._end()
+            raise Unavailable(f"the registry of rollout replicas did not start within {waited_s:g} s") from None
+        self._start_s = START_S
+
+    def _end(self) -> None:
+        self._started = False
+        ray.kill(self._registry, no_restart=False)

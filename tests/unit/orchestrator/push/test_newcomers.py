@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayActorError
 
 from orchestrator.policy.ranks import PolicyError
@@ -13,6 +14,7 @@ from orchestrator.push.newcomers import adding_newcomers
 from protos import common_pb2
 from services.common.weight_transfer.registry import Answer
 from services.common.wire.errors import Internal, LeaseLost, leaves
+from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
 LEASE = common_pb2.Lease(run_id="ours", number=4)
@@ -74,6 +76,69 @@ async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> N
         async with asyncio.timeout(5):
             await run()
     assert leaves(caught.value) == [error]
+
+
+class SlowRegistry:
+    """An actor that stands still, and whose successor takes `start_s` to start: its calls wait meanwhile, as Ray's
+    do."""
+
+    def __init__(self, start_s: float, *, dead: bool = False) -> None:
+        self._start_s, self._dead = start_s, dead
+        self._up: asyncio.Event | None = None
+        self.kills: list[float] = []
+        self.applied = asyncio.Event()
+        self.applicants = SimpleNamespace(remote=self._applicants)
+        self.answer = SimpleNamespace(remote=self._answer)
+        self.__ray_ready__ = SimpleNamespace(remote=self._reached)
+
+    def kill(self, registry: Any, *, no_restart: bool) -> None:
+        assert (registry, no_restart) == (self, False)
+        self.kills.append(asyncio.get_running_loop().time())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._up = asyncio.Event()
+        asyncio.get_running_loop().call_later(self._start_s, self._up.set)
+
+    async def _reached(self) -> None:
+        if self._dead:
+            self._dead = False
+            self._begin()
+            raise RayActorError
+        await (asyncio.Event() if self._up is None else self._up).wait()
+        await asyncio.sleep(0.001)
+
+    async def _applicants(self, wait_s: float) -> dict[str, int]:
+        await self._reached()
+        return {"new": 1}
+
+    async def _answer(self, answers: dict[str, Answer]) -> None:
+        await self._reached()
+        self.applied.set()
+
+
+@pytest.mark.parametrize(("start_s", "kills"), [(50, 1), (100, 2), (200, 3)])
+@in_virtual_time
+async def test_a_registry_that_stands_still_is_ended_and_its_successor_has_the_time_to_start(
+    monkeypatch: pytest.MonkeyPatch, start_s: float, kills: int
+) -> None:
+    """The first kill after 20 s. If its start takes longer than 60 s, the next has 120 s, and the next 240 s."""
+    registry = SlowRegistry(start_s)
+    monkeypatch.setattr(ray, "kill", registry.kill)
+    async with asyncio.timeout(600), adding_newcomers(FakePusher(), registry, LEASE, 30):  # type: ignore[arg-type]
+        await registry.applied.wait()
+    assert [round(at) for at in registry.kills] == [20, 80, 200][:kills]
+
+
+@in_virtual_time
+async def test_the_successor_of_a_registry_that_died_by_itself_has_that_time_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = SlowRegistry(50, dead=True)
+    monkeypatch.setattr(ray, "kill", registry.kill)
+    async with asyncio.timeout(600), adding_newcomers(FakePusher(), registry, LEASE, 30):  # type: ignore[arg-type]
+        await registry.applied.wait()
+    assert registry.kills == []
 
 
 class QuietRegistry(FakeRegistry):
