@@ -159,7 +159,7 @@ def evaluate(
     from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config)
-    table = asyncio.run(evaluate_model(deployment, model, split, output))
+    table = asyncio.run(evaluate_model(deployment, model, split, output, note=_say))
     Console().print(table)
 
 

@@ -12,6 +12,7 @@ from benchmarks.emulated.pace import CHECKSUM, PROMPT, Pace
 from orchestrator.clients import Services
 from orchestrator.commands.beginning import first_state
 from orchestrator.commands.lease import holding
+from orchestrator.commands.patience import Patience
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
@@ -179,7 +180,8 @@ class Run:
 
         `seen` is called with each line. Raises the error of a service that fails beyond its client's retries.
         """
-        async with holding(self._services, RUN_ID, ttl_s=60, take_over=True, note=print):
+        patience = Patience(60, 30, print)
+        async with holding(self._services, RUN_ID, patience, ttl_s=60, take_over=True, note=print):
             return await self._trained(seen)
 
     async def _trained(self, seen: Callable[[Line], None]) -> list[Line]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from orchestrator.clients import Services, check_models
 from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import evaluation_prompts, load_judges
+from orchestrator.commands.patience import patience_of, reached
 from orchestrator.commands.train import RUNS
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
@@ -46,6 +48,7 @@ async def evaluate_model(
     split: str,
     output: Path | None,
     connect: Callable[[OrchestratorConfig, Purpose], Services] = Services.connect,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Table:
     """Generates, scores, writes the samples as JSONL and returns the table.
 
@@ -55,6 +58,7 @@ async def evaluate_model(
         split: split of the configured data set, such as "eval" or "train[:100]".
         output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
         connect: makes the clients.
+        note: called with messages for the user.
 
     Raises:
         ConfigError: the model or split does not exist, or a model or service has another tokenizer.
@@ -71,8 +75,9 @@ async def evaluate_model(
     offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)
     try:
-        await services.reach(config, deployment.path)
-        infos = await ask(services, config.timeouts.info_s, with_rollout=offline is None)
+        patience = patience_of(deployment, note)
+        await reached(services, deployment, patience)
+        infos = await patience(partial(ask, services, with_rollout=offline is None))
         check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
         if offline is not None:
             services = replace(services, rollout=offline)  # type: ignore[arg-type]

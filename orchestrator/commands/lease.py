@@ -6,17 +6,18 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from orchestrator.clients import Services
+from orchestrator.commands.patience import Patience
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.wire.backoff import Backoff, Deadline
 from services.common.wire.errors import LeaseLost, ServiceError
 
 log = logging.getLogger("quartet")
 
 CALL_S = 10.0
-"""Longest wait, in seconds, for an answer to a claim."""
+"""Longest wait, in seconds, for an answer to a renewal."""
 LOOK_S = 1.0
 """Seconds between looks of a run that waits for another's end."""
 RENEWALS = 3
@@ -34,7 +35,7 @@ class Hold:
         self.lease = lease
         """The lease that was claimed last."""
 
-    async def begin_timeline(self, timeout_s: float) -> None:
+    async def begin_timeline(self, patience: Patience) -> None:
         """Claims the services under a higher number, for a run that goes back to a checkpoint: what they made since
         then, and what is still under way to them, is of an abandoned timeline from here on.
 
@@ -42,21 +43,22 @@ class Hold:
 
         Raises:
             LeaseLost: another run has taken over.
-            ServiceError: the critic, or every rollout replica, did not take the claim within `timeout_s`.
+            ServiceError: the critic, or every rollout replica, did not take the claim within `patience`.
         """
         async with self._turn:
             self.lease = common_pb2.Lease(run_id=self.lease.run_id, number=self.lease.number + 1)
-            backoff = Backoff(Deadline(timeout_s))
-            while True:
+
+            async def claim(try_s: float) -> None:
                 try:
-                    return await _on_all(self._services, self.lease, self._ttl_s, take_over=True)
+                    await _on_all(self._services, self.lease, self._ttl_s, take_over=True, timeout_s=try_s)
                 except LeaseLost:
                     raise
                 except ServiceError as error:
-                    log.warning("lease: not claimed: %s", error)
-                    if self._services.rollout.lease.number == self.lease.number:
-                        return  # some replicas took it; renewals reach the others
-                    await backoff.wait(error)
+                    if self._services.rollout.lease.number != self.lease.number:
+                        raise
+                    log.warning("lease: renewals reach the others: %s", error)
+
+            await patience(claim)
 
     async def renew(self) -> None:
         """Renews the lease until cancelled or until it is lost."""
@@ -76,7 +78,13 @@ class Hold:
 
 @asynccontextmanager
 async def holding(
-    services: Services, run_id: str, *, ttl_s: float, take_over: bool, note: Callable[[str], None]
+    services: Services,
+    run_id: str,
+    patience: Patience,
+    *,
+    ttl_s: float,
+    take_over: bool,
+    note: Callable[[str], None],
 ) -> AsyncIterator[Hold]:
     """Context in which rollout replicas, and a critic, accept only this run's calls.
 
@@ -85,16 +93,18 @@ async def holding(
     Args:
         services: their clients will carry the lease.
         run_id: id of this run, the same whenever it is resumed.
+        patience: waits for services that are being replaced.
         ttl_s: seconds for which the run counts as alive after a renewal.
         take_over: True to claim the services even if another run is alive; that run's next call is refused.
         note: called with messages for the user.
 
     Raises:
         LeaseLost: another run is alive, or takes over later; that cancels the block and is raised at its end.
+        Unavailable: a service does not take the claim within `patience`.
     """
     if not take_over:
-        await _others_over(services, run_id, note)
-    hold = Hold(services, await _claim(services, run_id, ttl_s, take_over), ttl_s)
+        await _others_over(services, run_id, patience, note)
+    hold = Hold(services, await _claim(services, run_id, patience, ttl_s, take_over), ttl_s)
     try:
         async with asyncio.TaskGroup() as group:
             renewing = group.create_task(hold.renew())
@@ -102,14 +112,14 @@ async def holding(
             renewing.cancel()
     finally:
         with contextlib.suppress(ServiceError, TimeoutError):
-            await _on_all(services, hold.lease, 0.0, take_over=False)
+            await _on_all(services, hold.lease, 0.0, take_over=False, timeout_s=CALL_S)
 
 
-async def _others_over(services: Services, run_id: str, note: Callable[[str], None]) -> None:
+async def _others_over(services: Services, run_id: str, patience: Patience, note: Callable[[str], None]) -> None:
     """Returns when no other run counts as alive."""
     left: dict[str, float] = {}
     while True:
-        held = await _held(services)
+        held = await patience(partial(_held, services))
         others: dict[str, float] = {}
         for one in held:  # replicas were renewed at different times: the latest counts, whichever answers first
             if one.left_s > 0 and one.lease.run_id not in ("", run_id):
@@ -128,11 +138,14 @@ async def _others_over(services: Services, run_id: str, note: Callable[[str], No
         await asyncio.sleep(LOOK_S)
 
 
-async def _claim(services: Services, run_id: str, ttl_s: float, take_over: bool) -> common_pb2.Lease:
-    newest = max((held.lease.number for held in await _held(services)), default=0)
+async def _claim(
+    services: Services, run_id: str, patience: Patience, ttl_s: float, take_over: bool
+) -> common_pb2.Lease:
+    newest = max((held.lease.number for held in await patience(partial(_held, services))), default=0)
     lease = common_pb2.Lease(run_id=run_id, number=newest + 1)
     try:
-        await _on_all(services, lease, ttl_s, take_over)
+        # Repeated under the same number: what has taken the claim takes it again as a renewal.
+        await patience(lambda try_s: _on_all(services, lease, ttl_s, take_over, try_s))
     except BaseException:
         with contextlib.suppress(ServiceError):
             await services.leased[0].claim(lease, 0.0, CALL_S)
@@ -140,12 +153,14 @@ async def _claim(services: Services, run_id: str, ttl_s: float, take_over: bool)
     return lease
 
 
-async def _on_all(services: Services, lease: common_pb2.Lease, ttl_s: float, take_over: bool) -> None:
+async def _on_all(
+    services: Services, lease: common_pb2.Lease, ttl_s: float, take_over: bool, timeout_s: float
+) -> None:
     for service in services.leased:
-        await service.claim(lease, ttl_s, CALL_S, take_over=take_over)
+        await service.claim(lease, ttl_s, timeout_s, take_over=take_over)
 
 
-async def _held(services: Services) -> Iterable[common_pb2.Held]:
-    critic = [(await services.critic.info(CALL_S)).held] if services.critic else []
-    reports = await services.rollout.update_weights(CALL_S, discover=pb.Discover())
+async def _held(services: Services, timeout_s: float) -> Iterable[common_pb2.Held]:
+    critic = [(await services.critic.info(timeout_s)).held] if services.critic else []
+    reports = await services.rollout.update_weights(timeout_s, discover=pb.Discover())
     return [*critic, *(report.held for report in reports)]

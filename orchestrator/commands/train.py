@@ -1,5 +1,6 @@
 """Builds a run: makes the loop's collaborators from the configuration, and makes them again after each loss."""
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from orchestrator.clients import Services, agreed_backend, check_compatible
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.lease import Hold, holding
+from orchestrator.commands.patience import Patience, described, patience_of, reasons
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.commands.run_folder import checkpoint_folder, keep_run_id, locked, run_id
 from orchestrator.config.run import OrchestratorConfig
@@ -37,7 +39,7 @@ from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
-from orchestrator.policy.ranks import Policy
+from orchestrator.policy.ranks import Policy, PolicyError
 from orchestrator.push.newcomers import adding_newcomers, registered
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
@@ -48,7 +50,7 @@ from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
 from services.common.config.base import ConfigError
 from services.common.wire.callers import Purpose
-from services.common.wire.errors import leaves
+from services.common.wire.errors import ResourceExhausted
 
 RUNS = Path("runs")
 
@@ -92,19 +94,19 @@ async def train(
     Raises:
         ConfigError: the configuration, the data or the services do not fit together.
         LeaseLost: another run trains with the services.
-        ServiceError, PolicyError: a service or the learner failed and the restarts are used up.
+        ServiceError, PolicyError: a service does not come within timeouts.start_s, or it or the learner failed and
+            the restarts are used up.
     """
     config = deployment.orchestrator
     inputs = preflight(deployment)
     services = Services.connect(config)
     run_dir = RUNS / config.name
     try:
-        await services.reach(config, deployment.path)
-        infos = await services.infos(config.timeouts.info_s)
-        check_compatible(infos, inputs.tokenizer, config)
+        patience = patience_of(deployment, progress.note)
+        check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
         with locked(run_dir, checkpoint_folder(config)), connected_ray():
             run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
-            await run.finish(overwrite=overwrite, resume=resume, take_over=take_over)
+            await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
     return run_dir
@@ -121,12 +123,14 @@ class Run:
     run_dir: Path
     accept_changed_services: bool
 
-    async def finish(self, *, overwrite: bool, resume: bool, take_over: bool) -> None:
-        """Trains to the end; goes back to the last checkpoint when a learner or, for long, a service is lost."""
-        run, ttl_s = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s
-        claimed = holding(self.services, run, ttl_s=ttl_s, take_over=take_over, note=self.progress.note)
+    async def finish(self, patience: Patience, *, overwrite: bool, resume: bool, take_over: bool) -> None:
+        """Trains to the end; goes back to the last checkpoint when a learner or, for long, a service is lost. Until
+        training begins, `patience` waits for what is being replaced."""
+        run, ttl_s, note = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s, self.progress.note
+        claimed = holding(self.services, run, patience, ttl_s=ttl_s, take_over=take_over, note=note)
+        opened = registered(self.services.rollout.application, patience)
         # Claimed before anything is removed or restored, since another run may be using these services.
-        async with claimed as hold, registered(self.services.rollout.application) as registry:
+        async with claimed as hold, opened as registry:
             if not resume:
                 clear(self._checkpoints, overwrite=overwrite)
             keep_run_id(self.run_dir, run)
@@ -137,16 +141,19 @@ class Run:
         checkpoint = to_resume(self.run_dir, self.deployment, self.progress.note) if resume else None
         for note in self.inputs.notes:
             self.progress.note(note)
-        while True:
+        for attempt in itertools.count():
             try:
-                await self._train(checkpoint, hold, registry, overwrite=overwrite, resume=resume)
+                await self._train(checkpoint, hold, registry, attempt, overwrite=overwrite, resume=resume)
                 return
             except Exception as error:
                 checkpoint = latest(self._checkpoints)
-                if not checkpoint or not is_loss(error) or not restarts.spend(checkpoint.state.step):
+                # Without a checkpoint nothing has been trained yet, as the first is taken before step 1.
+                step = checkpoint.state.step if checkpoint else 0
+                can_return = checkpoint is not None or self._config.checkpoint.every > 0
+                if not can_return or not is_loss(error) or not restarts.spend(step):
                     raise
-                reason = "; ".join(dict.fromkeys(str(leaf) for leaf in leaves(error)))
-                self.progress.note(f"interrupted ({reason}); resuming after step {checkpoint.state.step}")
+                again = f"resuming after step {step}" if checkpoint else "beginning again at step 1"
+                self.progress.note(f"interrupted ({reasons(error)}); {again}")
                 resume = True
 
     @property
@@ -158,12 +165,12 @@ class Run:
         return checkpoint_folder(self._config)
 
     async def _train(
-        self, checkpoint: Checkpoint | None, hold: Hold, registry: Any, *, overwrite: bool, resume: bool
+        self, checkpoint: Checkpoint | None, hold: Hold, registry: Any, attempt: int, *, overwrite: bool, resume: bool
     ) -> None:
-        """Trains from a checkpoint, or from the start."""
+        """Trains from a checkpoint, or from the start; `attempt` counts from 0."""
         config, services, run_dir = self._config, self.services, self.run_dir
-        # Waits longer than at the start of a run, since a service that is being replaced has to load its model.
-        infos = await services.infos(config.timeouts.start_s)
+        patience = patience_of(self.deployment, self.progress.note)
+        infos = await patience(services.infos)
         note, now = self.progress.note, identities(infos)
         if checkpoint:
             state = resumed_state(checkpoint.state, now, accept=self.accept_changed_services, note=note)
@@ -177,11 +184,12 @@ class Run:
             TraceFile(run_dir / TRACE, note) as trace,
             Spans(trace.write) as spans,
         ):
-            policy = await Policy.start(config, self.inputs.distribution)
+            policy = await self._policy(attempt)
             try:
                 learners = self._learners(policy, state)
+                if resume:  # what was begun since the checkpoint, or at an earlier start, is of no timeline from here
+                    await hold.begin_timeline(patience)
                 if checkpoint:
-                    await hold.begin_timeline(config.timeouts.start_s)
                     await restore(learners, checkpoint)
                 elif services.critic is not None and state.critic_step is not None:
                     await services.critic.adopt(state.critic_step, config.timeouts.train_s)
@@ -204,6 +212,15 @@ class Run:
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:
                 await policy.close()
+
+    async def _policy(self, attempt: int) -> Policy:
+        try:
+            return await Policy.start(self._config, self.inputs.distribution)
+        except ResourceExhausted as error:
+            if attempt == 0:
+                raise
+            # The cluster has had room for it: a process of Ray's, or of the new ranks, stands still.
+            raise PolicyError(str(error)) from None
 
     def _learners(self, policy: Policy, state: TrainState) -> list[Learner]:
         """The models that this run trains: the policy, and the critic if its advantages need one."""

@@ -26,7 +26,8 @@ class CheckpointConfig(Config):
     again and ends with the same weights."""
     restarts: NonNegativeInt = 3
     """Times that the run goes back to its last checkpoint by itself because a rank of the policy or the critic was
-    lost, or a service did not answer in time, until there is a newer one; then the loss ends it. 0: at the first."""
+    lost, or a service did not answer in time, until there is a newer one; then the loss ends it. Before its first
+    checkpoint it begins again instead. 0: the first loss ends it."""
     max_skipped_steps: Count = 8
     """The run ends after this many optimizer steps of policy or critic in a row were skipped because their gradient
     is not finite. No checkpoint is taken meanwhile, so that the last one is of finite weights."""

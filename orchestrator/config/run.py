@@ -36,9 +36,10 @@ class TimeoutsConfig(Config):
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
-    """One Info call; the wait for the first connection is limited to a few seconds."""
+    """One Info call, at most. A start asks with shorter deadlines first and repeats what is not answered."""
     start_s: Seconds = 300
-    """The start of the policy learner; and the wait for the services when a run restarts from a checkpoint."""
+    """The start of the policy learner; and the wait for services that do not answer, when a run or an evaluation
+    starts and when a run goes back to a checkpoint. Where nothing runs, a start ends after 3 s."""
     lease_s: Annotated[float, Field(ge=3, le=600)] = 30
     """Time for which the services count the run as alive after a renewal; the run renews three times within it. After
     that another run may claim the services; before, only by taking over."""

@@ -52,11 +52,12 @@ class RayRank:
 async def _answer(reference: Any) -> Any:
     try:
         return await reference
-    except ray.exceptions.RayActorError as error:
-        # The first line names the cause; a page of general advice from Ray follows.
-        raise RankDied(str(error).partition("\n")[0]) from None
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
+    except ray.exceptions.RayError as error:
+        # Its process, its node, or what Ray keeps for it is lost. The first line names the cause; a page of general
+        # advice follows.
+        raise RankDied(str(error).partition("\n")[0]) from None
 
 
 def ray_ranks(name: str, config: LearnerConfig) -> RankGroup:

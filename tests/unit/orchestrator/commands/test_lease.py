@@ -9,6 +9,7 @@ import pytest
 from orchestrator.clients import Services
 from orchestrator.commands import lease as lease_module
 from orchestrator.commands.lease import holding
+from orchestrator.commands.patience import Patience
 from protos import common_pb2, critic_pb2
 from protos import rollout_pb2 as pb
 from services.common.serving.runs.lease import Fence
@@ -17,6 +18,7 @@ from tests.unit.virtual_time import in_virtual_time
 
 TTL_S = 1.2
 LOOK_S = 0.1
+START_S = 60
 
 
 def now() -> float:
@@ -61,7 +63,11 @@ class Stage:
         self.services = Services(self.rollout, unused, unused, critic)  # type: ignore[arg-type]
 
     def hold(self, run_id: str, take_over: bool = False) -> Any:
-        return holding(self.services, run_id, ttl_s=TTL_S, take_over=take_over, note=self.notes.append)
+        note = self.notes.append
+        return holding(self.services, run_id, self.patience(), ttl_s=TTL_S, take_over=take_over, note=note)
+
+    def patience(self) -> Patience:
+        return Patience(START_S, 30, self.notes.append)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +97,7 @@ async def test_a_run_without_a_critic_holds_the_replicas_alone() -> None:
     stage = Stage(with_critic=False)
     async with stage.hold("a") as hold:
         assert hold.lease == common_pb2.Lease(run_id="a", number=1)
-        await hold.begin_timeline(5)
+        await hold.begin_timeline(stage.patience())
         assert hold.lease.number == stage.rollout.lease.number == 2
         for _ in range(20):
             await asyncio.sleep(TTL_S / 10)
@@ -164,12 +170,44 @@ async def test_a_dead_run_is_not_alive_because_its_replicas_answer_in_another_or
 
 @in_virtual_time
 async def test_a_claim_that_only_one_service_takes_is_given_back() -> None:
+    """At the deadline, which the error names with the service; until then it is repeated and the user is told."""
     stage = Stage()
-    stage.rollout.failures = [Unavailable("rollout: away")]
-    with pytest.raises(Unavailable):
+    stage.rollout.failures = [Unavailable("rollout: away")] * 10_000
+    with pytest.raises(Unavailable, match=r"^rollout: away; waited 60 s \(orchestrator\.timeouts\.start_s\)$"):
         async with stage.hold("a"):
             pass
+    assert START_S - 3 < now() < START_S
     assert stage.critic.fence.held().left_s == 0
+    assert stage.critic.fence.held().lease.number == 1
+    assert [note.partition(": ")[2] for note in stage.notes] == ["rollout: away"] * 6
+
+
+@pytest.mark.parametrize("service", ["critic", "rollout"])
+@in_virtual_time
+async def test_a_service_that_is_being_replaced_is_waited_for_at_the_start(service: str) -> None:
+    stage = Stage()
+    getattr(stage, service).failures = [Unavailable(f"{service}: failed to connect")] * 5
+    async with stage.hold("a") as hold:
+        assert hold.lease.number == 1
+        assert stage.critic.lease == stage.rollout.lease == hold.lease
+    assert stage.notes == [f"waiting up to 60 s: {service}: failed to connect"]
+
+
+@in_virtual_time
+async def test_a_run_that_comes_first_meanwhile_is_not_waited_for() -> None:
+    stage = Stage()
+    stage.rollout.failures = [Unavailable("rollout: away")] * 10_000
+
+    async def other() -> None:
+        await asyncio.sleep(5)
+        stage.critic.fence.claim(common_pb2.Lease(run_id="b", number=9), common_pb2.Claim(ttl_s=60, take_over=True))
+
+    taking = asyncio.create_task(other())
+    with pytest.raises(LeaseLost, match="run b"):
+        async with stage.hold("a"):
+            pass
+    await taking
+    assert now() < 10
 
 
 @in_virtual_time
@@ -190,7 +228,7 @@ async def test_a_run_that_goes_back_claims_a_higher_number_and_renews_that_one()
     stage = Stage()
     async with stage.hold("a") as hold:
         before = hold.lease
-        await hold.begin_timeline(5)
+        await hold.begin_timeline(stage.patience())
         assert (before.number, hold.lease) == (1, common_pb2.Lease(run_id="a", number=2))
         await asyncio.sleep(2 * TTL_S)
         for service in (stage.critic, stage.rollout):
@@ -207,7 +245,7 @@ async def test_a_service_that_is_being_replaced_is_waited_for_when_the_run_goes_
     stage = Stage()
     async with stage.hold("a") as hold:
         stage.critic.failures, stage.rollout.failures = [Unavailable("critic: away")], [Unavailable("rollout: away")]
-        await hold.begin_timeline(5)
+        await hold.begin_timeline(stage.patience())
         assert stage.critic.lease.number == stage.rollout.lease.number == hold.lease.number == 2
 
 
@@ -220,5 +258,5 @@ async def test_a_run_that_was_taken_over_from_does_not_come_back_by_going_back()
         with pytest.raises(
             LeaseLost, match=r"run a \(lease 2\) no longer holds this service: run b \(lease 2\) does"
         ):
-            await hold.begin_timeline(5)
+            await hold.begin_timeline(stage.patience())
     assert stage.critic.fence.held().lease == taken

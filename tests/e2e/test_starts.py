@@ -1,0 +1,112 @@
+"""Starts of `quartet train` that meet processes which were just killed or stand still: they wait, and say why."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import yaml
+
+from orchestrator.deployment.cluster import STATE
+from tests.cluster import Quartet, engine_of, named, rollouts
+from tests.commands import PATIENCE_S, finished
+from tests.runs import Run
+
+WAITS = "waiting up to "
+
+
+@pytest.fixture
+def short(quartet: Quartet) -> Iterator[Run]:
+    """A run of two steps."""
+    run = Run(quartet, "short")
+    raw = yaml.safe_load(run.config.read_text())
+    raw["orchestrator"] |= {"steps": 2}
+    run.config.write_text(yaml.safe_dump(raw))
+    yield run
+    run.end()
+    run.log.unlink(missing_ok=True)
+
+
+def frozen(quartet: Quartet) -> list[psutil.Process]:
+    """One rollout replica, with its engine."""
+    victim = next(iter(rollouts(quartet).values()))
+    return [psutil.Process(engine_of(victim)), psutil.Process(victim)]
+
+
+async def test_the_proxy_the_controller_and_the_critic_are_killed_as_a_run_starts(
+    quartet: Quartet, short: Run
+) -> None:
+    for name in ("ray::ServeController", "ray::ProxyActor", "ray::ServeReplica:critic"):
+        named(quartet, name).kill()
+    began = time.monotonic()
+    short.finish("--overwrite")
+    waits = [line for line in short.log.read_text().splitlines() if line.startswith(WAITS)]
+    print(f"\n{time.monotonic() - began:.0f} s; {waits}")
+    assert waits
+    assert short.steps() == [1, 2]
+
+
+@pytest.mark.exhaustive  # other processes at the same waits
+@pytest.mark.parametrize("which", ["ray::ProxyActor", "ray::ServeReplica:critic", "ray::ServeReplica:reference"])
+async def test_a_process_that_stands_still_as_a_run_starts(quartet: Quartet, short: Run, which: str) -> None:
+    process = named(quartet, which)
+    process.suspend()
+    try:
+        short.finish("--overwrite")
+    finally:
+        if process.is_running():
+            process.send_signal(signal.SIGCONT)
+    assert short.steps() == [1, 2]
+
+
+async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Quartet, short: Run) -> None:
+    """The critic dies when the run has already asked for it, and the learner starts."""
+    process = short.start("--overwrite")
+    short.wait(lambda: any("ray::Rank" in title for title in titles(quartet)), process)
+    named(quartet, "ray::ServeReplica:critic").kill()
+    assert process.wait(PATIENCE_S) == 0, short.log.read_text()
+    assert short.steps() == [1, 2]
+
+
+@pytest.mark.exhaustive  # in `make test` one dies there
+async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, short: Run) -> None:
+    process = short.start("--overwrite")
+    short.wait(lambda: any("ray::Rank" in title for title in titles(quartet)), process)
+    still = frozen(quartet)
+    for each in still:
+        each.suspend()
+    try:
+        assert process.wait(PATIENCE_S) == 0, short.log.read_text()
+    finally:
+        for each in still:
+            if each.is_running():
+                each.send_signal(signal.SIGCONT)
+    assert short.steps() == [1, 2]
+
+
+def titles(quartet: Quartet) -> list[str]:
+    """The command lines of the cluster's processes."""
+    found = []
+    for process in quartet.cluster.processes():
+        try:
+            found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -> None:
+    """Another folder, in which no head was started, and a port at which nothing listens."""
+    raw = yaml.safe_load(short.config.read_text())
+    raw["orchestrator"] |= {"target": "127.0.0.1:1"}
+    folder = quartet.folder / "elsewhere"
+    folder.mkdir(exist_ok=True)
+    assert not (folder / STATE).exists()
+    config = folder / "a.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    code, told = finished(folder, "train", str(config))
+    assert code == 1
+    assert WAITS not in told
+    assert "no answer at 127.0.0.1:1" in told
+    assert "are the services up?" in told
