@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.rollout import only_rollout, open_head
 from orchestrator.deployment import cluster, serving
+from orchestrator.deployment.redeployment import fixed
 from services.common.config.base import read_yaml
 from services.common.security.credentials import connect
 from services.rollout.client import RolloutClient
@@ -42,7 +43,7 @@ def main(
         state, served = Path(folder, "ray.json"), Path(folder, "rollout.yaml")
         model = make_policy(Path(folder, "model"), kind="llama", tied=False)
         application["args"] |= {"model": str(model), "max_length": 128}
-        application["deployments"][0]["num_replicas"] = 1
+        application["deployments"][0] |= fixed(1)
         port = only_rollout(raw, application, served)
         ray = open_head(state)
         try:

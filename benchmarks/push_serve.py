@@ -21,6 +21,7 @@ from benchmarks.rollout import only_rollout, open_head
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.pusher import WeightPusher
 from services.common.config.base import MIB
 from services.common.security.credentials import connect
@@ -48,7 +49,7 @@ def main(
         state, served = Path(folder, "ray.json"), Path(folder, "rollout.yaml")
         model = make_policy(Path(folder, "model"), kind="llama", tied=False, **LAYERS)
         application["args"] |= {"model": str(model)}
-        application["deployments"][0]["num_replicas"] = replicas
+        application["deployments"][0] |= fixed(replicas)
         port = only_rollout(raw, application, served)
         ray = open_head(state)
         try:

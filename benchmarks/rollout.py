@@ -28,6 +28,7 @@ from orchestrator.commands.evaluate import rollout_config
 from orchestrator.data.prompts import load_prompts
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.redeployment import fixed
 from services.common.models.loading import load_tokenizer
 from services.common.security.credentials import connect
 from services.common.security.port import Port
@@ -54,7 +55,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder, "ray.json")
         served = Path(folder, "rollout.yaml")
-        application["deployments"][0]["num_replicas"] = replicas
+        application["deployments"][0] |= fixed(replicas)
         port = only_rollout(deployment.raw, application, served)
         ray = open_head(state)
         try:

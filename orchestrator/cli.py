@@ -95,6 +95,8 @@ def begin(
 @app.command()
 def check(config: ConfigFile) -> None:
     """Validate the YAML file, the prompts, models and functions that it names, without starting anything."""
+    from orchestrator.commands.up import consequences
+    from orchestrator.deployment import cluster
     from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config, check_services=True)
@@ -103,6 +105,9 @@ def check(config: ConfigFile) -> None:
 
     for note in preflight(deployment).notes:
         _say(note)
+    head = cluster.running()
+    for line in consequences(head, deployment) if head else []:
+        _say(f"after `quartet up` here: {line}")
     _say(f"{config}: fine")
 
 

@@ -87,22 +87,28 @@ class Quartet:
         stub = health_pb2_grpc.HealthStub(self.channel)
         return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)).status
 
-    async def replicas(self) -> dict[str, Any]:
-        """RolloutInfo of every rollout replica, by its name. Info reaches any one, so ask until all have answered."""
+    async def replicas(self, count: int | None = None) -> dict[str, Any]:
+        """RolloutInfo of `count` rollout replicas, by name; of as many as the file fixes, if no number is given.
+
+        Info reaches any one of them, so ask until all have answered.
+        """
         infos: dict[str, Any] = {}
+        count = count or self.rollout_replicas
 
         async def all_seen() -> bool:
             info = await self.services.rollout.info(30)
             infos[info.replica] = info
-            return len(infos) == self.rollout_replicas
+            return len(infos) == count
 
         await eventually(all_seen, 30)
         return infos
 
     @property
     def rollout_replicas(self) -> int:
-        """Number of rollout replicas that were deployed."""
-        return int(self.raw["applications"][0]["deployments"][0]["num_replicas"])
+        """Number of rollout replicas that were deployed, where it is fixed."""
+        scaling = self.raw["applications"][0]["deployments"][0]["autoscaling_config"]
+        assert scaling["min_replicas"] == scaling["max_replicas"]
+        return int(scaling["max_replicas"])
 
     def deploy(self, applications: list[dict[str, Any]], name: str) -> None:
         """Deploys `applications` beside the four services; an empty list takes them away again."""

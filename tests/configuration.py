@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from orchestrator.deployment.redeployment import fixed
+
 REPO = Path(__file__).parents[1]
 PROMPTS = 24
 EVALUATED = 4
@@ -25,7 +27,7 @@ def configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_por
     raw["http_options"]["port"], raw["grpc_options"]["port"] = http, grpc_port
     rollout, scorer, reference, critic = raw["applications"]
     rollout["args"] |= {"model": str(policy), "max_length": 128}
-    rollout["deployments"][0]["num_replicas"] = 2
+    rollout["deployments"][0] |= fixed(2)
     scorer["args"] = {"tokenizer": str(policy), "scorer": model_scorer(reward)}
     reference["args"] |= {"model": str(policy), "limits": {"max_waiting_rows": 16_384}}
     # Absolute: a run may be started in another folder than the services were.

@@ -39,7 +39,7 @@ def gpu_requests(deployment: Deployment) -> list[Request]:
         for entry in application["deployments"]:
             options = entry["ray_actor_options"]
             one = Request(application["name"], options.get("num_gpus", 0), options.get("resources", {}))
-            requests += [one] * entry["num_replicas"]
+            requests += [one] * entry.get("autoscaling_config", {"max_replicas": 1})["max_replicas"]
     critic, policy = deployment.services["critic"], deployment.orchestrator.policy
     assert isinstance(critic, CriticConfig)
     if critic.ranks > 1:

@@ -4,7 +4,7 @@ a checkpoint, renewed while the run is alive, and then released."""
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -138,6 +138,15 @@ async def _others_over(services: Services, run_id: str, patience: Patience, note
         await asyncio.sleep(LOOK_S)
 
 
+async def training(services: Services) -> str:
+    """Id of the run that counts as alive and holds the services; empty if none does, or if they do not answer."""
+    try:
+        held = await _held(services, CALL_S)
+    except ServiceError:
+        return ""
+    return max(held, key=lambda one: one.left_s).lease.run_id if any(one.left_s > 0 for one in held) else ""
+
+
 async def _claim(
     services: Services, run_id: str, patience: Patience, ttl_s: float, take_over: bool
 ) -> common_pb2.Lease:
@@ -160,7 +169,7 @@ async def _on_all(
         await service.claim(lease, ttl_s, timeout_s, take_over=take_over)
 
 
-async def _held(services: Services, timeout_s: float) -> Iterable[common_pb2.Held]:
+async def _held(services: Services, timeout_s: float) -> Sequence[common_pb2.Held]:
     critic = [(await services.critic.info(timeout_s)).held] if services.critic else []
     reports = await services.rollout.update_weights(timeout_s, discover=pb.Discover())
     return [*critic, *(report.held for report in reports)]

@@ -7,14 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.clients import Services
+from orchestrator.commands.lease import training
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
+from orchestrator.deployment.redeployment import changes
 from services.common.config.base import ConfigError
 from services.common.security import local
 from services.common.security.credentials import VARIABLE as CREDENTIALS
 from services.common.security.port import on_loopback
+
+_MEANWHILE = (
+    "it waits for restarted replicas, goes back to its last checkpoint if the critic is among them, and ends "
+    "if reward or reference come back with another model"
+)
+"""Behaviour of a run while services restart."""
 
 
 def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -42,6 +50,9 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     cluster.check_environment(ray, port.environment)
     if port is not deployment.port:
         local.let_owner_in(deployment.ports["grpc_options.port"])
+    if not fresh:
+        for line in consequences(ray, deployment):
+            say(line)
     serving.deploy(ray, config)
     serving.await_running(ray, deployment.applications, say, timeout_s)
     asyncio.run(_ask_all(deployment.orchestrator, timeout_s))
@@ -55,6 +66,27 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs in "
         f"{ray.logs}"
     )
+
+
+def consequences(ray: cluster.Cluster, deployment: Deployment) -> list[str]:
+    """The consequences of deploying the file on the head that runs, a line each; empty if nothing changes."""
+    try:
+        found = changes(cluster.applications(ray), deployment.raw.get("applications") or [])
+    except OSError as error:
+        return [f"what will change is not known, as Ray's dashboard does not answer ({error})"]
+    lines = [str(change) for change in found]
+    if any(change.restarts for change in found):
+        run = asyncio.run(_training(deployment.orchestrator))
+        lines += [f"run {run} is training with these services; {_MEANWHILE}"] if run else []
+    return lines
+
+
+async def _training(config: OrchestratorConfig) -> str:
+    services = Services.connect(config)
+    try:
+        return await training(services)
+    finally:
+        await services.close()
 
 
 def _check_place(config: Path, deployment: Deployment) -> None:

@@ -127,9 +127,21 @@ def _wrong_deployments(application: Application, where: str) -> list[str]:
     ]
     if len(entries) > 1 and not errors:
         errors.append(f"{where}: should hold {name} once")
+    if service.config is RolloutConfig:
+        errors += [line for entry in entries for line in _none_at_all(entry, f"{where}.{name}")]
     if service.config is CriticConfig:
         errors += [line for entry in entries for line in _more_than_one(entry, f"{where}.{name}")]
     return errors
+
+
+def _none_at_all(deployment: Mapping[str, Any], where: str) -> list[str]:
+    """A scale to zero, from which no run could begin, as it claims the replicas that run."""
+    scaling = deployment.get("autoscaling_config")
+    if isinstance(scaling, Mapping) and scaling.get("min_replicas") == 0:
+        return [
+            f"{where}.autoscaling_config.min_replicas: should be 1 or more, got 0; a run claims replicas that run"
+        ]
+    return []
 
 
 def _more_than_one(deployment: Mapping[str, Any], where: str) -> list[str]:

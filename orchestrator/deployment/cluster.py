@@ -236,12 +236,26 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
 
 def applications(cluster: Cluster) -> dict[str, Any]:
     """Application name -> Serve's description of it. OSError (URLError, TimeoutError) if Serve does not answer."""
+    described: dict[str, Any] = json.loads(ask(cluster))["applications"]
+    return described
+
+
+def ask(cluster: Cluster, put: str | None = None, timeout_s: float = 10) -> bytes:
+    """Serve's description of what is deployed; or, with `put`, its answer to these sections, as JSON, to deploy.
+
+    Raises:
+        OSError: Serve does not answer (URLError, TimeoutError) or refuses (HTTPError, which holds the reason).
+    """
     secret = Path(cluster.token).read_text(encoding="ascii")
-    address, proof = f"{cluster.dashboard}/api/serve/applications/", {"Authorization": f"Bearer {secret}"}
-    asked = urllib.request.Request(address, headers=proof)
-    with urllib.request.urlopen(asked, timeout=10) as reply:
-        described: dict[str, Any] = json.load(reply)["applications"]
-        return described
+    asked = urllib.request.Request(
+        f"{cluster.dashboard}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
+        data=None if put is None else put.encode(),
+        method="GET" if put is None else "PUT",
+    )
+    with urllib.request.urlopen(asked, timeout=timeout_s) as reply:
+        answer: bytes = reply.read()
+        return answer
 
 
 def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:

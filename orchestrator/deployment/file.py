@@ -14,7 +14,7 @@ from services.common.config.base import LAST_PORT, Config, ConfigError, read_yam
 from services.common.config.explain import shown, unknown
 from services.common.security.port import Port, SecurityConfig
 
-_SERVE_KEYS = {
+SERVE_KEYS = {
     "proxy_location",
     "http_options",
     "grpc_options",
@@ -24,6 +24,7 @@ _SERVE_KEYS = {
     "applications",
     "target_capacity",
 }
+"""Serve's own sections."""
 _OTHER_KEYS = {"orchestrator", "security", "shared"}
 _PORTS = {"http_options": 8000, "grpc_options": 9000}
 """Serve's sections with a port -> its default."""
@@ -71,7 +72,7 @@ class Deployment:
             ConfigError: every wrong field of every section, a line each.
         """
         raw = read_yaml(path)
-        known = _SERVE_KEYS | _OTHER_KEYS
+        known = SERVE_KEYS | _OTHER_KEYS
         problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
         problems += [*clashes(), *_wrong_ports(raw, path)] + [f"{path}: {gap}" for gap in gaps(raw)]
         listed = raw.get("applications") or []
@@ -160,7 +161,7 @@ def _wrong_for_serve(raw: Mapping[str, Any], problems: list[str]) -> list[str]:
     from services.common.config import serve as serve_sections
 
     told = "\n".join(problems)
-    refused = serve_sections.problems({key: value for key, value in raw.items() if key in _SERVE_KEYS})
+    refused = serve_sections.problems({key: value for key, value in raw.items() if key in SERVE_KEYS})
     return [line for line in refused if f"{line.partition(':')[0]}:" not in told]
 
 

@@ -1,31 +1,37 @@
 """Deploys applications on a local Ray head, and waits until they run."""
 
-import os
-import subprocess
-import sys
+import json
 import time
+import urllib.error
 from pathlib import Path
 
-from orchestrator.deployment import privacy
 from orchestrator.deployment.applications import failure_of, status_of
-from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applications
+from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applications, ask
+from orchestrator.deployment.file import SERVE_KEYS
+from orchestrator.deployment.redeployment import scalable
+from services.common.config.base import read_yaml
 
 _DEPLOY_S = 300
 _LOOK_EVERY_S = 0.5
 
 
 def deploy(cluster: Cluster, config: Path) -> None:
-    """Runs `serve deploy` on the file. ClusterError with Serve's message if it refuses, or if it does not end."""
-    command = [sys.executable, "-m", "ray.serve.scripts", "deploy", "-a", cluster.dashboard, str(config)]
-    environment = privacy.without_token(dict(os.environ)) | cluster.environment
+    """Deploys the applications of the file in place of those that run, each in its `scalable` form.
+
+    Does not wait until they run.
+
+    Raises:
+        ClusterError: Serve refused, with its message, or did not answer in time.
+    """
+    raw = read_yaml(config)
+    sections = {key: value for key, value in raw.items() if key in SERVE_KEYS}
+    sections["applications"] = [scalable(section) for section in raw.get("applications") or []]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_DEPLOY_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"serve deploy did not end within {_DEPLOY_S} s") from None
-    if done.returncode:
-        raise ClusterError(f"serve deploy failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        ask(cluster, json.dumps(sections), timeout_s=_DEPLOY_S)
+    except urllib.error.HTTPError as error:
+        raise ClusterError(f"Serve refused {config}:\n{error.read().decode(errors='replace')[-2000:]}") from None
+    except OSError as error:
+        raise ClusterError(f"Serve did not take {config} within {_DEPLOY_S} s: {error}") from None
 
 
 def await_running(cluster: Cluster, names: tuple[str, ...], say: Say, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ import yaml
 
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
+from orchestrator.deployment.redeployment import fixed
 from orchestrator.monitoring.metrics import FILE, read_metrics
 from tests.cluster import START_S, Quartet, command
 
@@ -31,7 +32,7 @@ def judge(quartet: Quartet, service: str) -> dict[str, Any]:
     """The service as another application, of two replicas."""
     applications: list[dict[str, Any]] = quartet.raw["applications"]
     [deployed] = [application for application in applications if application["name"] == service]
-    deployment = deployed["deployments"][0] | {"num_replicas": 2}
+    deployment = deployed["deployments"][0] | fixed(2)
     return deployed | {"name": "judge", "route_prefix": "/judge", "deployments": [deployment]}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.clients import Services
 from orchestrator.commands import lease as lease_module
-from orchestrator.commands.lease import holding
+from orchestrator.commands.lease import holding, training
 from orchestrator.commands.patience import Patience
 from protos import common_pb2, critic_pb2
 from protos import rollout_pb2 as pb
@@ -260,3 +260,19 @@ async def test_a_run_that_was_taken_over_from_does_not_come_back_by_going_back()
         ):
             await hold.begin_timeline(stage.patience())
     assert stage.critic.fence.held().lease == taken
+
+
+@in_virtual_time
+async def test_the_run_that_trains_is_named_while_it_is_alive() -> None:
+    stage = Stage()
+    assert await training(stage.services) == ""
+    async with stage.hold("a"):
+        assert await training(stage.services) == "a"
+    assert await training(stage.services) == ""  # given back
+
+    async def silent(timeout_s: float, **phase: Any) -> None:
+        raise Unavailable("no replica")
+
+    async with stage.hold("a"):
+        stage.rollout.update_weights = silent  # type: ignore[method-assign, assignment]
+        assert await training(stage.services) == ""

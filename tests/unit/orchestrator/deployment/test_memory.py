@@ -218,7 +218,7 @@ def test_as_many_replicas_count_as_there_may_be(scale: dict[str, Any], count: in
     deployment = load(Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml", tmp_path)
     reward = next(a for a in deployment.raw["applications"] if a["name"] == "reward")
     (entry,) = reward["deployments"]
-    del entry["num_replicas"]
+    del entry["autoscaling_config"]
     entry |= scale
     parts = footprints(deployment, 139 * GIB, lambda folder: QWEN["0.5B"])
     assert [part.name for part in parts].count("reward") == count

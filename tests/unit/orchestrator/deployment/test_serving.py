@@ -5,20 +5,25 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator.deployment.cluster import Cluster, ClusterError
 from orchestrator.deployment.processes import MARK
-from orchestrator.deployment.serving import await_running
+from orchestrator.deployment.redeployment import fixed
+from orchestrator.deployment.serving import await_running, deploy
 
 RUNNING, STARTING = ({"applications": {"reward": {"status": status}}} for status in ("RUNNING", "DEPLOYING"))
 FAILED = {"applications": {"reward": {"status": "DEPLOY_FAILED", "message": "no such model"}}}
 SECRET = "5" * 64
 Heads = Callable[..., Cluster]
+put: list[dict[str, Any]] = []
+"""Files that were deployed on the head of the present test."""
 
 
 @pytest.fixture
@@ -26,6 +31,7 @@ def head(tmp_path: Path) -> Iterator[Heads]:
     """Makes a head whose dashboard gives these answers in turn, the last again and again; a number is an error."""
     servers: list[HTTPServer] = []
     processes: list[subprocess.Popen[bytes]] = []
+    put.clear()
     token = tmp_path / "token"
     token.write_text("secret")
 
@@ -38,6 +44,10 @@ def head(tmp_path: Path) -> Iterator[Heads]:
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.end_headers()
                 self.wfile.write(json.dumps(answer).encode())
+
+            def do_PUT(self) -> None:
+                put.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.do_GET()
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -64,6 +74,38 @@ def head(tmp_path: Path) -> Iterator[Heads]:
     for process in processes:
         process.kill()
         process.wait()
+
+
+def test_serve_gets_its_own_sections_with_numbers_that_can_scale(head: Heads, tmp_path: Path) -> None:
+    reward = {"name": "reward", "import_path": "services.reward.replica:build"}
+    numbered = reward | {"deployments": [{"name": "Reward", "num_replicas": 2}]}
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        json.dumps({"http_options": {"port": 1}, "orchestrator": {"secret": 1}, "applications": [numbered]})
+    )
+    deploy(head({}), file)
+    bounded = reward | {"deployments": [{"name": "Reward", **fixed(2)}]}
+    assert put == [{"http_options": {"port": 1}, "applications": [bounded]}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"), [(400, r"^Serve refused .*a\.yaml:\n400$"), (503, r"^Serve refused .*a\.yaml:\n503$")]
+)
+def test_a_file_that_serve_refuses_is_told_with_its_reason(
+    head: Heads, answer: int, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("applications: []")
+    with pytest.raises(ClusterError, match=message):
+        deploy(head(answer), file)
+
+
+def test_a_dashboard_that_is_gone_takes_no_file(head: Heads, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("applications: []")
+    gone = replace(head({}), dashboard="http://127.0.0.1:1")
+    with pytest.raises(ClusterError, match=r"^Serve did not take .*a\.yaml within 300 s: .*refused"):
+        deploy(gone, file)
 
 
 def test_a_busy_dashboard_is_asked_again(head: Heads) -> None:

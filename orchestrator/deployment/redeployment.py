@@ -1,0 +1,109 @@
+"""A file that is deployed while services run: the form in which Serve gets it, and its consequences for them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.deployment.applications import Application, service_of
+from services.critic.config import CriticConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The consequence of a file for one application that runs."""
+
+    application: str
+    text: str
+    """The consequence, for the user."""
+    restarts: bool
+    """True if replicas that run are replaced or stopped."""
+
+    def __str__(self) -> str:
+        return f"{self.application}: {self.text}"
+
+
+def scalable(application: Application) -> dict[str, Any]:
+    """The section with its number of replicas as an `autoscaling_config`, of equal bounds if the number is fixed.
+
+    Serve counts the first `autoscaling_config` of an application as new code and replaces all of its replicas, but
+    changes of its values replace none. With the key from the start, a deployment can be given bounds at any time.
+    The critic's section, which always has one replica, and those of other applications stay as they are.
+    """
+    service, deployments = service_of(application), application.get("deployments", [])
+    if service is None or service.config is CriticConfig or not isinstance(deployments, list):
+        return dict(application)
+    entries = deployments or [{"name": service.deployment}]
+    return {**application, "deployments": [_bounded(entry) for entry in entries]}
+
+
+def _bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    if entry.get("autoscaling_config") is not None:
+        return dict(entry)
+    count = entry.get("num_replicas")
+    if count == "auto":  # Serve's own bounds
+        return {**entry, "autoscaling_config": {}}
+    return {**entry, **fixed(count or 1)}
+
+
+def fixed(count: int) -> dict[str, Any]:
+    """The keys of a deployment that give it so many replicas."""
+    return {"num_replicas": None, "autoscaling_config": {"min_replicas": count, "max_replicas": count}}
+
+
+def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[Change]:
+    """The consequences of deploying the sections `wanted`; nothing for an application that stays as it is.
+
+    Args:
+        running: Serve's description of each application that is deployed, by name.
+        wanted: the file's sections, valid and not yet `scalable`.
+    """
+    found = []
+    names = [str(section.get("name")) for section in wanted]
+    for name, described in running.items():
+        if name not in names:
+            found.append(Change(name, f"not in the file, so {_replicas(described)} will be stopped", restarts=True))
+    for name, section in zip(names, wanted, strict=True):
+        described = running.get(name)
+        if described and (deployed := described.get("deployed_app_config")):
+            found += _changes(name, described, deployed, scalable(section))
+    return found
+
+
+def _changes(name: str, described: Mapping[str, Any], deployed: Application, section: Application) -> list[Change]:
+    # Imported here because it loads Ray Serve, which takes seconds.
+    from services.common.config.restarts import restarting
+
+    keys = restarting(deployed, section)
+    if keys:
+        text = f"{_replicas(described)} will be restarted, because of {', '.join(keys)}"
+        return [Change(name, text, restarts=True)]
+    before, after = _bounds(deployed), _bounds(section)
+    if before != after:
+        text = f"from {before} to {after}; those that stay are not restarted"
+        return [Change(name, text, restarts=False)]
+    # What the deployed section does not set has Serve's default, as in the new one.
+    if any(deployed.get(key) != value for key, value in section.items() if key in deployed or value):
+        return [Change(name, "changes in place; no replica is restarted", restarts=False)]
+    return []
+
+
+def _replicas(described: Mapping[str, Any]) -> str:
+    deployments = (described.get("deployments") or {}).values()
+    count = sum(len(deployment.get("replicas") or []) for deployment in deployments)
+    return f"its {_counted(count)}"
+
+
+def _bounds(section: Application) -> str:
+    """The number of replicas that a section asks for, in words."""
+    entry: Mapping[str, Any] = next(iter(section.get("deployments") or []), {})
+    scaling = entry.get("autoscaling_config")
+    if entry.get("num_replicas") == "auto":
+        return "a number that Serve chooses"
+    if scaling is None:
+        return _counted(entry.get("num_replicas") or 1)
+    low, high = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+    return _counted(high) if low == high else f"{low} to {high} replicas"
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"

@@ -1,0 +1,76 @@
+"""The consequences that `quartet up` names before it changes services that run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.clients import Services
+from orchestrator.commands import up
+from orchestrator.commands.up import consequences
+from orchestrator.deployment import cluster
+from orchestrator.deployment.cluster import Cluster
+from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.redeployment import scalable
+from tests.gpu_requests import load
+
+SHIPPED = Path(__file__).parents[4] / "deploy" / "ppo.yaml"
+HEAD = Cluster(1, 0.0, "127.0.0.1:1", "http://127.0.0.1:2", "token", "folder", "secret")
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    """deploy/ppo.yaml; its services run with another dtype of the reference, and one replica of rollout more."""
+    loaded = load(SHIPPED, tmp_path)
+    described: dict[str, Any] = {}
+    for section in yaml.safe_load(loaded.path.read_text())["applications"]:
+        if section["name"] == "rollout":
+            section["deployments"][0]["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2}
+        described[section["name"]] = {"deployed_app_config": scalable(section), "deployments": {}}
+    monkeypatch.setattr(cluster, "applications", lambda ray: described)
+    return loaded
+
+
+def running(monkeypatch: pytest.MonkeyPatch, run: str) -> list[int]:
+    """Lets the services answer that this run holds them; grows by an item when they are asked."""
+    asked: list[int] = []
+
+    async def held(services: Services) -> str:
+        asked.append(1)
+        return run
+
+    monkeypatch.setattr(up, "training", held)
+    return asked
+
+
+def test_a_change_that_only_scales_does_not_ask_who_trains(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = running(monkeypatch, "demo-1")
+    assert consequences(HEAD, deployment) == [
+        "rollout: from 2 replicas to 1 replica; those that stay are not restarted"
+    ]
+    assert asked == []
+
+
+def test_a_restart_under_a_run_is_told_plainly(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    [reference] = [entry for entry in deployment.raw["applications"] if entry["name"] == "reference"]
+    reference["args"]["dtype"] = "bfloat16"
+    running(monkeypatch, "demo-1")
+    scaled, restarted, run = consequences(HEAD, deployment)
+    assert scaled.startswith("rollout: from 2 replicas to 1 replica")
+    assert restarted.startswith("reference: its 0 replicas will be restarted, because of args.dtype")
+    assert run.startswith("run demo-1 is training with these services; it waits for restarted replicas, ")
+    running(monkeypatch, "")
+    assert consequences(HEAD, deployment) == [scaled, restarted]
+
+
+def test_a_dashboard_that_does_not_answer_is_told(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(ray: Cluster) -> dict[str, Any]:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(cluster, "applications", silent)
+    assert consequences(HEAD, deployment) == [
+        "what will change is not known, as Ray's dashboard does not answer (timed out)"
+    ]
