@@ -72,8 +72,9 @@ def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], 
     critic_step = infos.critic.last_step if infos.critic else None
     if critic_step:
         note(
-            f"the critic has been trained for {critic_step} steps already; "
-            "for a fresh one, `quartet down` and `quartet up`"
+            f"the critic has been trained for {critic_step} steps already; for a fresh one, start it again: "
+            "`quartet down` and `quartet up`, or on a cluster of your own `serve deploy` a file without it, and then "
+            "this one"
         )
     return TrainState(
         step=0,

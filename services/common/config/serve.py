@@ -15,6 +15,8 @@ from services.common.config.explain import explain, shown, unknown
 
 SECTIONS = frozenset(ServeDeploySchema.model_fields)
 """Names of Serve's own sections."""
+DEFAULT_ROUTE = "/"
+"""Route of an application that names none; a test compares it with Serve's schema."""
 
 
 def problems(raw: Mapping[str, Any]) -> list[str]:
@@ -33,8 +35,23 @@ def problems(raw: Mapping[str, Any]) -> list[str]:
     for name, section in rest.items():
         errors += _unknown(ServeDeploySchema.model_fields[name].annotation, section, name)
     # Checks across applications follow once each application is right by itself.
+    errors = errors or list(_wrong_routes(applications))
     errors += _refused(ServeDeploySchema, rest | {"applications": [] if errors else list(applications)})
     return errors
+
+
+def _wrong_routes(applications: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Applications without a route, or with that of an earlier one: Serve finds an application for gRPC calls only if
+    it has a route of its own."""
+    first: dict[str, str] = {}
+    for index, application in enumerate(applications):
+        name, route = _label(application, index), application.get("route_prefix", DEFAULT_ROUTE)
+        where = f"applications.{name}.route_prefix"
+        if route is None:
+            yield f"{where}: should be a path, such as /{name}, got null; without one no gRPC call reaches it"
+        elif isinstance(route, str) and first.setdefault(route, name) != name:
+            given = "" if "route_prefix" in application else "left out, which is "
+            yield f"{where}: {given}{route}, as of {first[route]}; give each application its own, such as /{name}"
 
 
 def _wrong(model: type[BaseModel], given: Mapping[str, Any], where: str) -> list[str]:

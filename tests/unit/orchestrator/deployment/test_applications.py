@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import ServeApplicationSchema
 
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.guarded import GUARD
 from services.common.config.base import ConfigError
-from services.common.config.serve import SECTIONS
+from services.common.config.serve import DEFAULT_ROUTE, SECTIONS
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
@@ -46,18 +47,21 @@ def problems(raw: dict[str, Any], folder: Path) -> list[str]:
             {"num_replica": 2},
             ".num_replica: unknown field; known: autoscaling_config, [^;]*; did you mean num_replicas?",
         ),
-        ({"num_replicas": 0}, ".num_replicas: should be more than 0, got 0"),
-        ({"num_replicas": "many"}, ': `num_replicas` must be an int or "auto", but got: many'),
+        ({"autoscaling_config": None, "num_replicas": 0}, ".num_replicas: should be more than 0, got 0"),
+        (
+            {"autoscaling_config": None, "num_replicas": "many"},
+            ': `num_replicas` must be an int or "auto", but got: many',
+        ),
         (
             {"ray_actor_options": {"num_cpu": 1}},
             ".ray_actor_options.num_cpu: unknown field; [^;]*; did you mean num_cpus?",
         ),
         (
-            {"num_replicas": None, "autoscaling_config": {"min_replicas": 3, "max_replicas": 1}},
+            {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}},
             ".autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (3)!",
         ),
         (
-            {"num_replicas": None, "autoscaling_config": {"max_replica": 3}},
+            {"autoscaling_config": {"max_replica": 3}},
             ".autoscaling_config.max_replica: unknown field; known: [^;]*; did you mean max_replicas?",
         ),
     ],
@@ -83,8 +87,20 @@ def test_settings_of_a_deployment_that_cannot_be(
         (lambda a: a[0].update(deployments=None), "applications.rollout.deployments: should be a list, got null"),
         (lambda a: a[0].update(runtime_env=None), "applications.rollout.runtime_env: should be a mapping, got null"),
         (
-            lambda a: a[0].update(route_prefix="/reward"),
-            "applications: Found duplicate applications for route prefix",
+            lambda a: a[1].update(route_prefix="/rollout"),
+            "applications.reward.route_prefix: /rollout, as of rollout; give each application its own, ",
+        ),
+        (
+            lambda a: (a[0].pop("route_prefix"), a[1].pop("route_prefix")),
+            "applications.reward.route_prefix: left out, which is /, as of rollout; give each application its own, ",
+        ),
+        (
+            lambda a: a[0].update(route_prefix=None),
+            "applications.rollout.route_prefix: should be a path, such as /rollout, got null; without one ",
+        ),
+        (
+            lambda a: a[0]["deployments"][0].update(autoscaling_config={"min_replicas": 0, "max_replicas": 2}),
+            "applications.rollout.deployments.Rollout.autoscaling_config.min_replicas: should be 1 or more, got 0; ",
         ),
         (
             lambda a: a[0].update(runtime_env={"env_vars": {"OMP_NUM_THREADS": 1}}),
@@ -229,7 +245,6 @@ def test_functions_may_be_given_in_serves_other_form(raw: dict[str, Any], tmp_pa
 
 def test_rollout_replicas_may_scale_by_themselves(raw: dict[str, Any], tmp_path: Path) -> None:
     deployment = raw["applications"][0]["deployments"][0]
-    del deployment["num_replicas"]
     deployment["autoscaling_config"] = {"min_replicas": 1, "max_replicas": 4}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(raw))
     loaded = Deployment.load(tmp_path / "a.yaml", check_services=True)
@@ -266,7 +281,11 @@ def test_what_is_known_of_a_service_is_true(name: str) -> None:
     assert RolloutConfig is SERVICES["rollout"].config
 
 
-def test_the_sections_are_those_of_serve() -> None:
-    from orchestrator.deployment.file import _SERVE_KEYS
+def test_a_route_that_is_left_out_is_the_default_of_serve() -> None:
+    assert ServeApplicationSchema.model_fields["route_prefix"].default == DEFAULT_ROUTE
 
-    assert _SERVE_KEYS == SECTIONS
+
+def test_the_sections_are_those_of_serve() -> None:
+    from orchestrator.deployment.file import SERVE_KEYS
+
+    assert SERVE_KEYS == SECTIONS
