@@ -67,7 +67,7 @@ class Services:
             config: configuration of the run; its name is sent with every call.
             purpose: purpose of the calls, by which busy services order them.
         """
-        targets = {name: config.services[name].target or config.target for name in config.services.used}
+        targets = targets_of(config)
         channels = {target: credentials.connect(target) for target in sorted(set(targets.values()))}
 
         def make(kind: type[Client]) -> Client:
@@ -142,6 +142,11 @@ class Services:
         """The clients of the services that the run uses, by name."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: client for name, client in every.items() if client is not None}
+
+
+def targets_of(config: OrchestratorConfig) -> dict[str, str]:
+    """Host:port of each service that the run uses."""
+    return {name: config.services[name].target or config.target for name in config.services.used}
 
 
 def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.clients import Services, agreed_backend, check_compatible
+from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
 from orchestrator.commands.lease import Hold, holding
@@ -34,7 +34,7 @@ from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
 from orchestrator.loop.identities import digests, identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
-from orchestrator.loop.watch import watching_services
+from orchestrator.loop.watch import watching_certificates, watching_services
 from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
@@ -130,7 +130,8 @@ class Run:
         claimed = holding(self.services, run, patience, ttl_s=ttl_s, take_over=take_over, note=note)
         opened = registered(self.services.rollout.application, patience)
         # Claimed before anything is removed or restored, since another run may be using these services.
-        async with claimed as hold, opened as registry:
+        certificates = watching_certificates({*targets_of(self._config).values()}, note)
+        async with certificates, claimed as hold, opened as registry:
             if not resume:
                 clear(self._checkpoints, overwrite=overwrite)
             keep_run_id(self.run_dir, run)

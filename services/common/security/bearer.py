@@ -10,20 +10,33 @@ from services.common.config.base import ConfigError
 from services.common.security.authentication import AUTHORIZATION
 
 
-def _header(token: Path) -> tuple[str, str]:
-    """The header with the token in a file. OSError if the file cannot be read."""
-    return AUTHORIZATION, f"Bearer {token.read_text(encoding='utf-8').strip()}"
+class _TokenFile:
+    """A token's file, and the token that was read from it last, which is sent on if the file is removed: a cleaner of
+    the folder then ends no run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last = ""
+
+    def header(self) -> tuple[str, str]:
+        """The header with the token. OSError if the file cannot be read and never could."""
+        try:
+            self._last = self.path.read_text(encoding="utf-8").strip()
+        except OSError:
+            if not self._last:
+                raise
+        return AUTHORIZATION, f"Bearer {self._last}"
 
 
 class BearerPlugin(grpc.AuthMetadataPlugin):
     """Sends the token in a file with every call over TLS."""
 
     def __init__(self, token: Path) -> None:
-        self._token = token
+        self._token = _TokenFile(token)
 
     def __call__(self, context: Any, callback: Callable[[Any, Exception | None], None]) -> None:
         try:
-            callback((_header(self._token),), None)
+            callback((self._token.header(),), None)
         except OSError as error:
             callback((), error)
 
@@ -31,16 +44,16 @@ class BearerPlugin(grpc.AuthMetadataPlugin):
 class _Bearer:
     """Sends the token in a file with every call on a channel without TLS."""
 
-    def __init__(self, token: Path) -> None:
+    def __init__(self, token: _TokenFile) -> None:
         self._token = token
 
     def _with_token(self, details: Any) -> Any:
-        """The call's details with the token. ConfigError if its file is gone."""
+        """The call's details with the token. ConfigError if its file was gone before the first call."""
         try:
-            header = _header(self._token)
+            header = self._token.header()
         except OSError as error:
             raise ConfigError(
-                f"{self._token}: the token for this service cannot be read ({error.strerror}); `quartet down` "
+                f"{self._token.path}: the token for this service cannot be read ({error.strerror}); `quartet down` "
                 "removes it: are the services up?"
             ) from None
         return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), header))
@@ -67,4 +80,5 @@ class _BothWays(_Bearer, grpc.aio.StreamStreamClientInterceptor):
 
 def bearer_interceptors(token: Path) -> Sequence[grpc.aio.ClientInterceptor]:
     """Interceptors that send the token on a channel without TLS, one for each kind of call."""
-    return [_Unary(token), _Stream(token), _BothWays(token)]
+    file = _TokenFile(token)
+    return [_Unary(file), _Stream(file), _BothWays(file)]

@@ -3,6 +3,8 @@ for its owner."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,8 @@ from services.common.config.base import Config, ConfigError, read_yaml
 from services.common.security.bearer import BearerPlugin, bearer_interceptors
 from services.common.security.local import own_credentials
 from services.common.security.port import on_loopback
+from services.common.security.renewed import RenewedChannel
+from services.common.security.tls import check_pair
 from services.common.wire.client import open_channel
 
 VARIABLE = "QUARTET_CREDENTIALS"
@@ -53,13 +57,18 @@ def connect(target: str, environment: Mapping[str, str] | None = None) -> grpc.a
     Raises:
         ConfigError: a field is wrong, a file is missing, or a proof would cross a network in the clear.
     """
-    place = (os.environ if environment is None else environment).get(VARIABLE)
-    own = own_credentials()
-    for file in (*([_file(Path(place), VARIABLE)] if place else ()), *([own] if own else ())):
+    for file in _files(environment):
         credentials = _of(target, file)
         if credentials:
             return _open(target, *credentials)
     return open_channel(target)
+
+
+def _files(environment: Mapping[str, str] | None) -> list[Path]:
+    """The credentials files, the one that the environment names first."""
+    place = (os.environ if environment is None else environment).get(VARIABLE)
+    own = own_credentials()
+    return [*([_file(Path(place), VARIABLE)] if place else ()), *([own] if own else ())]
 
 
 def _of(target: str, file: Path) -> tuple[Credentials, Path] | None:
@@ -87,11 +96,57 @@ def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel
         if not on_loopback(target.rpartition(":")[0]):
             raise ConfigError(f"{file}.plaintext: {target} is not on loopback; give ca, and have the server use TLS")
         return open_channel(target, interceptors=bearer_interceptors(token) if token else ())
+    names = (credentials.ca, credentials.certificate, credentials.key)
+    files = [file.parent / name for name in names if name is not None]
+    if not files:
+        return _secured(target, credentials, file, token)
+    return RenewedChannel(lambda: _secured(target, credentials, file, token), files)
+
+
+def _secured(target: str, credentials: Credentials, file: Path, token: Path | None) -> grpc.aio.Channel:
     key, certificate = (_given(credentials, file, field) for field in ("key", "certificate"))
+    if key is not None and certificate is not None:
+        _check_certificate(certificate, key, f"{file}.certificate, key")
     secure = grpc.ssl_channel_credentials(_given(credentials, file, "ca"), key, certificate)
     if token is not None:
         secure = grpc.composite_channel_credentials(secure, grpc.metadata_call_credentials(BearerPlugin(token)))
     return open_channel(target, secure, server_name=credentials.server_name)
+
+
+def _check_certificate(certificate: bytes, key: bytes, where: str) -> None:
+    """Raises ConfigError unless both belong together, which they don't while only one of the two is replaced."""
+    try:
+        check_pair(certificate, key)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """The part of a certificate's life that is left."""
+
+    certificate: Path
+    left_s: float
+    """Seconds; negative once it has ended."""
+    whole_s: float
+
+
+def life(target: str, now: datetime | None = None, environment: Mapping[str, str] | None = None) -> Life | None:
+    """The life of the caller's certificate for the server at host:port; None if it shows none, or it is not readable,
+    which the calls tell."""
+    from cryptography import x509
+
+    found = next((given for file in _files(environment) if (given := _of(target, file))), None)
+    if found is None or found[0].certificate is None:
+        return None
+    certificate = found[1].parent / found[0].certificate
+    try:
+        read = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except (OSError, ValueError):
+        return None
+    begins, ends = read.not_valid_before_utc, read.not_valid_after_utc
+    left = ends - (now or datetime.now(UTC))
+    return Life(certificate, left.total_seconds(), (ends - begins).total_seconds())
 
 
 def _read(file: Path) -> Credentials:

@@ -85,14 +85,14 @@ def _configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
 
     certificate, key = Path(tls.certificate).read_bytes(), Path(tls.key).read_bytes()
     try:
-        _check_pair(certificate, key)
+        check_pair(certificate, key)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{tls.certificate}, {tls.key}: {error}") from None
     authorities = None if tls.client_ca is None else Path(tls.client_ca).read_bytes()
     return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authorities)
 
 
-def _check_pair(certificate: bytes, key: bytes) -> None:
+def check_pair(certificate: bytes, key: bytes) -> None:
     """Raises ValueError unless key and certificate belong together. They don't while only one of the two has been
     replaced, and gRPC would then have neither."""
     from cryptography import x509

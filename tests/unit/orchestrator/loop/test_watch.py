@@ -2,15 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.clients import Infos
 from orchestrator.loop.identities import identities
-from orchestrator.loop.watch import check_unchanged, repeating
+from orchestrator.loop.watch import check_unchanged, repeating, tell_endings
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from services.common.config.base import ConfigError
+from services.common.security.credentials import Life
 from services.common.wire.errors import Unavailable, leaves
 from tests.unit.waiting import settled, until
 
@@ -110,3 +112,14 @@ async def test_checks_end_with_the_block() -> None:
     assert events == ["check", "check", "check", "ended"]
     await settled()
     assert len(events) == 4
+
+
+async def test_the_user_is_told_when_a_tenth_of_a_certificate_is_left_and_at_each_half_of_that() -> None:
+    notes: list[str] = []
+    told: dict[Path, float] = {}
+    for left_h, count in ((50, 0), (9.9, 1), (9, 1), (5, 1), (4.9, 2), (2, 3), (-1, 4), (-2, 4), (99, 4), (8, 5)):
+        one = Life(Path("client.pem"), left_h * 3600, 100 * 3600)
+        await tell_endings(["a:1", "b:1"], notes.append, told, {"a:1": one, "b:1": None}.get)
+        assert len(notes) == count
+    assert notes[0].startswith("client.pem ends in 9.9 h")
+    assert notes[3].startswith("client.pem has ended")

@@ -52,6 +52,17 @@ async def test_a_token_that_is_gone_is_named(folder: Path) -> None:
                 await ask(channel, "Reward/Score")
 
 
+async def test_a_cleaner_that_removes_the_folder_ends_no_run(folder: Path) -> None:
+    async with front_door(Port(policy=policy_in())) as (target, _):
+        let_owner_in(number(target))
+        async with connect(target) as channel:
+            assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+            shut(folder)
+            # Streams too, which have not been asked for before.
+            for method in ("Reward/Score", "Rollout/Generate"):
+                assert (await outcome(ask(channel, method)))[0] is StatusCode.OK
+
+
 def test_other_users_cannot_read_it(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()} == dict.fromkeys(

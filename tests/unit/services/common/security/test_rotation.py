@@ -1,7 +1,9 @@
 """Keys, tokens, authorities and policies that are replaced while the port is open."""
 
 import asyncio
+import shutil
 import ssl
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -9,10 +11,13 @@ import pytest
 from grpc import StatusCode
 
 from services.common.security.authentication import Directory
+from services.common.security.credentials import VARIABLE, life
+from services.common.security.identity import Caller
 from services.common.security.keys.certificates import Authority
 from services.common.security.keys.folder import Keys
 from services.common.security.policy import digest, load_policy
 from services.common.security.port import Port
+from services.common.security.renewed import RenewedChannel
 from services.common.security.tls import SETTLE_S, Replacements
 from services.common.security.watched import LOOK_EVERY_S
 from services.common.wire.errors import Unauthenticated
@@ -47,6 +52,47 @@ async def test_tokens_are_rotated_and_withdrawn_without_a_restart(tmp_path: Path
         assert await status() is StatusCode.OK
         keys.policy.write_text("identities: {}")  # a slip: the last good policy stays
         assert await status() is StatusCode.OK
+
+
+async def test_a_run_takes_up_the_files_that_replace_its_certificate(tmp_path: Path) -> None:
+    """Files that are broken, or gone, change nothing."""
+    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    folder = keys.folder / "clients/run-a"
+    async with (
+        front_door(Port(policy=keys.policy), clock=clock) as (target, replicas),
+        channel_of(keys, "run-a", target) as channel,
+    ):
+        assert isinstance(channel, RenewedChannel)
+
+        async def connection() -> grpc.aio.Channel:
+            await asyncio.sleep(1.1 * LOOK_EVERY_S)
+            clock.now += LOOK_EVERY_S
+            assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
+            return channel.now()
+
+        first = await connection()
+        (folder / "client.pem").write_text("torn")
+        assert await connection() is first
+        keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+        second = await connection()
+        assert second is not first
+        shutil.rmtree(folder)
+        assert await connection() is second
+    assert {caller for _, caller, _ in replicas.seen} == {Caller("run-a", "trainer")}
+    assert len(replicas.seen) == 4
+
+
+def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=10)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    folder, now = keys.folder / "clients/run-a", datetime.now(UTC) + timedelta(days=9)
+    seen = life("127.0.0.1:1", now, {VARIABLE: str(folder)})
+    assert seen is not None
+    assert seen.certificate == folder / "client.pem"
+    assert seen.left_s == pytest.approx(86400, abs=600)
+    assert seen.whole_s == pytest.approx(864_000, abs=600)
+    assert life("127.0.0.1:1", now, {}) is None
 
 
 async def test_certificates_are_rotated_without_a_restart(tmp_path: Path) -> None:
