@@ -12,7 +12,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
-from orchestrator.deployment.redeployment import changes
+from orchestrator.deployment.redeployment import changes, kept
 from services.common.config.base import ConfigError
 from services.common.security import local
 from services.common.security.credentials import VARIABLE as CREDENTIALS
@@ -51,6 +51,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     if port is not deployment.port:
         local.let_owner_in(deployment.ports["grpc_options.port"])
     if not fresh:
+        _check_kept(ray, deployment)
         for line in consequences(ray, deployment):
             say(line)
     serving.deploy(ray, config)
@@ -71,14 +72,27 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
 def consequences(ray: cluster.Cluster, deployment: Deployment) -> list[str]:
     """The consequences of deploying the file on the head that runs, a line each; empty if nothing changes."""
     try:
-        found = changes(cluster.applications(ray), deployment.raw.get("applications") or [])
+        described = cluster.serve(ray)
     except OSError as error:
         return [f"what will change is not known, as Ray's dashboard does not answer ({error})"]
+    if refused := kept(described, deployment.raw):
+        return refused
+    found = changes(described["applications"], deployment.raw.get("applications") or [])
     lines = [str(change) for change in found]
     if any(change.restarts for change in found):
         run = asyncio.run(_training(deployment.orchestrator))
         lines += [f"run {run} is training with these services; {_MEANWHILE}"] if run else []
     return lines
+
+
+def _check_kept(ray: cluster.Cluster, deployment: Deployment) -> None:
+    """Raises ConfigError if the file changes the ports, which Serve keeps while it runs."""
+    try:
+        refused = kept(cluster.serve(ray), deployment.raw)
+    except OSError:
+        return  # whether Serve can be reached at all is seen when it is given the file
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 async def _training(config: OrchestratorConfig) -> str:

@@ -236,7 +236,13 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
 
 def applications(cluster: Cluster) -> dict[str, Any]:
     """Application name -> Serve's description of it. OSError (URLError, TimeoutError) if Serve does not answer."""
-    described: dict[str, Any] = json.loads(ask(cluster))["applications"]
+    described: dict[str, Any] = serve(cluster)["applications"]
+    return described
+
+
+def serve(cluster: Cluster) -> dict[str, Any]:
+    """Serve's description of itself and of what is deployed. OSError as of `applications`."""
+    described: dict[str, Any] = json.loads(ask(cluster))
     return described
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.deployment.applications import Application, service_of
+from services.common.config.explain import shown
 from services.critic.config import CriticConfig
 
 
@@ -67,6 +68,22 @@ def changes(running: Mapping[str, Any], wanted: Sequence[Application]) -> list[C
         if described and (deployed := described.get("deployed_app_config")):
             found += _changes(name, described, deployed, scalable(section))
     return found
+
+
+def kept(running: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
+    """Options of Serve's ports that the file changes though Serve keeps the old ones while it runs, a line each.
+
+    Args:
+        running: Serve's description of itself.
+        raw: contents of the file.
+    """
+    return [
+        f"{section}.{key}: {shown(value)}, but Serve runs with {shown(has[key])} and keeps it; `quartet down` first"
+        for section in ("http_options", "grpc_options")
+        for has in [running.get(section) or {}]
+        for key, value in (raw.get(section) or {}).items()
+        if key in has and has[key] != value
+    ]
 
 
 def _changes(name: str, described: Mapping[str, Any], deployed: Application, section: Application) -> list[Change]:

@@ -1,5 +1,6 @@
 """The consequences that `quartet up` names before it changes services that run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from orchestrator.deployment import cluster
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import scalable
+from services.common.config.base import ConfigError
 from tests.gpu_requests import load
 
 SHIPPED = Path(__file__).parents[4] / "deploy" / "ppo.yaml"
 HEAD = Cluster(1, 0.0, "127.0.0.1:1", "http://127.0.0.1:2", "token", "folder", "secret")
+
+PORTS = {"http_options": {"host": "127.0.0.1", "port": 18000, "root_path": ""}, "grpc_options": {"port": 19000}}
+"""Ports of the shipped file, and more, as Serve describes them."""
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
         if section["name"] == "rollout":
             section["deployments"][0]["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2}
         described[section["name"]] = {"deployed_app_config": scalable(section), "deployments": {}}
-    monkeypatch.setattr(cluster, "applications", lambda ray: described)
+    monkeypatch.setattr(cluster, "serve", lambda ray: PORTS | {"applications": described})
     return loaded
 
 
@@ -70,7 +75,18 @@ def test_a_dashboard_that_does_not_answer_is_told(deployment: Deployment, monkey
     def silent(ray: Cluster) -> dict[str, Any]:
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(cluster, "applications", silent)
+    monkeypatch.setattr(cluster, "serve", silent)
     assert consequences(HEAD, deployment) == [
         "what will change is not known, as Ray's dashboard does not answer (timed out)"
     ]
+
+
+def test_ports_that_serve_would_keep_are_refused(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment.raw["grpc_options"]["port"] = 19500
+    refused = "grpc_options.port: 19500, but Serve runs with 19000 and keeps it; `quartet down` first"
+    assert consequences(HEAD, deployment) == [refused]
+    with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
+        up._check_kept(HEAD, deployment)
+    monkeypatch.setattr(cluster, "serve", lambda ray: {"grpc_options": None, "applications": {}})  # nothing deployed
+    up._check_kept(HEAD, deployment)
+    assert consequences(HEAD, deployment) == []
