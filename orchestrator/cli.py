@@ -207,8 +207,10 @@ def _guarded(command: Callable[[], Any]) -> int:
         for text in texts:
             _errors.print(f"[red]error:[/red] {escape(printable(text))}")
         absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in errors)
-        if absent and not any("quartet up" in text for text in texts):
-            _errors.print("are the services up? `quartet up FILE` starts them")
+        if absent and not any("`quartet up" in text or "`serve deploy" in text for text in texts):
+            from orchestrator.clients import advice
+
+            _errors.print(f"are the services up? {advice('FILE')}")
         return 1
     return 0
 

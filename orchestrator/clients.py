@@ -1,6 +1,7 @@
 """Clients of the services, and the check that all of them use the same tokens."""
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -92,6 +93,7 @@ class Services:
         """Returns when a server accepts connections at every target of the configuration, which is from `file`.
 
         Raises:
+            ConfigError: a target has TLS and this caller has not, or the reverse.
             Unavailable: a target accepts none within `timeouts.info_s` and REACH_S, the smaller of both.
         """
         patience_s = min(config.timeouts.info_s, REACH_S)
@@ -99,13 +101,13 @@ class Services:
             if await client.reachable(patience_s):
                 continue
             own = config.services[name].target
+            await credentials.check_tls(own or config.target)
             where = (
                 f"{own} (orchestrator.services.{name}.target)" if own else f"{config.target} (orchestrator.target)"
             )
             raise Unavailable(
                 f"no answer at {where} within {patience_s:g} s; are the services up?"
-                + ("" if own else f" quartet up {file}")
-                + credentials.hint(own or config.target)
+                + ("" if own else f" {advice(file)}")
             )
 
     async def infos(self, timeout_s: float) -> Infos:
@@ -147,6 +149,15 @@ class Services:
 def targets_of(config: OrchestratorConfig) -> dict[str, str]:
     """Host:port of each service that the run uses."""
     return {name: config.services[name].target or config.target for name in config.services.used}
+
+
+def advice(file: Path | str) -> str:
+    """The commands that start the services of a file, or show their state: those of Serve on a cluster of the user's
+    own, and those of Quartet where `quartet up` was used."""
+    here, own = f"`quartet up {file}` starts them", f"`serve status` shows them, `serve deploy {file}` starts them"
+    if os.environ.get("RAY_ADDRESS"):
+        return own
+    return here if Path(".quartet").is_dir() else f"{here} on this machine; on a Ray cluster of your own {own}"
 
 
 def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Config, ConfigError, read_yaml
 from services.common.security.bearer import BearerPlugin, bearer_interceptors
 from services.common.security.local import own_credentials
+from services.common.security.other_end import has_tls, refused
 from services.common.security.port import on_loopback
 from services.common.security.renewed import RenewedChannel
 from services.common.security.tls import check_pair
@@ -57,11 +58,14 @@ def connect(target: str, environment: Mapping[str, str] | None = None) -> grpc.a
     Raises:
         ConfigError: a field is wrong, a file is missing, or a proof would cross a network in the clear.
     """
-    for file in _files(environment):
-        credentials = _of(target, file)
-        if credentials:
-            return _open(target, *credentials)
-    return open_channel(target)
+    credentials = _named(target, environment)
+    return _open(target, *credentials) if credentials else open_channel(target)
+
+
+def _named(target: str, environment: Mapping[str, str] | None = None) -> tuple[Credentials, Path] | None:
+    """The credentials for a target and the file they are in; None if neither the environment nor this folder has
+    any."""
+    return next(filter(None, (_of(target, file) for file in _files(environment))), None)
 
 
 def _files(environment: Mapping[str, str] | None) -> list[Path]:
@@ -81,11 +85,32 @@ def _of(target: str, file: Path) -> tuple[Credentials, Path] | None:
     return None if of_others else (credentials, file)
 
 
-def hint(target: str) -> str:
-    """Advice for a server that does not answer: a port with TLS does not answer callers without TLS."""
-    if os.environ.get(VARIABLE) or on_loopback(target.rpartition(":")[0]):
-        return ""
-    return f" If the port has TLS, {VARIABLE} has to name credentials"
+async def check_tls(target: str) -> None:
+    """Returns unless the port at host:port has TLS and this caller has not, or the reverse, or the caller does not
+    accept the port's certificate. For a port to which no connection comes about, since each of these looks like that.
+
+    Raises:
+        ConfigError: it is so; the message says what to set.
+    """
+    secured, named = await has_tls(target), _named(target)
+    with_tls, file = (not named[0].plaintext, named[1]) if named else (False, None)
+    if secured and not with_tls:
+        raise ConfigError(
+            f"{target} has TLS, and this caller has not: set {VARIABLE} to the folder of a caller of `quartet keys`, "
+            "such as keys/clients/NAME" + (f" ({file} is for ports without TLS)" if file else "")
+        )
+    if secured and named:
+        authorities = _given(*named, "ca")
+        if reason := await refused(target, authorities, named[0].server_name):
+            raise ConfigError(
+                f"{target} has TLS, with a certificate that {file} does not accept: {reason}; {VARIABLE} has to name "
+                "credentials whose ca signed it and whose server_name, or else the target's host, is in it"
+            )
+    if secured is False and with_tls:
+        raise ConfigError(
+            f"{target} has no TLS, but {file} is for ports with TLS: unset {VARIABLE}, or name credentials with "
+            "plaintext: true"
+        )
 
 
 def _open(target: str, credentials: Credentials, file: Path) -> grpc.aio.Channel:

@@ -176,10 +176,35 @@ async def test_a_target_of_its_own_where_nothing_listens_is_named_by_its_key(pol
     await server.stop(None)
 
 
-async def test_a_port_where_nothing_listens_is_named_with_the_command_that_helps(policy_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "used", "helps"),
+    [
+        (None, True, "`quartet up my.yaml` starts them"),
+        (
+            None,
+            False,
+            "`quartet up my.yaml` starts them on this machine; on a Ray cluster of your own `serve status`",
+        ),
+        ("auto", True, "`serve status` shows them, `serve deploy my.yaml` starts them"),
+    ],
+)
+async def test_a_port_where_nothing_listens_is_named_with_the_command_that_helps(
+    policy_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+    used: bool,
+    helps: str,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.chdir(tmp_path)
+    if used:
+        (tmp_path / ".quartet").mkdir()
     config = make_config(policy_folder, target="127.0.0.1:1", timeouts={"info_s": 0.3})
     services = Services.connect(config)
-    expected = "no answer at 127.0.0.1:1 (orchestrator.target) within 0.3 s; are the services up? quartet up my.yaml"
+    expected = f"no answer at 127.0.0.1:1 (orchestrator.target) within 0.3 s; are the services up? {helps}"
     with pytest.raises(Unavailable, match=re.escape(expected)):
         await services.reach(config, Path("my.yaml"))
     await services.close()
