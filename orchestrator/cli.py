@@ -7,15 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.markup import escape
+from orchestrator.incomplete import reason
 
-from orchestrator.monitoring.terminal import printable
-from services.common.config.base import ConfigError
-from services.common.wire.errors import NotFound, ServiceError, Unavailable, leaves
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
 
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+    from orchestrator.monitoring.terminal import printable
+    from services.common.config.base import ConfigError
+    from services.common.wire.errors import NotFound, ServiceError, Unavailable, leaves
+except ModuleNotFoundError as missing:  # the light install has no command line
+    sys.exit(reason(missing))
+
+_DISK_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+}
+"""Errors of files and folders that a user named or may have changed."""
+_INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended."""
 
 app = typer.Typer(
     help="RLHF-PPO for language models as four services and one orchestrator.",
@@ -40,7 +51,11 @@ def start(
     """Start a local Ray head unless one runs, deploy the services and wait until every model answers."""
     from orchestrator.commands.up import up
 
-    up(config, timeout_s, _say)
+    try:
+        up(config, timeout_s, _say)
+    except KeyboardInterrupt:
+        _say(f"interrupted; what was started goes on: `quartet up {config}` waits for it, `quartet down` stops it")
+        raise typer.Exit(_INTERRUPTED) from None
 
 
 @app.command()
@@ -133,21 +148,26 @@ def train(
     # Must come before Ray is imported, which then fixes its own address and its token.
     cluster.join()
     from orchestrator.commands import train as run
+    from orchestrator.commands.beginning import how_to_resume
     from orchestrator.deployment.file import Deployment
     from orchestrator.monitoring.progress import make_progress
 
     deployment = Deployment.load(config)
     progress = make_progress(sys.stderr)
-    folder = asyncio.run(
-        run.train(
-            deployment,
-            progress,
-            overwrite=overwrite,
-            resume=resume,
-            take_over=take_over,
-            accept_changed_services=accept_changed_services,
+    try:
+        folder = asyncio.run(
+            run.train(
+                deployment,
+                progress,
+                overwrite=overwrite,
+                resume=resume,
+                take_over=take_over,
+                accept_changed_services=accept_changed_services,
+            )
         )
-    )
+    except KeyboardInterrupt:
+        _say(how_to_resume(deployment))
+        raise typer.Exit(_INTERRUPTED) from None
     policy = deployment.orchestrator.save or folder / "policy"
     _say(f"metrics are in {folder}, the trained policy is in {policy}")
 
@@ -203,7 +223,7 @@ def _guarded(command: Callable[[], Any]) -> int:
         if not all(_is_actionable(leaf) for leaf in errors):
             raise
         # Calls that fail together usually fail for one reason.
-        texts = list(dict.fromkeys(str(leaf) for leaf in errors))
+        texts = list(dict.fromkeys(_text(leaf) for leaf in errors))
         for text in texts:
             _errors.print(f"[red]error:[/red] {escape(printable(text))}")
         absent = any(isinstance(leaf, Unavailable | NotFound) for leaf in errors)
@@ -213,6 +233,12 @@ def _guarded(command: Callable[[], Any]) -> int:
             _errors.print(f"are the services up? {advice('FILE')}")
         return 1
     return 0
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _is_actionable(error: BaseException) -> bool:

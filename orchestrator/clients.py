@@ -110,6 +110,11 @@ class Services:
                 + ("" if own else f" {advice(file)}")
             )
 
+    async def check_tls(self, config: OrchestratorConfig) -> None:
+        """Raises ConfigError if a target of the configuration has TLS and this caller has not, or the reverse."""
+        for target in sorted({config.services[name].target or config.target for name in self._clients}):
+            await credentials.check_tls(target)
+
     async def infos(self, timeout_s: float) -> Infos:
         """Asks all services at once for their descriptions.
 

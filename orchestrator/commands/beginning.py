@@ -57,6 +57,21 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
     return checkpoint
 
 
+def how_to_resume(deployment: Deployment) -> str:
+    """A line for a user who has interrupted a run: where it stands, and the command that continues it."""
+    config, path = deployment.orchestrator, deployment.path
+    try:
+        checkpoint = latest(checkpoint_folder(config))
+    except ConfigError:
+        checkpoint = None
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint; `quartet train {path} --overwrite` begins again"
+    return (
+        f"interrupted; the last checkpoint is of step {checkpoint.state.step} of {config.steps}: "
+        f"`quartet train {path} --resume` continues there"
+    )
+
+
 def check_groups(before: Mapping[str, Any], wanted: int) -> None:
     """Raises ConfigError if samples_per_prompt changed: it decides which prompt a sample's number belongs to."""
     actual = before["orchestrator"].get("ppo", {}).get("samples_per_prompt", 1)

@@ -12,7 +12,7 @@ from orchestrator.deployment.lock import held
 from orchestrator.monitoring.metrics import CHECKPOINTS
 from services.common.config.base import ConfigError
 from services.common.config.explain import shown
-from services.common.folders import replace_file
+from services.common.folders import replace_file, unusable
 
 RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""
@@ -24,11 +24,13 @@ def locked(run_dir: Path, checkpoints: Path) -> Iterator[None]:
     their folder, which is made and removed with them.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or a folder cannot be made or written to.
     """
     files = {run_dir: run_dir / ".lock", checkpoints: checkpoints.with_name(f".{checkpoints.name}.lock")}
     with contextlib.ExitStack() as opened:
         for folder, path in files.items():
+            if reason := unusable(path.parent):
+                raise ConfigError(f"{folder} cannot be made: {reason}")
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 opened.enter_context(held(path, timeout_s=0))

@@ -56,7 +56,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
             say(line)
     serving.deploy(ray, config)
     serving.await_running(ray, deployment.applications, say, timeout_s)
-    asyncio.run(_ask_all(deployment.orchestrator, timeout_s))
+    asyncio.run(_ask_all(deployment, say, timeout_s))
     try:
         check_closed(ray.processes(), None if on_loopback(port.host) else deployment.ports["grpc_options.port"])
     except PortError:
@@ -128,9 +128,24 @@ def _check_startable(deployment: Deployment) -> None:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-async def _ask_all(config: OrchestratorConfig, timeout_s: float) -> None:
+async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s: float) -> None:
+    """Returns when each service has described itself.
+
+    Raises:
+        ConfigError: the port has TLS and the credentials have not, or the reverse.
+        ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
+    """
+    config = deployment.orchestrator
     services = Services.connect(config)
+
+    async def ask(seconds: float) -> None:
+        try:
+            await services.infos(seconds)
+        except ExceptionGroup:
+            await services.check_tls(config)
+            raise
+
     try:
-        await services.infos(timeout_s)
+        await serving.await_answers(ask, say, timeout_s)
     finally:
         await services.close()

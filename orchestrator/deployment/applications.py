@@ -1,5 +1,6 @@
 """The services' sections of the YAML file: `applications:`, each with its `args:` and `deployments:`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,14 @@ SERVICES = {
     "critic": Service("services.critic.replica:build", CriticConfig, "Critic"),
 }
 """Default application name -> service."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_FRAME = re.compile(r'\s+File ".*", line \d+')
+_CLASS = re.compile(r"^[\w.]*ConfigError: |^(?:\w+\.)+(?=\w+(?:: |$))")
+"""The class of an error before its message: the names of its modules, or all of it where the message says enough."""
+_LINES = 20
+"""Most lines of an error that are shown."""
+_CHARACTERS = 400
+"""Most characters of Serve's words on an application that starts."""
 _BY_PATH = {service.import_path: service for service in SERVICES.values()}
 
 
@@ -168,8 +177,34 @@ def status_of(application: Mapping[str, Any] | None) -> str:
 
 
 def failure_of(application: Mapping[str, Any]) -> str:
-    """The last lines of Serve's messages about an application, which hold the exception."""
-    messages = [str(application.get("message") or "")]
-    messages += [str(d.get("message") or "") for d in (application.get("deployments") or {}).values()]
-    lines = [line for message in messages for line in message.strip().splitlines() if line.strip()]
-    return "\n".join(lines[-12:]) or str(application["status"])
+    """The errors in Serve's messages about an application, without their tracebacks."""
+    return "\n".join(_errors(application)) or str(application["status"])
+
+
+def hindrance(application: Mapping[str, Any] | None) -> str:
+    """Serve's own words, in one line, on what an application that starts is waiting for; empty if it says nothing."""
+    return _shortened(" ".join("; ".join(_errors(application or {})).split()))
+
+
+def _errors(application: Mapping[str, Any]) -> list[str]:
+    deployments = (application.get("deployments") or {}).values()
+    messages = [_error(str(part.get("message") or "")) for part in (application, *deployments)]
+    return list(dict.fromkeys(filter(None, messages)))
+
+
+def _error(message: str) -> str:
+    """The error at the end of a message of Serve's, without traceback and colours; the whole message if it holds no
+    traceback."""
+    lines = _COLOURS.sub("", message).strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    if not frames:
+        return "\n".join(lines)
+    # Below the last frame stand its lines of code, which are indented, and then the error, which may have any form.
+    end = next((n for n in range(frames[-1], len(lines)) if lines[n].strip() and not lines[n][0].isspace()), None)
+    if end is None:
+        return lines[-1].strip()
+    return "\n".join([_CLASS.sub("", lines[end]), *lines[end + 1 :]][:_LINES]).rstrip()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} ..."

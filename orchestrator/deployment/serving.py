@@ -1,18 +1,24 @@
 """Deploys applications on a local Ray head, and waits until they run."""
 
+import asyncio
 import json
 import time
 import urllib.error
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from orchestrator.deployment.applications import failure_of, status_of
+from orchestrator.deployment.applications import failure_of, hindrance, status_of
 from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applications, ask
 from orchestrator.deployment.file import SERVE_KEYS
 from orchestrator.deployment.redeployment import scalable
 from services.common.config.base import read_yaml
+from services.common.wire.errors import DeadlineExceeded, ResourceExhausted, Unavailable, leaves
 
 _DEPLOY_S = 300
 _LOOK_EVERY_S = 0.5
+SAY_EVERY_S = 10.0
+"""Longest time, in seconds, for which a user who waits is told nothing."""
+_NOT_YET = (Unavailable, DeadlineExceeded, ResourceExhausted)
 
 
 def deploy(cluster: Cluster, config: Path) -> None:
@@ -34,21 +40,62 @@ def deploy(cluster: Cluster, config: Path) -> None:
         raise ClusterError(f"Serve did not take {config} within {_DEPLOY_S} s: {error}") from None
 
 
-def await_running(cluster: Cluster, names: tuple[str, ...], say: Say, timeout_s: float) -> None:
-    """Returns when every application runs; tells the user what it waits for.
+def await_running(
+    cluster: Cluster,
+    names: tuple[str, ...],
+    say: Say,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns when every application runs; tells the user what it waits for, at each change and every SAY_EVERY_S.
+
+    Args:
+        cluster: the head.
+        names: the applications.
+        say: shows a message to the user.
+        timeout_s: longest wait in seconds.
+        clock: returns seconds.
 
     Raises:
-        ClusterError: an application failed (with Serve's message), or time ran out (with the missing ones).
+        ClusterError: an application failed (with the error in Serve's message), or time ran out (with the missing
+            ones).
+    """
+    began = clock()
+    said, said_at = "", began
+    while waiting := _awaited(cluster, names):
+        now = clock()
+        if waiting != said or now - said_at >= SAY_EVERY_S:
+            say(f"waiting for {waiting}" + (f", {now - began:.0f} s so far" if waiting == said else ""))
+            said, said_at = waiting, now
+        if now - began > timeout_s:
+            raise ClusterError(f"not running after {timeout_s:g} s: {waiting}; {_logs(cluster)}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+async def await_answers(
+    ask: Callable[[float], Awaitable[object]], say: Say, timeout_s: float, every_s: float = SAY_EVERY_S
+) -> None:
+    """Returns when `ask`, which is given seconds, succeeds; tells the user every `every_s` seconds what fails.
+
+    Raises:
+        ServiceError: time ran out; or another error than of a service that is not there yet, at once.
     """
     end = time.monotonic() + timeout_s
-    said = ""
-    while waiting := _awaited(cluster, names):
-        if waiting != said:
-            say(f"waiting for {waiting}")
-            said = waiting
-        if time.monotonic() > end:
-            raise ClusterError(f"not running after {timeout_s:g} s: {waiting}")
-        time.sleep(_LOOK_EVERY_S)
+    while True:
+        began = time.monotonic()
+        try:
+            await ask(max(0.1, min(every_s, end - began)))
+            return
+        except Exception as error:
+            failures = leaves(error)
+            if not all(isinstance(each, _NOT_YET) for each in failures) or time.monotonic() >= end:
+                raise
+            say(f"waiting for answers: {'; '.join(dict.fromkeys(map(str, failures)))}")
+        await asyncio.sleep(max(0.0, min(began + every_s, end) - time.monotonic()))
+
+
+def _logs(cluster: Cluster) -> str:
+    return f"the services' logs are in {cluster.logs / 'serve'}"
 
 
 def _awaited(cluster: Cluster, names: tuple[str, ...]) -> str:
@@ -63,5 +110,7 @@ def _awaited(cluster: Cluster, names: tuple[str, ...]) -> str:
     states = {name: status_of(described.get(name)) for name in names}
     for name, state in states.items():
         if state.startswith(("DEPLOY_FAILED", "UNHEALTHY")):
-            raise ClusterError(f"{name}: {failure_of(described[name])}")
-    return ", ".join(f"{name} ({state})" for name, state in states.items() if state != "RUNNING")
+            raise ClusterError(f"{name}: {failure_of(described[name])}\n({_logs(cluster)})")
+    waiting = {name: state for name, state in states.items() if state != "RUNNING"}
+    said = {name: hindrance(described.get(name)) for name in waiting}
+    return ", ".join(f"{name} ({state}{said[name] and f': {said[name]}'})" for name, state in waiting.items())

@@ -100,6 +100,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except _TwiceError as error:
         raise ConfigError(f"{path}, {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, " ".join(filter(None, [error.context, error.problem]))
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        tab = "; YAML is indented by blanks" if "'\\t'" in problem else ""
+        raise ConfigError(f"{path}: not valid YAML: {place}{problem}{tab}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(loaded, dict):

@@ -1,5 +1,9 @@
 """The `quartet` command: what it refuses itself, and how it shows what went wrong."""
 
+import errno
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +15,7 @@ from services.common.config.base import ConfigError
 from services.common.wire.errors import NotFound, Unavailable
 from tests.gpu_requests import load
 
-HINT = "are the services up? `quartet up FILE` starts them"
+HINT = "are the services up? `serve status` shows them, `serve deploy FILE` starts them"
 
 
 def test_a_number_of_samples_is_not_negative(tmp_path: Path) -> None:
@@ -37,12 +41,15 @@ def raising(error: Exception) -> Callable[[], None]:
         ),
         (Unavailable("critic.Info: gone"), ["error: critic.Info: gone", HINT]),
         # One hint is enough.
-        (Unavailable("no service; quartet up a.yaml"), ["error: no service; quartet up a.yaml"]),
+        (Unavailable("no service; `quartet up a.yaml`"), ["error: no service; `quartet up a.yaml`"]),
+        (FileExistsError(errno.EEXIST, "File exists", "runs"), ["error: runs: File exists"]),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/a"), ["error: runs/a: Not a directory"]),
     ],
 )
 def test_what_a_user_can_act_on_is_text(
-    error: Exception, shown: list[str], capsys: pytest.CaptureFixture[str]
+    error: Exception, shown: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert _guarded(raising(error)) == 1
     assert capsys.readouterr().err.splitlines() == shown
 
@@ -58,3 +65,40 @@ def test_up_wants_something_to_show_at_a_port_with_a_policy(tmp_path: Path, monk
     done = CliRunner().invoke(app, ["up", str(deployment.path)])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith("QUARTET_CREDENTIALS: unset")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("hidden", "shown"),
+    [
+        ("typer.py", "error: no module typer: this is the light install"),
+        ("services/__init__.py", "error: no module services.common: Python found a package services in "),
+    ],
+)
+def test_an_install_that_lacks_a_module_says_so_in_a_line(tmp_path: Path, hidden: str, shown: str) -> None:
+    """A user's folder on PYTHONPATH stands for both: a module that is missing, and a package that hides ours."""
+    module = tmp_path / hidden
+    module.parent.mkdir(exist_ok=True)
+    module.write_text("raise ModuleNotFoundError(name='typer')\n" if hidden == "typer.py" else "")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    command = [sys.executable, "-P", "-c", "from orchestrator.cli import main; main()", "check", "a.yaml"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(shown)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["up", "train"])
+def test_a_user_who_interrupts_hears_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    deployment = load(Path(__file__).parents[3] / "deploy/ppo.yaml", tmp_path)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orchestrator.commands.up.up", interrupt)
+    monkeypatch.setattr("orchestrator.commands.train.train", interrupt)
+    done = CliRunner().invoke(app, [command, str(deployment.path)])
+    assert done.exit_code == 130

@@ -1,9 +1,13 @@
-"""Checks of a configuration against the run that it resumes."""
+"""Checks of a configuration against the run that it resumes, and the way back to an interrupted one."""
+
+from pathlib import Path
 
 import pytest
 
-from orchestrator.commands.beginning import check_groups
+from orchestrator.commands.beginning import check_groups, how_to_resume
 from services.common.config.base import ConfigError
+from tests.gpu_requests import load
+from tests.unit.train_states import state
 
 
 @pytest.mark.parametrize("before", [{"ppo": {"samples_per_prompt": 4}}, {"ppo": {}}, {}], ids=["4", "1", "none"])
@@ -15,3 +19,17 @@ def test_a_prompt_keeps_its_number_of_samples(before: dict[str, dict[str, int]])
     )
     with pytest.raises(ConfigError, match=said):
         check_groups({"orchestrator": before}, 2)
+
+
+def test_who_interrupts_a_run_hears_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = load(Path(__file__).parents[4] / "deploy/ppo.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    again = f"`quartet train {deployment.path} --overwrite` begins again"
+    assert how_to_resume(deployment) == f"interrupted before the first checkpoint; {again}"
+    folder = tmp_path / "runs/demo/checkpoints/step-20"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(state(20).model_dump_json())
+    assert how_to_resume(deployment) == (
+        f"interrupted; the last checkpoint is of step 20 of 40: `quartet train {deployment.path} --resume` continues "
+        "there"
+    )

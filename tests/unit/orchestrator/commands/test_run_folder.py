@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,20 @@ def test_a_run_keeps_its_id_when_it_is_resumed_and_a_new_one_in_its_folder_is_an
     # One from before ids were kept.
     (tmp_path / "run_id").unlink()
     assert run_id(tmp_path, resume=True) not in ("", first)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda runs: runs.symlink_to("/no/such/disk"), "is a link to /no/such/disk, which does not exist"),
+        (lambda runs: runs.touch(), "is a file and should be a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, make: Callable[[Path], None], reason: str) -> None:
+    runs, fine = tmp_path / "runs", tmp_path / "fine"
+    make(runs)
+    for mine in ((runs / "a", fine), (fine, runs / "a" / "checkpoints")):
+        folder = next(each for each in mine if each != fine)
+        with pytest.raises(ConfigError) as caught, locked(*mine):
+            pass
+        assert str(caught.value) == f"{folder} cannot be made: {runs} {reason}; remove it, or choose another place"

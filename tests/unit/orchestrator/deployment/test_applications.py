@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeApplicationSchema
 
-from orchestrator.deployment.applications import SERVICES
+from orchestrator.deployment.applications import SERVICES, failure_of, hindrance
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.guarded import GUARD
 from services.common.config.base import ConfigError
@@ -289,3 +289,51 @@ def test_the_sections_are_those_of_serve() -> None:
     from orchestrator.deployment.file import SERVE_KEYS
 
     assert SERVE_KEYS == SECTIONS
+
+
+CONSTRUCTOR = """The deployment failed to start 3 times in a row. This may be due to its constructor. Error:
+\x1b[36mray::ServeReplica:rollout:Rollout.initialize_and_get_metadata()\x1b[39m (pid=5, ip=127.0.0.1)
+  File "/usr/lib/python3.11/concurrent/futures/_base.py", line 449, in result
+    return self.__get_result()
+           ^^^^^^^^^^^^^^^^^^^
+RuntimeError: Traceback (most recent call last):
+  File "/site-packages/ray/serve/_private/replica.py", line 1018, in initialize
+    await self._user_callable_asgi_app
+  File "/src/services/rollout/vllm/arguments.py", line 27, in engine_args
+    raise ConfigError(
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("services.common.config.base.ConfigError: a.b: required\na.c: required\n", "a.b: required\na.c: required"),
+        ("torch.OutOfMemoryError: CUDA out of memory\n", "OutOfMemoryError: CUDA out of memory"),
+        ("KeyError: 'x'\n", "KeyError: 'x'"),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 error\n  Value error, too small\n    see https://a.b\n",
+            "ValidationError: 1 error\n  Value error, too small\n    see https://a.b",
+        ),
+    ],
+)
+def test_of_a_failure_the_error_is_shown_and_not_the_traceback(error: str, shown: str) -> None:
+    deployments = {"Rollout": {"status": "DEPLOY_FAILED", "message": CONSTRUCTOR + error}}
+    assert failure_of({"status": "DEPLOY_FAILED", "message": "", "deployments": deployments}) == shown
+    twice = {"status": "DEPLOY_FAILED", "message": CONSTRUCTOR + error, "deployments": deployments}
+    assert failure_of(twice) == shown
+
+
+def test_a_failure_without_a_traceback_is_shown_whole_and_one_without_words_by_its_state() -> None:
+    assert failure_of({"status": "DEPLOY_FAILED", "message": "Failed to import it.\nNo module"}) == (
+        "Failed to import it.\nNo module"
+    )
+    assert failure_of({"status": "UNHEALTHY"}) == "UNHEALTHY"
+
+
+def test_what_hinders_an_application_is_said_in_one_short_line() -> None:
+    assert hindrance(None) == hindrance({"status": "DEPLOYING", "message": ""}) == ""
+    deployments = {"Reward": {"message": "1 replica takes long.\n  It waits for a GPU."}}
+    assert hindrance({"status": "DEPLOYING", "deployments": deployments}) == (
+        "1 replica takes long. It waits for a GPU."
+    )
+    assert len(hindrance({"message": "word " * 500})) < 420

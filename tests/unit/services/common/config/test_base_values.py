@@ -127,3 +127,21 @@ def test_yaml_files(tmp_path: Path) -> None:
             read_yaml(path)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'b.yaml'}: cannot be read: No such file")):
         read_yaml(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a: 1\n\tb: 2\n", ": not valid YAML: line 2, column 1: while scanning for the next token found character "),
+        ("a: [1\nb: 2\n", ": not valid YAML: line 2, column 2: while parsing a flow sequence "),
+        ("a: 2024-02-31\n", ": not valid YAML: day is out of range for month"),
+    ],
+)
+def test_what_is_not_yaml_is_found_by_its_file_and_line(tmp_path: Path, text: str, shown: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert str(caught.value).startswith(f"{path}{shown}")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; YAML is indented by blanks") == ("\t" in text)
