@@ -90,7 +90,8 @@ class PPOConfig(Config):
     """Passes over each batch for the critic, if others than `epochs`: more let it keep up with the policy. With
     minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
     minibatch_size: Count = 32
-    """Samples per optimizer step, for every learner."""
+    """Samples per optimizer step, for every learner. What remains of a batch is a smaller last minibatch of each
+    epoch, in which each token counts as in the others."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
     """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
     own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from orchestrator.config.algorithm import PPOConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications, guarded
@@ -92,7 +93,7 @@ class Deployment:
             orchestrator, [str(entry.get("name")) for entry in listed]
         )
         if check_services:
-            problems += applications.problems(listed, _needed(orchestrator))
+            problems += applications.problems(listed, _needed(raw, orchestrator))
             problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
         problems += wrong
         if orchestrator and not problems:
@@ -111,23 +112,48 @@ def _orchestrator(raw: Mapping[str, Any]) -> tuple[OrchestratorConfig | None, li
         return None, [str(error)]
 
 
-def _needed(orchestrator: OrchestratorConfig | None) -> dict[str, str]:
+def _needed(raw: Mapping[str, Any], orchestrator: OrchestratorConfig | None) -> dict[str, str]:
     """Names of the applications that the file has to hold, those of all services without another target -> a clause
-    on what would be right without them."""
-    services = orchestrator.services if orchestrator else ServicesConfig()
+    on what would be right without them. Of a wrong section of the orchestrator its right parts tell, so that no error
+    follows from another."""
+    services = orchestrator.services if orchestrator else _services_of(raw)
+    if services is None:
+        return {}
     deployed = [name for name in services.used if services[name].target is None]
     return {services[name].application or name: _OPTIONAL.get(name, "") for name in deployed}
 
 
+def _services_of(raw: Mapping[str, Any]) -> ServicesConfig | None:
+    """The services that a run with a wrong section uses; None if the section does not tell."""
+    section = raw.get("orchestrator")
+    if not isinstance(section, Mapping):
+        return None
+    try:
+        services = ServicesConfig.parse(section.get("services") or {}, "services")
+        ppo = PPOConfig.parse(section.get("ppo") or {}, "ppo")
+    except ConfigError:
+        return None
+    listed = raw.get("applications")
+    names = (
+        [str(entry.get("name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
+    return _used(services, ppo, names)
+
+
 def _with_services_used(orchestrator: OrchestratorConfig, names: Collection[str]) -> OrchestratorConfig:
-    """The run without the services that it does not use: the critic, if its advantages need none; the reference, if
-    it has no KL penalty and the file neither deploys one nor names another place for it."""
-    unused = set() if orchestrator.ppo.needs_critic else {"critic"}
-    reference = orchestrator.services.reference
-    if reference and not (reference.target or (reference.application or "reference") in names):
-        unused |= set() if orchestrator.ppo.kl.coef else {"reference"}
-    used = orchestrator.services.model_copy(update=dict.fromkeys(unused))
+    """The run without the services that it does not use."""
+    used = _used(orchestrator.services, orchestrator.ppo, names)
     return orchestrator.model_copy(update={"services": used})
+
+
+def _used(services: ServicesConfig, ppo: PPOConfig, names: Collection[str]) -> ServicesConfig:
+    """The services without the critic, if advantages need none; and without the reference, if the KL costs nothing
+    and the file, whose applications are called `names`, neither deploys one nor names another place for it."""
+    unused = set() if ppo.needs_critic else {"critic"}
+    reference = services.reference
+    if reference and not (reference.target or (reference.application or "reference") in names):
+        unused |= set() if ppo.kl.coef else {"reference"}
+    return services.model_copy(update=dict.fromkeys(unused))
 
 
 def _ports(raw: Mapping[str, Any]) -> dict[str, int]:

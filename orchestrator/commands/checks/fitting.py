@@ -204,6 +204,16 @@ def schedules(deployment: Deployment) -> Iterator[str]:
             )
 
 
+def rests(deployment: Deployment) -> Iterator[str]:
+    """Minibatches that are smaller than the others."""
+    run = deployment.orchestrator
+    if rest := run.batch_size % run.ppo.minibatch_size:
+        yield (
+            f"orchestrator.ppo.minibatch_size: {run.ppo.minibatch_size} does not divide batch_size "
+            f"{run.batch_size}; the last minibatch of each epoch has {rest} samples"
+        )
+
+
 def rounded_adapters(deployment: Deployment) -> Iterator[str]:
     """Adapters whose small movements are rounded away when they are merged."""
     policy = deployment.orchestrator.policy

@@ -12,7 +12,11 @@ from orchestrator.commands.init.prompts import Prompts
 from services.common.config.base import GIB, MIB, ConfigError
 
 RESPONSE = 256
-"""Most tokens of a response, if the models have room for as many."""
+"""Most tokens of a response, if half of what the models take is as much."""
+EVALUATED = 64
+"""Responses of an evaluation, if there are as many held-out prompts; of fewer, several to each."""
+MOST_EACH = 8
+"""Most responses to a held-out prompt."""
 LEAST_RESPONSE = 8
 """Fewest tokens that must be left for a response."""
 BATCH = 128
@@ -69,7 +73,7 @@ class Choices:
             raise ConfigError(f"--max-new-tokens: should be less than the {self.longest} that the models take")
         # Half of the room is kept for prompts; longer prompts are left out.
         room = max(self.longest - self._longest_prompt, self.longest // 2)
-        wanted = self.max_new_tokens or min(RESPONSE, room)
+        wanted = self.max_new_tokens or min(RESPONSE, room, max(LEAST_RESPONSE, self.longest // 2))
         if wanted < min(LEAST_RESPONSE, self.max_new_tokens or LEAST_RESPONSE):
             raise ConfigError(
                 f"--policy: takes {self.longest} tokens in all, which leaves fewer than {LEAST_RESPONSE} for a "
@@ -162,6 +166,7 @@ def _data(choices: Choices) -> dict[str, Any]:
         "eval_split": held_out,
         "split_seed": 0 if prompts.shuffled else None,
         "evaluate_every": 10 if prompts.held_out else 0,
+        "samples_each": min(MOST_EACH, -(-EVALUATED // max(1, prompts.evaluated))),
         "max_prompt_length": choices.prompt,
         "longest_why": Plain(f"tokens; the longest has {prompts.longest}; prompts beyond this limit are left out"),
         "max_new_tokens": choices.response,

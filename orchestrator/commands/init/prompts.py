@@ -34,6 +34,8 @@ class Prompts:
     """Number of prompts to train on."""
     longest: int
     """Tokens of the longest prompt."""
+    evaluated: int
+    """Number of prompts to evaluate on; 0 without such a split."""
 
     @property
     def shuffled(self) -> bool:
@@ -64,8 +66,10 @@ def look_at(path: str, tokenizer: Any, input_key: str | None = None, label_key: 
     apart = next((name for name in HELD_OUT if name in names), None)
     if apart is None and len(prompts) > 1:
         first = len(prompts) * 9 // 10
-        return Prompts(path, key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, longest)
-    return Prompts(path, key, label, chat, split, apart, len(prompts), longest)
+        rest = len(prompts) - first
+        return Prompts(path, key, label, chat, f"{split}[:90%]", f"{split}[90%:]", first, longest, rest)
+    evaluated = len(open_split(path, apart).rows) if apart else 0
+    return Prompts(path, key, label, chat, split, apart, len(prompts), longest, evaluated)
 
 
 def _column(table: Table, given: str | None, flag: str, usual: Sequence[str], other: str | None) -> str | None:

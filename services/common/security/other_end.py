@@ -1,4 +1,4 @@
-"""Whether a port that gives no connection has TLS and the caller has not, or the reverse: both look dead."""
+"""Tells if a port that gives no connection has TLS and its caller has not, or the reverse: both look dead."""
 
 import asyncio
 import ssl

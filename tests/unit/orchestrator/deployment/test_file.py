@@ -145,3 +145,23 @@ def test_a_module_with_the_name_of_one_of_ours_is_refused(
     name = place.removesuffix(".py").split("/")[0]
     with pytest.raises(ConfigError, match=f"^{tmp_path / 'mine'} holds a Python module named {name}, which is"):
         Deployment.load(path)
+
+
+@pytest.mark.parametrize(
+    ("ppo", "missing"),
+    [
+        ({"advantages": "rloo", "samples_per_prompt": 4, "kl": {"coef": 0.0}}, ["rollout", "reward"]),
+        ({}, ["rollout", "reward", "reference", "critic"]),
+        ({"advantages": "no such"}, []),  # unknown which it would need
+    ],
+)
+def test_no_complaint_follows_from_another(
+    tmp_path: Path, section: dict[str, Any], ppo: dict[str, Any], missing: list[str]
+) -> None:
+    del section["name"]
+    path = write(tmp_path / "a.yaml", {"orchestrator": section | {"ppo": ppo}})
+    with pytest.raises(ConfigError) as caught:
+        Deployment.load(path, check_services=True)
+    lines = str(caught.value).splitlines()
+    assert "orchestrator.name: required" in lines
+    assert [line.split()[4].rstrip(";") for line in lines if line.startswith("applications: none is")] == missing

@@ -58,13 +58,15 @@ def test_a_critic_starts_from_the_reward_model(
     run = raw["orchestrator"]
     # 36 of 40 prompts, of three tokens; the models take 128.
     assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (32, 8)
-    assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (8, 120)
+    assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (8, 64)
+    # 4 held-out prompts
+    assert run["evaluation"]["samples_per_prompt"] == 8
     assert (run["data"]["prompt_split"], run["data"]["eval_split"]) == ("train[:90%]", "train[90%:]")
     assert run["policy"]["packing"] is True
     assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
     frozen = args(raw, "reward")["scorer"], args(raw, "reference")
     assert [(each["packing"], each["batch_tokens"]) for each in frozen] == [(True, 2048)] * 2
-    assert [each["kept_tokens"] for each in frozen] == [32 * (8 + 120)] * 2
+    assert [each["kept_tokens"] for each in frozen] == [32 * (8 + 64)] * 2
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
     assert run["policy"]["env_vars"]["MALLOC_MMAP_MAX_"] == "0"
     assert run["ppo"]["old_logprobs"] == "rollout"
