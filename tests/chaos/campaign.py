@@ -35,10 +35,11 @@ async def campaign(
 ) -> AsyncIterator[Outcome]:
     """The outcome of each run from number `first` on; all runs together have `count` faults. None begins, and
     no fault comes, after the moment `until`."""
+    hit: set[int] = set()
     for number, planned in enumerate(faults(seed, count, each)):
         if number < first or time.monotonic() > until:
             continue
-        driver = Driver(ChaosRun(quartet, f"chaos-{seed}-{staleness}-{number}", staleness), say)
+        driver = Driver(ChaosRun(quartet, f"chaos-{seed}-{staleness}-{number}", staleness), say, hit)
         driver.leading = frozenset(
             before.number for before, after in itertools.pairwise(planned) if after.moment in (*LED, "new")
         )

@@ -30,6 +30,8 @@ ON = 2
 """Steps of progress after a fault before the next."""
 FROZEN_S = 90.0
 """Seconds after which a frozen process is killed that something else should have ended long before."""
+MOST_ENDS = 3
+"""Times that a run is resumed which ends by itself without a step in between."""
 MOST_S = 15.0
 """Seconds that a frozen replica may cost."""
 MOMENT_S = {"push": 5.0, "checkpoint": 5.0, "return": 30.0}
@@ -80,11 +82,17 @@ class Outcome:
         return max(0.0, struck.gap_s - self.usual_s)
 
 
+class Hopeless(Exception):
+    """A run that ends again and again without a step in between."""
+
+
 class Driver:
     """Drives one run through its faults."""
 
-    def __init__(self, run: ChaosRun, say: Say) -> None:
-        self._run, self._say = run, say
+    def __init__(self, run: ChaosRun, say: Say, hit: set[int]) -> None:
+        """`hit` holds replicas that lost their engine or were frozen, in this run or before, though Serve may call
+        them RUNNING for a while."""
+        self._run, self._say, self._hit = run, say, hit
         self._quartet: Quartet = run.quartet
         self._frozen: dict[int, float] = {}
         """Frozen processes -> the moment at which they are thawed or killed."""
@@ -93,21 +101,23 @@ class Driver:
         self._struck: list[Struck] = []
         self._problems: list[str] = []
         self._returns = 0
+        self._ends = 0
+        """Times in a row that the run ended by itself without a step in between."""
+        self._ended_at = 0
+        """Step of the last of them."""
 
     async def drive(self, faults: Sequence[Fault], staleness: int, until: float = math.inf) -> Outcome:
         """Carries the faults out, lets the run finish, and judges it. No fault comes after the moment `until`."""
         began, run = time.monotonic(), self._run
         run.write(100_000)
         try:
-            for fault in faults:
-                late = time.monotonic() > until and bool(self._struck) and not self._leads(self._struck[-1].fault)
-                if late or not await self._carried_out(fault):
-                    break
-            await self._finish()
+            await self._all(faults, until)
             steps = run.best
             self._problems += wrong_steps(run.folder, steps) + wrong_samples(run.folder, steps, staleness)
             self._problems += await wrong_services(run, steps)
             self._problems += await asyncio.to_thread(differs_from_its_replay, run, staleness, steps)
+        except Hopeless:
+            pass  # noted
         finally:
             await asyncio.to_thread(run.kill)
             for pid in list(self._frozen):
@@ -115,6 +125,14 @@ class Driver:
         outcome = Outcome(self._struck, self._problems, run.best, time.monotonic() - began, run.usual_s)
         outcome.problems.extend(over_bound(outcome))
         return outcome
+
+    async def _all(self, faults: Sequence[Fault], until: float) -> None:
+        """Carries out all faults, and lets the run finish."""
+        for fault in faults:
+            late = time.monotonic() > until and bool(self._struck) and not self._leads(self._struck[-1].fault)
+            if late or not await self._carried_out(fault):
+                break
+        await self._finish()
 
     async def _carried_out(self, fault: Fault) -> bool:
         """Waits for the fault's moment, strikes, and watches until the run has gone on; False if it is stuck."""
@@ -154,8 +172,8 @@ class Driver:
         async def whole() -> bool:
             with contextlib.suppress(OSError, KeyError):
                 running = (await asyncio.to_thread(serving, self._quartet))[application]
-                found[:] = sorted(running)
-                return len(running) == replicas_of(self._quartet, application)
+                found[:] = sorted(set(running) - self._hit)
+                return len(found) == replicas_of(self._quartet, application)
             return False
 
         if not await self._eventually(whole, WHOLE_S, f"not all replicas of {application} run again"):
@@ -219,6 +237,8 @@ class Driver:
         if application is None or replica is not None:
             await self._until(there, APPEARS_S)
         at = time.monotonic()
+        if replica is not None and fault.kind != "critic rank":  # whose replica may go on with new ranks
+            self._hit.add(replica)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 if fault.action == "kill":
@@ -280,10 +300,22 @@ class Driver:
             await asyncio.sleep(0.05)
 
     def _watch(self) -> None:
-        """Notes progress, an end of the run by itself, after which it is resumed, and lets frozen processes go on
-        whose time has come."""
-        run, now = self._run, time.monotonic()
+        """Notes progress, and an end of the run by itself, after which it is resumed."""
+        run = self._run
         run.look()
+        self._thaw()
+        code = run.ended
+        if code is not None:
+            self._note(f"the run ended by itself, with exit code {code}:\n{run.last_words()}")
+            self._ends = self._ends + 1 if run.best == self._ended_at else 1
+            self._ended_at = run.best
+            if self._ends == MOST_ENDS:
+                raise Hopeless
+            run.start()
+
+    def _thaw(self) -> None:
+        """Lets frozen processes go on whose time has come."""
+        now = time.monotonic()
         for pid, until in list(self._frozen.items()):
             if not psutil.pid_exists(pid) or _is_zombie(pid):
                 del self._frozen[pid]
@@ -291,10 +323,6 @@ class Driver:
                 if pid not in self._thawed:
                     self._note(f"process {pid} stood still for {FROZEN_S:g} s, and nothing ended it")
                 self._release(pid)
-        code = run.ended
-        if code is not None:
-            self._note(f"the run ended by itself, with exit code {code}:\n{run.last_words()}")
-            run.start()
 
     def _release(self, pid: int) -> None:
         del self._frozen[pid]
@@ -321,6 +349,7 @@ class Driver:
             if time.monotonic() > end:
                 self._note(f"the run does not reach its last step\n{run.last_words()}")
                 return
+            self._thaw()
             await asyncio.sleep(0.05)
         run.look()
         if code:

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from orchestrator.monitoring.metrics import read_metrics
 from protos import rollout_pb2 as pb
+from services.common.wire.backoff import Backoff, Deadline
+from services.common.wire.errors import ServiceError
 from services.rollout.sample import Sample
 from tests.chaos.run import BATCH, MEMBERS, ChaosRun
 from tests.commands import finished
@@ -61,7 +63,7 @@ async def wrong_services(run: ChaosRun, steps: int) -> list[str]:
     """Replicas that do not hold the last weights, and a critic that did not train every step once."""
     [first, *_] = read_metrics(run.folder / "metrics.jsonl")
     version = int(first["policy/version"]) - 1 + steps
-    reports = await run.quartet.services.rollout.update_weights(10, discover=pb.Discover())
+    reports = await _reports(run)
     wrong = [
         f"{report.replica}: version {report.policy_version}, not {version}"
         for report in reports
@@ -70,6 +72,16 @@ async def wrong_services(run: ChaosRun, steps: int) -> list[str]:
     if len({report.timeline for report in reports}) > 1:
         wrong.append(f"replicas of several timelines: {[report.timeline for report in reports]}")
     return wrong
+
+
+async def _reports(run: ChaosRun) -> list[pb.WeightReport]:
+    """The replicas' own reports, once the proxy that passes them on is there."""
+    backoff = Backoff(Deadline(60))
+    while True:
+        try:
+            return await run.quartet.services.rollout.update_weights(10, discover=pb.Discover())
+        except ServiceError as error:
+            await backoff.wait(error)
 
 
 def differs_from_its_replay(run: ChaosRun, staleness: int, steps: int) -> list[str]:
