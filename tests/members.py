@@ -18,7 +18,7 @@ from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.receiver import Joining, make_receiver
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
-from services.rollout.fanout import gathered
+from services.rollout.fanout import reports_of
 from services.rollout.member import WeightMember
 from tests.forked import FORKED
 from tests.sized import VOCABULARY, score
@@ -205,9 +205,9 @@ class Fleet:
         self.phases.append(name)
         if hook := self.before.pop(name, None):
             await hook()
-        message = pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, **phase)
+        message = pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, members=members, **phase)
         answers = [member.carry_out(message) for name, member in self.members.items() if name not in self.stopping]
-        return await gathered(answers, members, timeout_s + 1)
+        return await reports_of(message, answers)
 
     async def versions(self) -> dict[str, int]:
         """Versions of the members that answer within a second."""

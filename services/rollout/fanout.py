@@ -23,9 +23,13 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
     response = handle.broadcast(method, phase.SerializeToString())
     async with asyncio.timeout(phase.timeout_s):
         results = await response._fetch_replica_results_async()
-    # A second more than the replicas' own deadline, so that the report of a slow replica arrives.
-    answers = [result.get_async() for result in results]
+    return await reports_of(phase, [result.get_async() for result in results])
+
+
+async def reports_of(phase: pb.WeightPhase, answers: Collection[Awaitable[bytes]]) -> list[pb.WeightReport]:
+    """The reports on a phase from `answers`, one for each replica, within the phase's deadline."""
     others_s = OTHERS_S if phase.WhichOneof("phase") in _DECIDING else 0.0
+    # A second more than the replicas' own deadline, so that the report of a slow replica arrives.
     return await gathered(answers, phase.members, phase.timeout_s + 1, others_s=others_s)
 
 
