@@ -77,7 +77,7 @@ def _check(path: Path, is_kind: Callable[[int], bool], kind: str, folder: Path, 
     if status.st_uid != (os.geteuid() if user is None else user):
         raise _refused(path, "belongs to another user", folder)
     if status.st_mode & 0o022:
-        raise _refused(path, "can be changed by other users", folder)
+        raise _refused(path, "can be changed by other users (chmod go-w)", folder)
 
 
 def _refused(path: Path, reason: str, folder: Path) -> ConfigError:

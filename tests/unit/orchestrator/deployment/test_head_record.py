@@ -170,7 +170,7 @@ def test_the_folder_of_the_record_is_no_link(state: Path, tmp_path: Path) -> Non
 def test_what_others_may_change_is_not_believed(state: Path, path: str) -> None:
     put(state, record())
     Path(path).chmod(Path(path).stat().st_mode | 0o020)
-    with pytest.raises(ConfigError, match=rf"^{path}: can be changed by other users, so that"):
+    with pytest.raises(ConfigError, match=rf"^{path}: can be changed by other users \(chmod go-w\), so that"):
         cluster.running()
 
 
