@@ -199,12 +199,12 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
     for name, model in models.items():
         if model.tokenizer_hash != expected:
             raise ConfigError(
-                f"{name}: the tokenizer of {model.path} is not that of orchestrator.policy.model "
+                f"{name}: the tokenizer of {model.name} is not that of orchestrator.policy.model "
                 f"({config.policy.model}), so its token ids mean something else"
             )
         if model.vocab_size < vocabulary:
             raise ConfigError(
-                f"{name}: {model.path} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
+                f"{name}: {model.name} has {model.vocab_size} entries in its vocabulary, but the policy's tokenizer "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
         if model.max_length < needed:

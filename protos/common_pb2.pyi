@@ -26,20 +26,20 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("path", "model_hash", "tokenizer_hash", "vocab_size", "max_length", "dtype")
-    PATH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "model_hash", "tokenizer_hash", "vocab_size", "max_length", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    path: str
+    name: str
     model_hash: str
     tokenizer_hash: str
     vocab_size: int
     max_length: int
     dtype: str
-    def __init__(self, path: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("run_id", "number", "identity")

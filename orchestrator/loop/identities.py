@@ -26,9 +26,9 @@ def identities(infos: Infos) -> dict[str, PartIdentity]:
     """Place -> identity, for models, tokenizers and scorers of the services."""
     known = {}
     for service, model in infos.models.items():
-        known[f"{service}.tokenizer"] = PartIdentity(name=model.path, digest=model.tokenizer_hash)
+        known[f"{service}.tokenizer"] = PartIdentity(name=model.name, digest=model.tokenizer_hash)
         if service != "reward":  # its scorers have their own identities
-            known[f"{service}.model"] = PartIdentity(name=model.path, digest=model.model_hash)
+            known[f"{service}.model"] = PartIdentity(name=model.name, digest=model.model_hash)
     return known | dict(_scorers("reward.scorer", infos.reward.scorer))
 
 

@@ -23,7 +23,7 @@ class Scores:
     values: Floats
     """The scores, [B] float32."""
     scorer: str
-    """Name of the scorer, for instance "model:models/reviews/reward"."""
+    """Name of the scorer, for instance "model:reward"."""
     model_hash: str
     """sha256 of the model's files or the function's source; scores with equal hashes can be compared."""
 

@@ -26,7 +26,7 @@ async def ask(quartet: Quartet, **fields: object) -> reference_pb2.LogprobsRespo
 
 async def test_info_describes_the_model(quartet: Quartet) -> None:
     model = (await quartet.reference.info(30)).model
-    assert (model.path, model.dtype) == (str(quartet.policy), "float32")
+    assert (model.name, model.dtype) == (quartet.policy.name, "float32")
     assert (model.vocab_size, model.max_length) == (len(WORDS), MAX_LENGTH)
     assert model.model_hash == model_hash(quartet.policy)
 

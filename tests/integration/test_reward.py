@@ -30,7 +30,7 @@ async def ask(quartet: Quartet, application: str = "reward", **fields: Any) -> r
 async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
     info = await quartet.services.reward.info(30)
     assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
-    assert info.scorer.name == f"model:{quartet.reward}"
+    assert info.scorer.name == f"model:{quartet.reward.name}"
     assert info.scorer.model_hash == model_hash(quartet.reward)
 
 
@@ -182,6 +182,6 @@ async def test_a_blend_is_the_weighted_sum_of_its_parts(quartet: Quartet) -> Non
     request = common_pb2.InfoRequest()
     info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "blend")
     assert [(part.name, part.weight) for part in info.scorer.parts] == [
-        (f"model:{quartet.reward}", 2.0),
+        (f"model:{quartet.reward.name}", 2.0),
         ("function:tests.scorers:words", -0.5),
     ]

@@ -45,12 +45,17 @@ def vocabulary_size(tokenizer: Any) -> int:
     return 1 + int(max(tokenizer.get_vocab().values()))
 
 
+def folder_name(folder: str) -> str:
+    """The last part of a model folder's path. Callers learn this name; the rest of the path is the machine's own."""
+    return Path(folder).resolve().name
+
+
 def describe_model(
     folder: str, tokenizer: Any, *, vocab_size: int, max_length: int, dtype: str
 ) -> common_pb2.ModelInfo:
     """The ModelInfo that a service's Info carries. Reads the model's files: call it once, at start."""
     return common_pb2.ModelInfo(
-        path=folder,
+        name=folder_name(folder),
         model_hash=model_hash(folder),
         tokenizer_hash=tokenizer_hash(tokenizer),
         vocab_size=vocab_size,

@@ -15,7 +15,7 @@ from services.common.models.offload import Residence
 from services.common.models.scalar import load_scalar
 from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats
-from services.common.wire.identity import model_hash, tokenizer_hash
+from services.common.wire.identity import folder_name, model_hash, tokenizer_hash
 from services.common.wire.pairs import Pair
 from services.reward.config import (
     ModelScorerConfig,
@@ -55,7 +55,7 @@ class ModelScorer:
         self.keeps = config.kept_tokens > 0
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         self.identity = pb.ScorerIdentity(
-            name=f"model:{config.model}", model_hash=model_hash(config.model), weight=1.0
+            name=f"model:{folder_name(config.model)}", model_hash=model_hash(config.model), weight=1.0
         )
 
     @torch.inference_mode()

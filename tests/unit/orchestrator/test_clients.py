@@ -25,7 +25,7 @@ LENGTHS = {"data": {"path": "x", "max_prompt_length": 16}, "sampling": {"max_new
 def make_infos(**changes: dict[str, Any]) -> Infos:
     """Infos that fit; `changes` by service, or for the rollout info itself."""
     same: dict[str, Any] = {
-        "path": "m",
+        "name": "m",
         "tokenizer_hash": tokenizer_hash(make_tokenizer()),
         "max_length": 48,
         "vocab_size": len(WORDS),
@@ -53,7 +53,7 @@ def test_services_that_fit(policy_folder: Path) -> None:
 def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_folder: Path) -> None:
     config = make_config(policy_folder, **LENGTHS)
     with pytest.raises(ConfigError, match=rf"^{name}: the tokenizer of other is not that of .*{policy_folder}"):
-        check_compatible(make_infos(**{name: {"tokenizer_hash": "?", "path": "other"}}), make_tokenizer(), config)
+        check_compatible(make_infos(**{name: {"tokenizer_hash": "?", "name": "other"}}), make_tokenizer(), config)
     with pytest.raises(
         ConfigError, match=rf"^{name}: m has 63 entries in its vocabulary, .* ids up to 63; resize .*s$"
     ):

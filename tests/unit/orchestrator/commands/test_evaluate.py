@@ -96,7 +96,7 @@ async def test_an_end_that_min_new_tokens_could_not_mask_is_named(policy_folder:
 @pytest.mark.parametrize("name", ["rollout", "reward", "reference"])
 async def test_a_service_with_another_tokenizer_is_named(name: str, policy_folder: Path, tmp_path: Path) -> None:
     same: dict[str, Any] = {"tokenizer_hash": tokenizer_hash(make_tokenizer()), "max_length": 4096, "vocab_size": 64}
-    models = {each: common_pb2.ModelInfo(path=each, **same) for each in ("rollout", "reward", "reference")}
+    models = {each: common_pb2.ModelInfo(name=each, **same) for each in ("rollout", "reward", "reference")}
     models[name].tokenizer_hash = "?"
     clients = [
         FakeInfo(rollout_pb2.RolloutInfo(model=models["rollout"])),

@@ -15,8 +15,8 @@ from services.common.config.base import ConfigError
 from tests.unit.fakes import make_config, make_prompts
 
 
-def model(path: str) -> common_pb2.ModelInfo:
-    return common_pb2.ModelInfo(path=path, model_hash=f"{path}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
+def model(name: str) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(name=name, model_hash=f"{name}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
 
 
 def scorer(name: str, digest: str, **fields: Any) -> reward_pb2.ScorerIdentity:

@@ -17,8 +17,8 @@ from services.common.wire.errors import Unavailable, leaves
 from tests.unit.waiting import settled, until
 
 
-def model(path: str) -> common_pb2.ModelInfo:
-    return common_pb2.ModelInfo(path=path, model_hash=f"{path}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
+def model(name: str) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(name=name, model_hash=f"{name}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
 
 
 def scored_by(name: str) -> reward_pb2.RewardInfo:

@@ -76,6 +76,6 @@ def test_a_tokenizer_is_its_vocabulary_in_the_order_of_ids() -> None:
 def test_what_info_says_of_a_model(policy_folder: Path) -> None:
     tokenizer = make_tokenizer()
     info = describe_model(str(policy_folder), tokenizer, vocab_size=64, max_length=128, dtype="float32")
-    assert (info.path, info.vocab_size, info.max_length, info.dtype) == (str(policy_folder), 64, 128, "float32")
+    assert (info.name, info.vocab_size, info.max_length, info.dtype) == (policy_folder.name, 64, 128, "float32")
     assert info.model_hash == model_hash(policy_folder)
     assert info.tokenizer_hash == tokenizer_hash(tokenizer)

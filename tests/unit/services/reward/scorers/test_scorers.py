@@ -62,7 +62,7 @@ def test_a_model_scores_the_last_token_normalised_as_its_config_says(
     assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert scorer.max_length == MAX_LENGTH
     assert scorer.identity == pb.ScorerIdentity(
-        name=f"model:{reward_folder}", model_hash=model_hash(reward_folder), weight=1
+        name=f"model:{reward_folder.name}", model_hash=model_hash(reward_folder), weight=1
     )
 
 
@@ -156,7 +156,7 @@ def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
     assert blend.identity.name == "blend"
     assert [(part.name, part.weight) for part in blend.identity.parts] == [
         ("function:tests.scorers:count", -0.5),
-        (f"model:{reward_folder}", 2),
+        (f"model:{reward_folder.name}", 2),
     ]
 
 
