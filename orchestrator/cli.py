@@ -78,11 +78,12 @@ def keys(
     host: Annotated[list[str], typer.Option(help="Name or address under which callers reach the server.")] = [],  # noqa: B006
     tokens: Annotated[bool, typer.Option(help="Bearer tokens instead of client certificates.")] = False,
     days: Annotated[int, typer.Option(min=1, help="Days for which the certificates are valid.")] = 365,
+    withdraw: Annotated[bool, typer.Option(help="Refuse at once what these clients had before.")] = False,
 ) -> None:
     """Make what a gRPC port needs that is open to a network: certificates, tokens and a policy."""
     from orchestrator.commands.keys import make_keys
 
-    for line in make_keys(folder, client, host, tokens=tokens, days=days):
+    for line in make_keys(folder, client, host, tokens=tokens, days=days, withdraw=withdraw):
         _say(line)
 
 

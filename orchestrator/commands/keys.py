@@ -10,7 +10,7 @@ from services.common.security.keys.folder import Keys
 
 
 def make_keys(
-    folder: Path, clients: Sequence[str], hosts: Sequence[str], *, tokens: bool, days: int
+    folder: Path, clients: Sequence[str], hosts: Sequence[str], *, tokens: bool, days: int, withdraw: bool
 ) -> Iterator[str]:
     """Makes keys and yields lines that say what to do with them.
 
@@ -20,13 +20,14 @@ def make_keys(
         hosts: names under which callers reach the server; empty keeps the server's certificate.
         tokens: True for bearer tokens instead of client certificates.
         days: days for which certificates are valid.
+        withdraw: True if what the clients had before is refused at once.
 
     Raises:
         ConfigError: a client has no role, or the folder holds something else.
     """
     roles = dict(_client(text) for text in clients)
     keys = Keys(folder, days)
-    keys.make(hosts, roles, tokens=tokens)
+    keys.make(hosts, roles, tokens=tokens, withdraw=withdraw)
     yield f"{keys.policy}: the policy; name it as security.policy in the YAML file"
     for name, role in roles.items():
         yield f"{folder / 'clients' / name}: for {name} ({role}), who sets QUARTET_CREDENTIALS to it"

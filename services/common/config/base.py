@@ -140,6 +140,7 @@ def matching(pattern: str, form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 Count = Annotated[int, Field(ge=1)]

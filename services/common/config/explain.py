@@ -30,10 +30,12 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda choice: f"should be {choice['expected']}",
     "enum": lambda choice: f"should be {choice['expected']}",
     "string_pattern_mismatch": lambda form: f"should have the form {form['pattern']}",
+    "timezone_aware": lambda _: "should be a time with its zone, such as 2031-05-01T12:00:00Z",
 }
 """Pydantic's name of an error -> the message, made from the error's context."""
 # The lax and the strict parser name the same mistake differently.
 _WORDS |= {"int_parsing": _WORDS["int_type"], "int_from_float": _WORDS["int_type"]}
+_WORDS |= dict.fromkeys(("datetime_parsing", "datetime_type", "datetime_from_date_parsing"), _WORDS["timezone_aware"])
 _WORDS |= {"float_parsing": _WORDS["float_type"], "bool_parsing": _WORDS["bool_type"]}
 
 

@@ -40,7 +40,8 @@ class Directory:
             metadata: from the caller.
 
         Raises:
-            Unauthenticated: the call has neither, or the policy does not know it, or the certificate has expired.
+            Unauthenticated: the call has neither, or the policy does not know it, or the certificate has expired or
+                was withdrawn.
         """
         name = self._of_certificate(auth_context) or self._of_token(metadata)
         if name is None:
@@ -58,13 +59,18 @@ class Directory:
     def _of_certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> str | None:
         if self.policy.tls is None or self.policy.tls.client_ca is None:
             return None  # a certificate without a trusted authority proves nothing
-        for names, until in map(_read, auth_context.get(_CERTIFICATE, ())):
+        for names, since, until in map(_read, auth_context.get(_CERTIFICATE, ())):
             name = next((self._by_subject[proof] for proof in names if proof in self._by_subject), None)
+            if name is None:
+                continue
+            now = datetime.now(UTC)
             # TLS compares the date only when a session begins, and a client may resume one for days.
-            if name is not None and datetime.now(UTC) > until:
+            if now > until:
                 raise Unauthenticated(f"the certificate of {name} has expired; `quartet keys` makes a new one")
-            if name is not None:
-                return name
+            bound = self.policy.identities[name].begins(now)
+            if bound is not None and since < bound:
+                raise Unauthenticated(f"the certificate of {name} was replaced; use the one that `quartet keys` made")
+            return name
         return None
 
     def _of_token(self, metadata: Iterable[tuple[str, Any]]) -> str | None:
@@ -81,11 +87,12 @@ class Directory:
 
 
 @lru_cache(maxsize=256)
-def _read(certificate: bytes) -> tuple[tuple[str, ...], datetime]:
-    """The subject alternative names of a certificate, PEM, and the end of its validity. It has no names if it cannot
-    be read.
+def _read(certificate: bytes) -> tuple[tuple[str, ...], datetime, datetime]:
+    """The URIs among the subject alternative names of a certificate, PEM, and the beginning and end of its validity.
+    It has no names if it cannot be read.
 
-    gRPC gives these names too, but cut off at a NUL byte: one of `quartet:run-a\\0.example` would be run-a's.
+    gRPC gives these names too, but of all kinds alike, although an authority may let its users choose names of one
+    kind and not of another, and cut off at a NUL byte: one of `quartet:run-a\\0.example` would be run-a's.
     """
     from cryptography import x509  # only here, because clients import this module and do without
 
@@ -93,6 +100,6 @@ def _read(certificate: bytes) -> tuple[tuple[str, ...], datetime]:
         loaded = x509.load_pem_x509_certificate(certificate)
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound):
-        return (), datetime.max.replace(tzinfo=UTC)
-    readable = tuple(str(name.value) for name in names if not isinstance(name, x509.OtherName))
-    return readable, loaded.not_valid_after_utc
+        return (), datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+    uris = tuple(names.get_values_for_type(x509.UniformResourceIdentifier))
+    return uris, loaded.not_valid_before_utc, loaded.not_valid_after_utc

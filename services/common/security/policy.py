@@ -1,16 +1,20 @@
 """The policy of an open port, one YAML file: its certificates, its callers and their rights, and its limits."""
 
 import hashlib
+import os
+import stat
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError, model_validator
 
-from services.common.config.base import MIB, Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
+from services.common.config.base import KIB, MIB, Config, ConfigError, Count, Fraction, Seconds, matching, read_yaml
 from services.common.security.identity import ANONYMOUS, Role
 
 _NAME_FORM = "a name of letters, digits and ._-, of at most 64"
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", _NAME_FORM)]
+Uri = Annotated[str, matching(r"[A-Za-z][A-Za-z0-9+.-]*:.+", "a URI, such as spiffe://corp/pager")]
 Sha256 = Annotated[str, matching(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
 # Small, since a request keeps the event loop of Serve's proxy while it is read and passed on, and several times what
 # Quartet's clients send: they divide larger calls (services/common/wire/splitting.py). Score has less because it may
@@ -24,6 +28,8 @@ _MESSAGE_BYTES = {
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
 }
+RENEWAL = timedelta(minutes=15)
+"""Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""
 
 
 class KnownCaller(Config):
@@ -36,8 +42,22 @@ class KnownCaller(Config):
     tokens: tuple[Sha256, ...] = ()
     """SHA-256 digests of the caller's bearer tokens, in hexadecimal; several while one replaces another. The server
     does not hold the tokens themselves."""
-    certificates: tuple[str, ...] = ()
-    """Further subject alternative names of the caller's certificates, besides `quartet:NAME` from `quartet keys`."""
+    certificates: tuple[Uri, ...] = ()
+    """Further URIs among the subject alternative names of the caller's certificates, besides `quartet:NAME` from
+    `quartet keys`. Names of other kinds, such as DNS, do not count."""
+    not_before: AwareDatetime | None = None
+    """Certificates whose validity began before this time are refused; null for none. `quartet keys --withdraw` sets
+    it to the beginning of the certificate that it makes."""
+    renewed: AwareDatetime | None = None
+    """Beginning of the validity of the certificate that `quartet keys` made last. Those that began earlier are
+    refused 15 minutes after it, so that a caller can change over: 10 minutes after the command, which dates
+    certificates back by 5."""
+
+    def begins(self, now: datetime) -> datetime | None:
+        """The time before which the validity of a certificate that is accepted at `now` does not begin."""
+        renewed = self.renewed is not None and now >= self.renewed + RENEWAL
+        bounds = [bound for bound in (self.not_before, self.renewed if renewed else None) if bound is not None]
+        return max(bounds, default=None)
 
 
 class Tls(Config):
@@ -57,8 +77,8 @@ class Limits(Config):
 
     message_bytes: dict[str, Count] = Field(default=_MESSAGE_BYTES)
     """Method name -> largest request in bytes."""
-    other_message_bytes: Count = MIB
-    """Largest request, in bytes, of every other method."""
+    other_message_bytes: Count = 64 * KIB
+    """Largest request, in bytes, of every other method: of those without data, such as Info and Claim."""
     elements: Count = 16_384
     """Most fields and elements of lists in one request, however deep; larger ones are refused with
     RESOURCE_EXHAUSTED. Enough for a pair's two texts and its label 4096 times; packed numbers count as one."""
@@ -72,14 +92,22 @@ class Limits(Config):
     training_reserve: Annotated[Fraction, Field(lt=1)] = 0.25
     """Share of concurrent_calls and of unanswered_bytes that is kept for trainers."""
     receiving: Count = 32
-    """Most requests of one caller that are received at the same time; further ones wait, unreceived."""
+    """Most requests of one caller that are received at the same time, and a quarter of it of one connection; further
+    ones wait, unreceived. A trainer's requests of methods that message_bytes does not list do not count: of those,
+    one connection has as many."""
     unanswered_bytes: Count = 1024 * MIB
     """Most bytes of requests that are received and not answered yet; further calls are refused with
     RESOURCE_EXHAUSTED."""
-    request_s: Seconds = 60
+    request_s: Seconds = 30
     """Longest time, in seconds, for a request to arrive once its turn to be received has come."""
+    strangers: Count = 1024
+    """Most connections on which no call has been admitted yet; when there are more, the oldest are closed. At most an
+    eighth of the files that the proxy may open."""
+    idle_s: Seconds = 300
+    """Seconds without a call after which a connection is closed; the caller's next call opens another."""
     handshake_s: Seconds = 30
-    """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed; it is then closed."""
+    """Longest time, in seconds, that a new connection may take until TLS and HTTP/2 are agreed, and until its first
+    call that is admitted; it is then closed."""
     keepalive_s: Seconds = 20
     """Seconds of silence after which a connection is pinged; it is closed after as many again without an answer."""
     connection_age_s: Seconds = 3600
@@ -89,6 +117,10 @@ class Limits(Config):
     def of(self, method: str) -> int:
         """Largest request, in bytes, of `method`, given as `/package.Service/Method`."""
         return self.message_bytes.get(method.rpartition("/")[2], self.other_message_bytes)
+
+    def is_small(self, method: str) -> bool:
+        """True for a method that message_bytes does not list."""
+        return method.rpartition("/")[2] not in self.message_bytes
 
     @property
     def largest(self) -> int:
@@ -138,9 +170,11 @@ def load_policy(path: Path) -> AccessPolicy:
     """Reads the policy, makes the paths of its TLS files absolute and checks those files.
 
     Raises:
-        ConfigError: names each wrong field, or a TLS file that is missing or that other users can read.
+        ConfigError: names each wrong field, a file that is missing or that other users can write to, or a key that
+            they can read.
     """
     policy = AccessPolicy.parse(read_yaml(path), str(path))
+    _check_own(path, str(path))
     if policy.tls is None:
         return policy
     given = policy.tls.model_dump(exclude_none=True)
@@ -158,6 +192,18 @@ def _check_file(file: Path, where: str, *, secret: bool) -> None:
         raise ConfigError(f"{where}: {file} cannot be read: {error.strerror}") from None
     if secret and mode & 0o077:
         raise ConfigError(f"{where}: {file} can be read by other users; chmod 600 {file}")
+    _check_own(file, where)
+
+
+def _check_own(file: Path, where: str) -> None:
+    """Raises ConfigError if other users can change or replace the file: they could make themselves callers."""
+    for place in (file, *{file.absolute().parent, file.resolve().parent}):
+        status = place.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"{where}: {place} belongs to another user, who could change it; chown it to your own")
+        # In a folder with the sticky bit, such as /tmp, only its owner can replace a file.
+        if status.st_mode & 0o022 and not (place.is_dir() and status.st_mode & stat.S_ISVTX):
+            raise ConfigError(f"{where}: {place} can be written to by other users; chmod go-w {place}")
 
 
 def check_name(name: str) -> None:

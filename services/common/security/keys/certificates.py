@@ -63,10 +63,10 @@ class Authority:
         names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
         self._certify(folder, file, "quartet", names, ExtendedKeyUsageOID.SERVER_AUTH, days)
 
-    def certify_client(self, folder: Path, file: str, name: str, days: int) -> None:
-        """Writes FILE.key and FILE.pem of the identity `name`."""
+    def certify_client(self, folder: Path, file: str, name: str, days: int) -> datetime.datetime:
+        """Writes FILE.key and FILE.pem of the identity `name`; returns the time at which its validity begins."""
         names = [x509.UniformResourceIdentifier(subject(name))]
-        self._certify(folder, file, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days)
+        return self._certify(folder, file, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days)
 
     def _certify(
         self,
@@ -76,7 +76,7 @@ class Authority:
         names: Sequence[x509.GeneralName],
         purpose: x509.ObjectIdentifier,
         days: int,
-    ) -> None:
+    ) -> datetime.datetime:
         key = ec.generate_private_key(ec.SECP256R1())
         holder = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         builder = _builder(holder, self.certificate.subject, key, days)
@@ -89,6 +89,7 @@ class Authority:
         make_private(folder)
         write_private(folder / f"{file}.key", _pem(key))
         write_private(folder / f"{file}.pem", signed.public_bytes(serialization.Encoding.PEM))
+        return signed.not_valid_before_utc
 
 
 def _builder(

@@ -9,6 +9,7 @@ policy.yaml  callers, and the calls that each may make
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
@@ -38,13 +39,17 @@ class Keys:
         """The policy file."""
         return self.folder / "policy.yaml"
 
-    def make(self, hosts: Sequence[str], clients: Mapping[str, Role], *, tokens: bool) -> None:
+    def make(
+        self, hosts: Sequence[str], clients: Mapping[str, Role], *, tokens: bool, withdraw: bool = False
+    ) -> None:
         """Makes the server's certificate and the files of each of `clients`, and adds them to the policy.
 
         Args:
             hosts: names and addresses under which callers reach the server; empty keeps its certificate as it is.
             clients: name -> role; other clients of the policy keep their keys.
             tokens: True if callers use bearer tokens instead of certificates.
+            withdraw: True if what `clients` had before is refused at once. Else the certificate before stays valid
+                for 10 minutes, and the token before until the next one is made, so that callers can change over.
 
         Raises:
             ConfigError: the folder holds something other than keys, or its policy uses the other kind of proof.
@@ -60,9 +65,9 @@ class Keys:
         for name, role in clients.items():
             known = identities.get(name)
             made = (
-                self._with_token(name, role, known)
+                self._with_token(name, role, known, withdraw=withdraw)
                 if tokens
-                else self._with_certificate(name, role, known, authority)
+                else self._with_certificate(name, role, known, authority, withdraw=withdraw)
             )
             identities[name] = made
         ca = None if tokens else "ca/ca.pem"
@@ -94,20 +99,21 @@ class Keys:
             raise ConfigError("--host: give the names or addresses under which callers reach the server")
         return None
 
-    def _with_token(self, name: str, role: Role, known: KnownCaller | None) -> KnownCaller:
-        """Makes a new token. The one before stays valid until the next is made, so that callers can change over."""
+    def _with_token(self, name: str, role: Role, known: KnownCaller | None, *, withdraw: bool) -> KnownCaller:
         token = secrets.token_urlsafe(32)
         folder = self._client(name, {"ca": "ca.pem", "token_file": "token"})
         write_private(folder / "token", token.encode())
-        before = known.tokens[:1] if known else ()
+        before = known.tokens[:1] if known and not withdraw else ()
         return _identity(role, known).model_copy(update={"tokens": (digest(token), *before)})
 
     def _with_certificate(
-        self, name: str, role: Role, known: KnownCaller | None, authority: Authority
+        self, name: str, role: Role, known: KnownCaller | None, authority: Authority, *, withdraw: bool
     ) -> KnownCaller:
         folder = self._client(name, {"ca": "ca.pem", "certificate": "client.pem", "key": "client.key"})
-        authority.certify_client(folder, "client", name, self.days)
-        return _identity(role, known)
+        began = authority.certify_client(folder, "client", name, self.days)
+        bound = None if known is None else known.begins(datetime.now(UTC))
+        changed = {"not_before": began, "renewed": None} if withdraw else {"not_before": bound, "renewed": began}
+        return _identity(role, known).model_copy(update=changed)
 
     def _client(self, name: str, credentials: Mapping[str, str]) -> Path:
         """Makes a caller's folder, with its credentials.yaml and the authority that it can trust."""

@@ -5,14 +5,19 @@ import shutil
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from grpc import StatusCode
+from typer.testing import CliRunner
 
+from orchestrator.cli import app
+from services.common.security import authentication
 from services.common.security.authentication import Directory
 from services.common.security.credentials import VARIABLE, life
 from services.common.security.identity import Caller
+from services.common.security.keys import certificates, folder
 from services.common.security.keys.certificates import Authority
 from services.common.security.keys.folder import Keys
 from services.common.security.policy import digest, load_policy
@@ -147,6 +152,71 @@ def test_grpc_is_handed_certificates_only_when_they_were_replaced_and_after_a_pa
     current.append(second)
     assert [replacements() for _ in range(3)] == [second, None, None]
     assert pauses == [SETTLE_S]
+
+
+@pytest.mark.parametrize("withdraw", [True, False])
+def test_a_certificate_that_was_replaced_is_refused_at_once_or_in_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, withdraw: bool
+) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    now = datetime.now(UTC)
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # of the class itself
+            return now
+
+    for module in (authentication, folder):
+        monkeypatch.setattr(module, "datetime", Stopped)
+    monkeypatch.setattr(certificates, "datetime", SimpleNamespace(datetime=Stopped, UTC=UTC, timedelta=timedelta))
+
+    def make(after: timedelta, **how: bool) -> bytes:
+        nonlocal now
+        now += after
+        keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False, **how)
+        return (keys.folder / "clients/run-a/client.pem").read_bytes()
+
+    def accepted(after: timedelta, *shown: bytes) -> list[bool]:
+        nonlocal now
+        now += after
+        directory, results = Directory(load_policy(keys.policy)), []
+        for certificate in shown:
+            try:
+                results.append(directory.caller({"x509_pem_cert": [certificate]}, ()).name)
+            except Unauthenticated as error:
+                results.append(str(error).partition(";")[0])
+        return [result == "run-a" for result in results if result in ("run-a", replaced)]
+
+    replaced = "the certificate of run-a was replaced"
+    hour, minute = timedelta(hours=1), timedelta(minutes=1)
+    first = make(0 * hour)
+    second = make(hour, withdraw=withdraw)
+    assert accepted(0 * hour, first, second) == [not withdraw, True]
+    assert accepted(9 * minute, first, second) == [not withdraw, True]
+    assert accepted(2 * minute, first, second) == [False, True]
+    # What was refused once stays so, also while the next one is changed over to.
+    third = make(minute)
+    assert accepted(minute, first, second, third) == [False, True, True]
+    assert accepted(hour, first, second, third) == [False, False, True]
+
+
+async def test_a_withdrawn_token_is_refused_at_the_next_call(tmp_path: Path) -> None:
+    keys, clock = Keys(tmp_path / "keys", days=1), Clock()
+    keys.make(["127.0.0.1"], {"run-a": "trainer", "run-b": "trainer"}, tokens=True)
+    file = keys.folder / "clients/run-a/token"
+    leaked = file.read_text()
+    async with (
+        front_door(Port(policy=keys.policy), clock=clock) as (target, _),
+        channel_of(keys, "run-a", target) as channel,
+        channel_of(keys, "run-b", target) as other,
+    ):
+        arguments = ["keys", str(keys.folder), "--tokens", "--withdraw", "--client", "run-a=trainer"]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        clock.now += LOOK_EVERY_S
+        for caller in (channel, other):
+            assert (await outcome(ask(caller, "Reward/Score")))[0] is StatusCode.OK
+        file.write_text(leaked)
+        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.UNAUTHENTICATED
 
 
 def test_a_certificate_that_expires_during_a_session_is_refused(tmp_path: Path) -> None:

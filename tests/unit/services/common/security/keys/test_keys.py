@@ -104,6 +104,15 @@ def test_on_loopback_nothing_opens_either_until_something_says_who_may_call(tmp_
         ({"identities": {"a": {"role": "trainer"}}}, "none has tokens, and without tls.client_ca no certificate"),
         ({"identities": {"a": TOKEN, "b": TOKEN}}, "the same entry of tokens is given more than once"),
         ({"identities": {"a": TOKEN | {"tokens": ["secret"]}}}, "should be a SHA-256 digest"),
+        ({"identities": {"a": TOKEN | {"certificates": ["pager.corp"]}}}, "certificates.0: should be a URI, such as"),
+        (
+            {"identities": {"a": TOKEN | {"not_before": "2031-05-01 12:00"}}},
+            "not_before: should be a time",
+        ),
+        (
+            {"identities": {"a": TOKEN | {"not_before": "May"}}},
+            "not_before: should be a time with its zone",
+        ),
         ({"identities": {"anonymous": TOKEN}}, "is for callers without credentials"),
         ({"identities": {"a": TOKEN}, "limit": {}}, "did you mean limits?"),
         ({"identities": {"a": TOKEN}, "tls": {"certificate": "no.pem", "key": "no.key"}}, "no.pem cannot be read"),
@@ -113,6 +122,49 @@ def test_a_wrong_policy_is_refused_by_its_field(tmp_path: Path, values: dict[str
     with pytest.raises(ConfigError) as caught:
         load_policy(write(tmp_path / "policy.yaml", values))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [("policy.yaml", 0o620), ("policy.yaml", 0o602), ("", 0o720), ("server/server.pem", 0o622), ("ca", 0o703)],
+)
+def test_what_others_can_write_to_makes_them_no_callers(tmp_path: Path, place: str, mode: int) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["10.0.0.5"], {"a": "trainer"}, tokens=False)
+    changed = keys.folder / place
+    before = changed.stat().st_mode
+    changed.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{changed} can be written to by other users; chmod go-w {changed}"):
+        load_policy(keys.policy)
+    changed.chmod(before)
+    load_policy(keys.policy)
+
+
+def test_a_policy_of_another_user_or_in_its_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link of one's own may lead to it. In a folder with the sticky bit only the owner can replace the file."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o777)
+    theirs.chmod(0o777)
+    file = write(theirs / "policy.yaml", {"identities": {"a": TOKEN}})
+    link = tmp_path / "policy.yaml"
+    link.symlink_to(file)
+    with pytest.raises(ConfigError, match=f"{theirs} can be written to by other users"):
+        load_policy(link)
+    theirs.chmod(0o1777)
+    load_policy(link)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    stat = Path.stat
+
+    def owned(path: Path, **how: bool) -> os.stat_result:
+        status = stat(path, **how)
+        return os.stat_result((*status[:4], own + 2 if path == file else own + 1, *status[5:10]))
+
+    monkeypatch.setattr(Path, "stat", owned)
+    with pytest.raises(ConfigError, match=f"{file} belongs to another user"):
+        load_policy(file)
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

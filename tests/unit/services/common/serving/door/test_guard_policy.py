@@ -6,6 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -133,6 +135,18 @@ async def test_a_name_is_compared_whole_and_not_up_to_a_nul_byte(tmp_path: Path)
     keys.make(["127.0.0.1"], CALLERS, tokens=False)
     client = keys.folder / "clients" / "run-a"
     Authority.open(keys.folder / "ca").certify_client(client, "client", "run-a\0.example", 1)
+    await assert_refused(keys, shown=keys, by={StatusCode.UNAUTHENTICATED})
+
+
+@pytest.mark.parametrize("kind", [x509.DNSName, x509.RFC822Name])
+async def test_only_a_uri_identifies_a_caller(tmp_path: Path, kind: type[x509.GeneralName]) -> None:
+    """An authority may let its users choose names of other kinds."""
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], CALLERS, tokens=False)
+    client = keys.folder / "clients" / "run-a"
+    authority = Authority.open(keys.folder / "ca")
+    name = kind("quartet:run-a")  # type: ignore[call-arg]  # as all of its kinds take
+    authority._certify(client, "client", "run-a", [name], ExtendedKeyUsageOID.CLIENT_AUTH, 1)
     await assert_refused(keys, shown=keys, by={StatusCode.UNAUTHENTICATED})
 
 
