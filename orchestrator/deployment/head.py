@@ -11,6 +11,7 @@ from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.privacy import compiled_folder, without_token
 from services.common.config.functions import VARIABLE as FUNCTIONS
+from services.common.security.file_limit import raise_file_limit
 from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
 
 
@@ -58,6 +59,9 @@ def launch(
     # A process that sets its title would overwrite its environment, the mark included.
     own = {"TMPDIR": str(folder), processes.MARK: secret, "SPT_NOENV": "1"}
     environment = _environment() | dict(private) | own
+    # Inherited by all processes of the head, each of which has ports where connections can rest. Many systems begin
+    # with 1024.
+    raise_file_limit()
     with log.open("wb") as output:
         return subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -3,6 +3,7 @@ calls these functions by their names in the YAML file and in the environment."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from services.common.security.port import UNGUARDED, Port
 from services.common.serving.door.call import CallContext
 from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.door.guard import APPLICATION
-from services.common.serving.door.no_http import NoHttp
+from services.common.serving.door.no_http import NoServer
 from services.common.serving.door.port import open_port, routes_of
 from services.common.serving.door.routes import Routes
 
@@ -147,22 +148,32 @@ def _start_attended_only(server: Any) -> None:
 
 
 def bind_to_host() -> list[Any]:
-    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces.
+    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces, and not
+    listen on its HTTP port.
 
-    Serve has no such option. `quartet up` names this function in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
+    Serve has no such options. `quartet up` names this function in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
     every proxy calls before it opens its ports.
 
     Returns:
-        The HTTP middlewares that Serve expects from this function: one, which refuses every request.
+        The HTTP middlewares that Serve expects from this function: none.
+
+    Raises:
+        ConfigError: this version of Serve opens its ports by other functions.
     """
-    from ray.serve._private import default_impl
+    from ray.serve._private import default_impl, http_util
     from ray.serve._private.proxy import SOCKET_REUSE_PORT_ENABLED
-    from starlette.middleware import Middleware
 
     def add_grpc_address(server: Any, address: str) -> None:
         open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=SOCKET_REUSE_PORT_ENABLED)
         _start_attended_only(server)
 
-    default_impl.add_grpc_address = add_grpc_address
+    # Names that Serve looks up when it opens a port. Its proxy's class is pickled by value, with the functions that
+    # it had imported, so that replacing those has no effect.
+    no_uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
+    replacements = ((default_impl, "add_grpc_address", add_grpc_address), (http_util, "uvicorn", no_uvicorn))
+    for module, name, ours in replacements:
+        if not hasattr(module, name):
+            raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
+        setattr(module, name, ours)
     shorten_failed_calls()
-    return [Middleware(NoHttp)]
+    return []

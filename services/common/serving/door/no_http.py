@@ -1,28 +1,20 @@
-"""Serve's HTTP port without HTTP: the services speak gRPC only."""
+"""Serve's HTTP port, which is not opened: the services speak gRPC only."""
 
+import asyncio
 from typing import Any
 
-_BODY = b"the services answer over gRPC only\n"
 
+class NoServer:
+    """Stands in for uvicorn's server, for which Serve binds its HTTP port, and does not listen there.
 
-class NoHttp:
-    """ASGI middleware that answers every request itself, with 404.
-
-    Serve also opens an HTTP port, and gRPC calls reach only applications that have an HTTP route too. Without this, a
-    request that a web page makes a browser of this machine send would reach a replica.
+    Through that port a web page could make a browser of this machine send requests, and connections that rest there
+    would take the files of the process that serves gRPC.
     """
 
-    def __init__(self, app: Any) -> None:
-        """Wraps `app`, which gets only the events of its start and end."""
-        self._app = app
+    def __init__(self, config: Any) -> None:
+        """Takes uvicorn's configuration."""
+        self.config = config
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request with 404 and a line of text."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(_BODY)).encode())]
-            await send({"type": "http.response.start", "status": 404, "headers": headers})
-            await send({"type": "http.response.body", "body": _BODY})
+    async def serve(self, sockets: Any) -> None:
+        """Waits for as long as uvicorn's server would serve, with the bound sockets."""
+        await asyncio.Event().wait()

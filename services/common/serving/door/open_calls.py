@@ -2,8 +2,10 @@
 others out."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from services.common.security.identity import ANONYMOUS, Caller
 from services.common.security.policy import Limits
@@ -18,7 +20,8 @@ class OpenCalls:
 
     gRPC counts all calls together: one caller that holds the most that may be open, by requests that it does not send
     or replies that it does not read, would keep all others out. The bytes of requests are counted likewise, from
-    their arrival to the end of the reply; while they arrive, a caller has only so many requests at a time.
+    their arrival to the end of the reply; while they arrive, a connection and a
+    caller have only so many requests at a time.
     """
 
     def __init__(self, limits: Callable[[], Limits]) -> None:
@@ -28,7 +31,7 @@ class OpenCalls:
         """
         self._limits = limits
         self._calls, self._bytes = _Shares("open calls"), _Shares("bytes of unanswered requests")
-        self._receiving: dict[str, asyncio.Semaphore] = {}
+        self._turns: dict[tuple[str, ...], tuple[asyncio.Semaphore, int]] = {}
 
     def begin(self, caller: Caller) -> Callable[[object], None]:
         """Counts a call; returns the function to call, with any argument, when the call is over.
@@ -39,9 +42,39 @@ class OpenCalls:
         limits = self._limits()
         return self._calls.take(caller, 1, limits.concurrent_calls, limits)
 
-    def receiving(self, caller: Caller) -> asyncio.Semaphore:
-        """The turn in which a request of this caller is received."""
-        return self._receiving.setdefault(caller.name, asyncio.Semaphore(self._limits().receiving))
+    @asynccontextmanager
+    async def receiving(self, caller: Caller, connection: str, *, small: bool) -> AsyncIterator[None]:
+        """The turn in which a request of this caller is received.
+
+        A program that begins requests and does not end them keeps its own connection waiting: its large requests have
+        a quarter of the caller's turns, and a trainer's small ones never wait for those of another connection.
+
+        Args:
+            caller: who sends it.
+            connection: address of the connection's other end.
+            small: whether the method's requests hold no data, as those of Info and Claim.
+        """
+        most = self._limits().receiving
+        kind = "small" if small else "large"
+        async with self._turn((caller.name, connection, kind), most if small else math.ceil(most / 4)):
+            if small and caller.role == "trainer":
+                yield
+            else:
+                async with self._turn((caller.name,), most):
+                    yield
+
+    @asynccontextmanager
+    async def _turn(self, key: tuple[str, ...], most: int) -> AsyncIterator[None]:
+        """One of `most` turns at a time under a key, which is forgotten when it has none left."""
+        turns, users = self._turns.get(key) or (asyncio.Semaphore(most), 0)
+        self._turns[key] = turns, users + 1
+        try:
+            async with turns:
+                yield
+        finally:
+            turns, users = self._turns.pop(key)
+            if users > 1:
+                self._turns[key] = turns, users - 1
 
     def hold(self, caller: Caller, size: int) -> Callable[[object], None]:
         """Counts a request of `size` bytes; returns what `begin` returns, and raises likewise."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.security.authentication import Directory
+from services.common.security.file_limit import raise_file_limit
 from services.common.security.gate import Gate
 from services.common.security.policy import AccessPolicy, Limits, load_policy
 from services.common.security.port import Port
 from services.common.security.tls import server_credentials
 from services.common.security.watched import Watched
+from services.common.serving.door.connections import Connections
 from services.common.serving.door.guard import Guard
 from services.common.serving.door.routes import Routes
 from services.common.serving.door.unknown_methods import RefusesUnknownMethods
@@ -45,13 +47,19 @@ def open_port(
         file = port.policy
         watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
     gate, routes = Gate(watched), Routes.of(server)
-    _equip(server, Guard(gate, routes), _options(gate.limits, policy, reuse), gate.limits.concurrent_calls)
+    files = raise_file_limit()
+    connections = Connections(lambda: gate.limits, files)
+    guard = Guard(gate, routes, connections.prove)
+    _equip(server, guard, _options(gate.limits, policy, files, reuse), gate.limits.concurrent_calls)
     setattr(server, _ROUTES, routes)
     address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"
     if policy is None or policy.tls is None or watched is None:
-        return int(server.add_insecure_port(address))
-    directory = watched
-    return int(server.add_secure_port(address, server_credentials(lambda: directory().policy, clock)))
+        opened = int(server.add_insecure_port(address))
+    else:
+        directory = watched
+        opened = int(server.add_secure_port(address, server_credentials(lambda: directory().policy, clock)))
+    connections.watch(opened)
+    return opened
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
@@ -63,7 +71,7 @@ def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent
     server._server = RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls)
 
 
-def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[tuple[str, int]]:
+def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: bool) -> list[tuple[str, int]]:
     keepalive_ms = int(limits.keepalive_s * 1000)
     options = [
         ("grpc.max_receive_message_length", limits.largest),
@@ -73,6 +81,9 @@ def _options(limits: Limits, policy: AccessPolicy | None, reuse: bool) -> list[t
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
+        # The process needs some for itself: at its limit of files gRPC takes no connection for a second at a time.
+        ("grpc.max_allowed_incoming_connections", files * 3 // 4),
         PINGS,
         UNCOMPRESSED,
         ("grpc.so_reuseport", int(reuse)),

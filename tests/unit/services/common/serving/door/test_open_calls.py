@@ -1,6 +1,7 @@
 """Shares of the calls that may be open at the port, and of the bytes of their requests."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 
@@ -75,14 +76,40 @@ def test_callers_without_identities_are_one_and_may_have_everything() -> None:
         calls.hold(ANONYMOUS, 1)
 
 
-async def test_a_caller_has_some_requests_received_at_a_time_and_others_have_theirs() -> None:
-    calls = OpenCalls(lambda: Limits(receiving=2))
-    async with calls.receiving(RUN), calls.receiving(RUN), calls.receiving(OTHER_RUN):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05), calls.receiving(RUN):
-                pass
-    async with calls.receiving(RUN):
-        pass
+async def _waits(turn: AbstractAsyncContextManager[None]) -> bool:
+    try:
+        async with asyncio.timeout(0.05), turn:
+            return False
+    except TimeoutError:
+        return True
+
+
+async def test_a_caller_has_some_large_requests_received_at_a_time_and_each_connection_a_quarter() -> None:
+    calls = OpenCalls(lambda: Limits(receiving=8))
+    async with AsyncExitStack() as held:
+        for connection in "aabbcc":
+            await held.enter_async_context(calls.receiving(RUN, connection, small=False))
+        assert await _waits(calls.receiving(RUN, "a", small=False))
+        assert not await _waits(calls.receiving(RUN, "d", small=False))
+        for _ in range(2):
+            await held.enter_async_context(calls.receiving(RUN, "d", small=False))
+        assert await _waits(calls.receiving(RUN, "e", small=False))
+        assert not await _waits(calls.receiving(OTHER_RUN, "a", small=False))
+        assert not await _waits(calls.receiving(RUN, "a", small=True))
+    assert not await _waits(calls.receiving(RUN, "a", small=False))
+    assert calls._turns == {}
+
+
+async def test_small_requests_of_a_trainer_count_by_connection_and_those_of_others_in_all() -> None:
+    calls = OpenCalls(lambda: Limits(receiving=4))
+    async with AsyncExitStack() as held:
+        for caller in (RUN, PAGER):
+            for _ in range(4):
+                await held.enter_async_context(calls.receiving(caller, "a", small=True))
+        assert await _waits(calls.receiving(RUN, "a", small=True))
+        assert not await _waits(calls.receiving(RUN, "b", small=True))
+        assert await _waits(calls.receiving(PAGER, "b", small=True))
+    assert calls._turns == {}
 
 
 def test_a_request_that_may_be_sent_fits_an_idle_port() -> None:

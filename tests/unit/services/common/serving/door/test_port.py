@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import yaml
 from grpc import StatusCode
-from ray.serve._private import default_impl
+from ray.serve._private import default_impl, http_util
 from ray.serve._private.common import DeploymentID, EndpointInfo
 from ray.serve._private.grpc_util import start_grpc_server
 from ray.serve._private.proxy_router import ProxyRouter
@@ -108,7 +109,35 @@ async def test_a_caller_that_holds_its_calls_open_keeps_no_other_out(tmp_path: P
             await asyncio.sleep(0.01)
 
 
-async def test_a_caller_that_sends_its_requests_slowly_has_some_received_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("connections", "method"), [(1, "Reward/Info"), (1, "Reward/Score"), (200, "Reward/Info")])
+@pytest.mark.parametrize("begun", ["Reward/Info", "Reward/Score"])
+async def test_a_program_that_ends_none_of_its_requests_keeps_no_other_program_of_its_caller_waiting(
+    tmp_path: Path, connections: int, method: str, begun: str
+) -> None:
+    """All programs of one user are one caller by default; 32 such requests kept them all waiting for a minute."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(yaml.safe_dump({"identities": {"run-a": {"role": "trainer", "tokens": [digest("secret")]}}}))
+    metadata = (("application", "reward"), ("authorization", "Bearer secret"))
+    # A connection of its own for each channel, as for each program.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with AsyncExitStack() as stack:
+        target, _ = await stack.enter_async_context(front_door(Port(policy=policy)))
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(target, options=options))
+            for _ in range(connections + 1)
+        ]
+        calls = [
+            channels[number % connections].stream_unary(f"/quartet.v1.{begun}")(metadata=metadata)
+            for number in range(200)
+        ]
+        await asyncio.gather(*(call.wait_for_connection() for call in calls))
+        result = await outcome(ask(channels[-1], method, *metadata))
+        assert result == (StatusCode.OK, "")
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_connection_has_some_requests_received_at_a_time(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=1)
     keys.make(["127.0.0.1"], {"run-a": "trainer", "pager": "prober"}, tokens=False)
     limits = {"receiving": 2}
@@ -170,7 +199,8 @@ async def _start_as_serve_does(
     monkeypatch: pytest.MonkeyPatch, functions: Sequence[str] = FUNCTIONS
 ) -> tuple[grpc.aio.Server, int]:
     """Serve's proxy calls what the environment names, then starts its gRPC server on the file's port."""
-    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)  # restored afterwards
+    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
     bind_to_host()
     router = ProxyRouter(lambda deployment, _: deployment)
     router.update_routes({DeploymentID("Reward", "reward"): EndpointInfo("/reward")})

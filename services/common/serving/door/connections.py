@@ -1,0 +1,124 @@
+"""The connections of the gRPC port, of which those that have proved nothing give way to newer ones."""
+
+import asyncio
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from services.common.security.policy import Limits
+
+LOOK_S = 0.1
+"""Seconds between two looks at the open connections."""
+PROOF_S = 1.0
+"""Seconds that a caller may take to prove its identity while strangers open connections as fast as they can."""
+_FILES = "/proc/self/fd"
+_Socket = tuple[int, int]
+"""Descriptor and inode. A descriptor alone may belong to another file by the next look."""
+
+
+class _Seen(NamedTuple):
+    peer: str | None
+    since: float
+
+
+class Connections:
+    """Closes connections without an admitted call: the oldest when there are too many, and any that is too old.
+
+    Each connection takes one of the process's files, and every program that reaches the port can open one. gRPC's own
+    limit refuses the newest, which means all callers once strangers have filled it. A caller with an identity proves
+    it within milliseconds, so the oldest connections that have proved none are not its own. gRPC has no hook where it
+    accepts a connection; this class finds the sockets among the process's files and shuts them down, which gRPC takes
+    for the other end's leaving.
+    """
+
+    def __init__(
+        self, limits: Callable[[], Limits], most_files: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            limits: returns the current limits, of which this class uses `strangers` and `handshake_s`.
+            most_files: the process's limit of open files. Connections without an admitted call are at most an eighth
+                of it, and more than half as many do not stay even for PROOF_S.
+            clock: returns seconds.
+        """
+        self._limits, self._most_files, self._clock = limits, most_files, clock
+        self._port = 0
+        self._proved: set[str] = set()
+        self._seen: dict[_Socket, _Seen] = {}
+
+    def prove(self, peer: str) -> None:
+        """Keeps the connection of an admitted call, given the peer's address as gRPC gives it."""
+        self._proved.add(peer)
+
+    def watch(self, port: int) -> None:
+        """Looks at the connections to `port` every LOOK_S for as long as the current event loop runs."""
+        self._port = port
+        loop = asyncio.get_running_loop()
+
+        def again() -> None:
+            loop.call_later(LOOK_S, again)
+            self.look()
+
+        loop.call_later(LOOK_S, again)
+
+    def look(self) -> int:
+        """Closes the connections that are too many or too old; returns how many."""
+        now, found = self._clock(), _sockets()
+        # Those seen before stay in the order in which they came; of those that are new it is not known.
+        self._seen = {key: seen for key, seen in self._seen.items() if key in found}
+        for key in sorted(found - self._seen.keys()):
+            self._seen[key] = _Seen(_peer(key[0], self._port), now)
+        self._proved &= {seen.peer for seen in self._seen.values() if seen.peer is not None}
+        strangers = [
+            (key, now - seen.since)
+            for key, seen in self._seen.items()
+            if seen.peer is not None and seen.peer not in self._proved
+        ]
+        limits = self._limits()
+        most, most_young = min(limits.strangers, self._most_files // 8), self._most_files // 2
+        closed = 0
+        for key, age in strangers:
+            left = len(strangers) - closed
+            crowded = left > most_young or (left > most and age >= PROOF_S)
+            if not (age >= limits.handshake_s or (crowded and age > 0)):
+                break
+            _close(key)
+            closed += 1
+        return closed
+
+
+def _sockets() -> set[_Socket]:
+    """Each socket of this process."""
+    found = set()
+    for name in os.listdir(_FILES):
+        with suppress(OSError):  # closed since
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def _borrowed(descriptor: int) -> socket.socket:
+    """A socket object of its own for a descriptor that may be closed and given to another file at any moment."""
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _peer(descriptor: int, port: int) -> str | None:
+    """The other end of a connection that `port` has accepted, in gRPC's spelling; None for any other socket."""
+    with suppress(OSError), _borrowed(descriptor) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+            host, number = found.getpeername()[:2]
+            host = host.removeprefix("::ffff:")
+            return f"ipv6:%5B{host}%5D:{number}" if ":" in host else f"ipv4:{host}:{number}"
+    return None
+
+
+def _close(key: _Socket) -> None:
+    descriptor, inode = key
+    with suppress(OSError), _borrowed(descriptor) as found:
+        if os.fstat(found.fileno()).st_ino == inode:
+            found.shutdown(socket.SHUT_RDWR)
