@@ -4,7 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Collection
 from typing import Any
 
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
 from protos import rollout_pb2 as pb
+from services.common.wire.errors import Unavailable
 
 GRACE_S = 2.0
 """Seconds that the other members get once it is certain that one is lost, since they fail only when their collectives
@@ -19,10 +23,18 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
     """Makes every replica that Serve knows carry out a phase; returns the reports of those that answered.
 
     Uses a private call, because Serve's own collection of a broadcast's results loses all of them if one is late.
+
+    Raises:
+        Unavailable: Serve does not know the replicas.
+        TimeoutError: it does not name them within the phase's time.
     """
-    response = handle.broadcast(method, phase.SerializeToString())
-    async with asyncio.timeout(phase.timeout_s):
-        results = await response._fetch_replica_results_async()
+    try:
+        response = handle.broadcast(method, phase.SerializeToString())
+        async with asyncio.timeout(phase.timeout_s):
+            results = await response._fetch_replica_results_async()
+    except (RayServeException, RayError) as error:
+        # As when Serve's controller is being replaced, and knows no replicas for a moment.
+        raise Unavailable(f"Serve names no rollout replicas: {type(error).__name__}") from None
     return await reports_of(phase, [result.get_async() for result in results])
 
 

@@ -128,6 +128,8 @@ def leaves(error: BaseException) -> list[BaseException]:
 # ActorUnavailableError. For the caller this is a failure that a repetition at another replica mends.
 REPLICA_LOST = re.compile(r"The actor (died|[0-9a-f]+ is unavailable|is dead)|ActorDiedError|ActorUnavailableError")
 REPLICA_DIED = "the replica died while it answered"
+# A replica or proxy that shuts down cancels the calls that it has taken.
+CALL_CANCELLED = "the proxy or the replica was ending and cancelled the call"
 # The words of gRPC and of our ports (serving/door/checked.py) for a message that they refused to read.
 _TOO_LARGE = re.compile(r"message larger than max|more than \d+ fields and elements of lists")
 # gRPC's own words for a call too many on a port: however small its parts, none would get in.
@@ -142,6 +144,8 @@ def from_rpc(error: grpc.RpcError, call: str) -> ServiceError:
     details = error.details()  # type: ignore[attr-defined]
     if code is grpc.StatusCode.INTERNAL and REPLICA_LOST.match(details or ""):
         return Unavailable(f"{call}: {REPLICA_DIED}")
+    if code is grpc.StatusCode.CANCELLED:  # not by the caller, whose own cancellation is no error of gRPC's
+        return Unavailable(f"{call}: {CALL_CANCELLED}")
     kind = _ERRORS_BY_CODE.get(code, Internal)
     if kind is FailedPrecondition:
         said = details or ""

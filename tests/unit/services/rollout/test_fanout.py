@@ -4,8 +4,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import pytest
+from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from protos import rollout_pb2 as pb
-from services.rollout.fanout import gathered
+from services.common.wire.errors import Unavailable
+from services.rollout.fanout import broadcast, gathered
 
 GRACE_S = 0.1
 LATE_S = 3 * GRACE_S
@@ -65,3 +71,22 @@ async def test_others_get_a_moment_once_all_members_have_answered_where_they_cou
     reports = await gathered(answers, ["a", "b"], 60, GRACE_S, others_s=3 * LATE_S)
     assert sorted(report.replica for report in reports) == ["a", "b", "new"]
     assert time.monotonic() - begun < 30
+
+
+class Handle:
+    """A handle of Serve's whose router knows no replicas, or whose controller is gone."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def broadcast(self, method: str, phase: bytes) -> "Handle":
+        return self
+
+    async def _fetch_replica_results_async(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [DeploymentUnavailableError(DeploymentID("Rollout", "rollout")), RayActorError()])
+async def test_replicas_that_serve_does_not_know_at_the_moment_are_away_and_not_broken(error: Exception) -> None:
+    with pytest.raises(Unavailable, match="Serve names no rollout replicas"):
+        await broadcast(Handle(error), "carry_out", pb.WeightPhase(timeout_s=5))

@@ -160,6 +160,13 @@ def test_serve_sees_that_the_methods_take_a_context() -> None:
 
 
 def test_a_status_without_a_kind_is_named() -> None:
-    error = from_rpc(FakeRpcError(grpc.StatusCode.CANCELLED, "by peer"), "critic.Train")
+    error = from_rpc(FakeRpcError(grpc.StatusCode.ABORTED, "by peer"), "critic.Train")
     assert type(error) is Internal
-    assert str(error) == "critic.Train: CANCELLED: by peer"
+    assert str(error) == "critic.Train: ABORTED: by peer"
+
+
+def test_a_call_that_its_server_cancelled_may_be_repeated() -> None:
+    """A call that its caller cancels raises asyncio's CancelledError instead."""
+    error = from_rpc(FakeRpcError(grpc.StatusCode.CANCELLED, "Client for request 7 disconnected."), "critic.Train")
+    assert type(error) is Unavailable
+    assert str(error) == "critic.Train: the proxy or the replica was ending and cancelled the call"
