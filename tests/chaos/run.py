@@ -13,6 +13,8 @@ from tests.commands import Command
 
 BATCH, MEMBERS, EVERY = 8, 2, 2
 """Samples of a step, responses to a prompt, and steps between two checkpoints."""
+START_S = 60
+"""Deadline of a start, for the same reason."""
 PUSH = {"timeout_s": 8, "commit_s": 8, "stall_s": 5}
 """Deadlines of pushes, which take a fraction of a second here."""
 LAST = 6
@@ -55,7 +57,7 @@ class ChaosRun:
         # All checkpoints are kept, as the journal is from the oldest on: the samples of each step are looked at.
         ours["checkpoint"] = ours["checkpoint"] | {"every": EVERY, "keep": 10_000, "timeout_s": LEARNER_S}
         ours["ppo"] = ours["ppo"] | {"minibatch_size": 4, "samples_per_prompt": MEMBERS}
-        ours["timeouts"] = {"train_s": LEARNER_S}
+        ours["timeouts"] = {"train_s": LEARNER_S, "start_s": START_S}
         ours["weights"] = ours["weights"] | PUSH
         raw["orchestrator"] = ours
         self.config.write_text(yaml.safe_dump(raw))
