@@ -1,13 +1,19 @@
 """The pulse of an engine: whether its process still answers, for callers that wait for samples."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from services.common.wire.errors import Unavailable
 
 STILL_S = 6.0
 """Seconds after which an engine that has not answered counts as one that stands still. It answers between two of its
-steps."""
+steps, so that it is longer where steps are."""
+FACTOR = 3.0
+"""Multiple of the slowest of the last answers that an engine gets at least. A step that is as long as no other before
+ends the calls once; the next ones have its length to go by, and do not end in it again."""
+REMEMBERED = 16
+"""Answers whose durations are kept."""
 
 
 class Pulse:
@@ -24,8 +30,9 @@ class Pulse:
         Args:
             ask: returns when the engine has answered, however long it takes, and raises if it is dead.
             busy: True while the engine is in a phase of a push, which has a deadline of its own.
-            still_s: seconds for which a question may be open.
+            still_s: seconds for which a question may be open at least.
         """
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._ask, self._busy, self._still_s = ask, busy, still_s
         self._question: asyncio.Future[None] | None = None
         self._since = 0.0
@@ -41,7 +48,11 @@ class Pulse:
         if self._question is None or self._question.done():
             dead = self._question and self._question.exception()
             self._question, self._since = asyncio.ensure_future(self._ask()), now
+            self._question.add_done_callback(self._answered)
         elif self._busy():
             self._since = now
-        if dead or now - self._since > self._still_s:
+        if dead or now - self._since > max(self._still_s, FACTOR * max(self._took, default=0.0)):
             raise Unavailable("the engine of this replica does not answer")
+
+    def _answered(self, question: "asyncio.Future[None]") -> None:
+        self._took.append(asyncio.get_running_loop().time() - self._since)

@@ -63,6 +63,25 @@ async def test_one_that_stands_still_is_asked_once_and_found_until_it_goes_on() 
 
 
 @in_virtual_time
+async def test_an_engine_of_long_steps_ends_its_calls_once() -> None:
+    """Otherwise its callers would begin the same step again and again."""
+    step_s = 3 * STILL_S
+    times = 0
+
+    async def answer() -> None:
+        nonlocal times
+        times += 1
+        await asyncio.sleep(step_s)
+
+    pulse = Pulse(answer, lambda: False)
+    with pytest.raises(Unavailable, match=NOT_ANSWERING):
+        await beats(pulse, step_s)
+    await asyncio.sleep(step_s)
+    await beats(pulse, 10 * step_s)
+    assert times > 5
+
+
+@in_virtual_time
 async def test_a_phase_of_a_push_may_take_longer_than_an_answer() -> None:
     asked = Asked()
     pulse, asked.frozen, asked.busy = asked.pulse, True, True
