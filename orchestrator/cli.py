@@ -77,7 +77,7 @@ def keys(
     client: Annotated[list[str], typer.Option(help="NAME=ROLE: trainer, judge-client or prober.")] = [],  # noqa: B006
     host: Annotated[list[str], typer.Option(help="Name or address under which callers reach the server.")] = [],  # noqa: B006
     tokens: Annotated[bool, typer.Option(help="Bearer tokens instead of client certificates.")] = False,
-    days: Annotated[int, typer.Option(min=1, help="Days for which the certificates are valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which the certificates are valid.")] = 365,
     withdraw: Annotated[bool, typer.Option(help="Refuse at once what these clients had before.")] = False,
 ) -> None:
     """Make what a gRPC port needs that is open to a network: certificates, tokens and a policy."""

@@ -23,11 +23,14 @@ def make_keys(
         withdraw: True if what the clients had before is refused at once.
 
     Raises:
-        ConfigError: a client has no role, or the folder holds something else.
+        ConfigError: a client has no role, a host is not a name, or the folder holds something else or cannot be made.
     """
     roles = dict(_client(text) for text in clients)
     keys = Keys(folder, days)
-    keys.make(hosts, roles, tokens=tokens, withdraw=withdraw)
+    try:
+        keys.make(hosts, roles, tokens=tokens, withdraw=withdraw)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be made or read: {error.strerror}") from None
     yield f"{keys.policy}: the policy; name it as security.policy in the YAML file"
     for name, role in roles.items():
         yield f"{folder / 'clients' / name}: for {name} ({role}), who sets QUARTET_CREDENTIALS to it"

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.common.config.base import ConfigError
 from services.common.folders import make_private, write_private
 from services.common.security.authentication import subject
 
+_NAME = re.compile(r"(\*\.)?\w[\w-]*(\.\w[\w-]*)*", re.ASCII)
 _AUTHORITY_DAYS = 3650
 _SKEW = datetime.timedelta(minutes=5)
 """Time by which another machine's clock may be slow."""
@@ -127,6 +129,10 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _NAME.fullmatch(host):
+            raise ConfigError(
+                f"--host: {host!r}: should be a name such as gpu1.example.org, or an address, without a port"
+            ) from None
         return x509.DNSName(host)
 
 

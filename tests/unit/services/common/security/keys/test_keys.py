@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
+from orchestrator.commands.keys import make_keys
 from services.common.config.base import ConfigError
 from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
@@ -58,6 +59,21 @@ def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
         Keys(tmp_path / "keys", days=1).make(["10.0.0.5"], {name: "trainer"}, tokens=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("host", ["a b", "http://a.org", "a.org:443", "a..org", ""])
+def test_hosts_that_are_none_are_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--host: '{host}': should be a name such as"):
+        list(make_keys(tmp_path / "keys", ["me=trainer"], [host], tokens=False, days=1, withdraw=False))
+    hosts = ["gpu-1.a.org", "*.b.org", "::1"]
+    list(make_keys(tmp_path / "fine", ["me=trainer"], hosts, tokens=False, days=1, withdraw=False))
+
+
+def test_a_folder_of_keys_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "keys", Path("/proc/none/keys")):
+        with pytest.raises(ConfigError, match=rf"^{folder}.*: cannot be made or read: |^/proc/none: cannot be made"):
+            list(make_keys(folder, ["me=trainer"], ["127.0.0.1"], tokens=False, days=1, withdraw=False))
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
