@@ -35,10 +35,10 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
 from services.common.config.base import MIB
-from services.common.ranks.rendezvous import serve_store
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import Group
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.meeting import open_store
 from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.probe import probe_sequences
 from services.common.weight_transfer.registry import Applicant, Ticket
@@ -190,7 +190,7 @@ class Layers:
     def __init__(self, rollout: Any, members: list[str], weights: dict[str, torch.Tensor], membership: int) -> None:
         self._rollout = rollout
         self._members = members
-        self._store = serve_store(HOST, STALL_S)
+        self._store, self._number = open_store(HOST, STALL_S)
         self._tensors = weights
         self._membership = membership
 
@@ -198,7 +198,7 @@ class Layers:
         """Seconds for the transfers alone, after a group was formed."""
         members = self._members
         self._membership += 1
-        rendezvous = [pb.Rendezvous(address=HOST, port=self._store.port)]
+        rendezvous = [pb.Rendezvous(address=HOST, port=self._number)]
         ranks = {name: 1 + number for number, name in enumerate(members)}
         world = 1 + len(members)
         prepare = pb.Prepare(

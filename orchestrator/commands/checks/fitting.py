@@ -14,6 +14,7 @@ from services.common.config.learner import PolicyConfig
 from services.common.models.device import VISIBLE
 from services.common.models.distribution import Distribution, end_ids
 from services.common.models.loading import load_tokenizer, shape_of_causal
+from services.common.security.port import on_loopback
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
 from services.common.wire.errors import InvalidArgument
@@ -221,6 +222,17 @@ def rounded_adapters(deployment: Deployment) -> Iterator[str]:
         yield (
             "orchestrator.policy.lora: merged into bfloat16 weights for each push, which rounds a part of the "
             "movement away (docs/learner.md); dtype float32 loses nothing"
+        )
+
+
+def open_pushes(deployment: Deployment) -> Iterator[str]:
+    """A push that other machines can reach, by libraries that check no caller."""
+    weights = deployment.orchestrator.weights
+    if weights.backend not in ("ipc", "cuda-ipc") and not on_loopback(weights.host):
+        yield (
+            f"orchestrator.weights.host: every machine and user that reaches {weights.host} can read the weights of "
+            "a push and disturb it, as gloo and NCCL encrypt nothing and check no caller; keep it in a network that "
+            "you trust, behind a firewall"
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from services.common.ranks.rendezvous import reach_store
 from services.common.weight_transfer.groups.group import Group, turned
 from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedBuckets
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.meeting import find_store
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.memory.device_memory import Cuda
 
@@ -34,7 +34,8 @@ class Joining:
     backend: str
     """Name of the backend: gloo, nccl, ipc or cuda-ipc."""
     senders: list[list[Any]]
-    """Address and port of each sender's store; with ipc and cuda-ipc the port is the number of its shared memory."""
+    """Address of each sender, and the number by which `find_store` finds its store, or with ipc and cuda-ipc that of
+    its shared memory."""
     rank: int
     """The worker's rank among sender and workers."""
     world_size: int
@@ -92,11 +93,11 @@ class GroupReceiver:
         """Joins one group for each sender."""
         self.close()
         wire, senders = make_wire(joining.backend, joining.host, self._device), len(joining.senders)
-        for sender, (address, port) in enumerate(joining.senders):
+        for sender, (address, number) in enumerate(joining.senders):
             joining_s = joining.joining_s
             if joining_s <= 0:
                 raise RuntimeError(f"membership {joining.membership} was given up before this worker came to join it")
-            store = reach_store(address, port, joining_s)
+            store = find_store(address, number, joining_s)
             rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
             place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
             self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))

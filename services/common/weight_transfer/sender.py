@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 
 from services.common.models.device import default_device
-from services.common.ranks.rendezvous import serve_store
 from services.common.weight_transfer.groups.group import SENDER, Group, Wire
 from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedSender
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.meeting import open_store
 from services.common.weight_transfer.memory.buckets import Buckets, Weights, digest
 from services.common.weight_transfer.memory.device_memory import Cuda
 from services.common.weight_transfer.memory.filling import Filling
@@ -21,8 +21,8 @@ class Sender(Protocol):
     meanwhile."""
 
     def rendezvous(self) -> int:
-        """Number by which the members of the next group find the sender: a port on the learner's host, or for shared
-        memory the number of its segment."""
+        """Number by which the members of the next group find the sender: of its store, a port unless it is on
+        loopback, or of its shared memory."""
 
     def join(self, membership: int, world_size: int) -> None:
         """Forms a new group; returns when all members have joined, RuntimeError if they do not."""
@@ -68,7 +68,7 @@ class GroupSender:
         """Makes the buckets and the store. `device` is the weights' device, as for Buckets."""
         self._wire = wire
         self._stall_s = stall_s
-        self._store = serve_store(host, stall_s)
+        self._store, self._number = open_store(host, stall_s)
         self._buckets = Buckets(manifest, sender, senders, device=device)
         # Newcomers are served beside the training thread; a push must not overwrite the buckets they are being sent.
         self._in_use = threading.Lock()
@@ -79,8 +79,8 @@ class GroupSender:
         self._group: Group | None = None
 
     def rendezvous(self) -> int:
-        """The port of the store, which is the same for all groups."""
-        return int(self._store.port)
+        """The number of the store, which is the same for all groups."""
+        return self._number
 
     def join(self, membership: int, world_size: int) -> None:
         """Forms the group, leaving the one before."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 SENDER = 0
 """The learner's rank in every group."""
@@ -38,7 +38,7 @@ class Group:
 
     def __init__(
         self,
-        store: TCPStore,
+        store: Store,
         wire: Wire,
         *,
         rank: int,

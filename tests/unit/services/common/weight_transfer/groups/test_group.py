@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed import Store
 
-from services.common.ranks.rendezvous import reach_store, serve_store
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import SENDER, Group, Wire
 from services.common.weight_transfer.groups.nccl import SETTINGS, environment
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.receiver import GroupReceiver, Joining
 from services.common.weight_transfer.sender import GroupSender
@@ -73,15 +73,15 @@ class Answering:
 def alone(process_group: Any) -> Group:
     """A group of one member, with this behind it."""
     wire = Wire(lambda *_: process_group, CPU)
-    return Group(serve_store(HOST, TIMEOUT_S), wire, rank=SENDER, world_size=1, membership=1, timeout_s=TIMEOUT_S)
+    return Group(open_store(HOST, TIMEOUT_S)[0], wire, rank=SENDER, world_size=1, membership=1, timeout_s=TIMEOUT_S)
 
 
 def test_what_is_carried_arrives_and_the_carrier_is_kept_from_bucket_to_bucket() -> None:
-    store = serve_store(HOST, 60)
+    store, number = open_store(HOST, 60)
     groups: dict[int, Group] = {}
 
     def join() -> None:
-        groups[1] = Group(reach_store(HOST, store.port, 60), CARRIED, rank=1, **PATIENT)
+        groups[1] = Group(find_store(HOST, number, 60), CARRIED, rank=1, **PATIENT)
 
     def receive() -> None:
         for data in received:
@@ -110,16 +110,16 @@ def test_a_member_that_never_comes_is_an_error_before_anything_is_formed() -> No
 
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        Group(serve_store(HOST, TIMEOUT_S), Wire(form, CPU), rank=SENDER, **PLACE)
+        Group(open_store(HOST, TIMEOUT_S)[0], Wire(form, CPU), rank=SENDER, **PLACE)
     assert TIMEOUT_S - 0.1 < time.monotonic() - start < TIMEOUT_S + 20
 
 
 def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_next_attempt() -> None:
-    store = serve_store(HOST, 60)
+    _, number = open_store(HOST, 60)
     receiver = GroupReceiver(CPU)
 
     def join(left_s: float) -> None:
-        receiver.join(Joining("gloo", [[HOST, store.port]], 1, 2, 1, HOST, 60, time.monotonic() + left_s))
+        receiver.join(Joining("gloo", [[HOST, number]], 1, 2, 1, HOST, 60, time.monotonic() + left_s))
 
     with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
         join(-0.1)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import xxhash
 
-from services.common.ranks.rendezvous import reach_store
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import Group, turned
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.sender import GroupSender, make_sender
 from tests.forked import FORKED
+from tests.users import NEEDS, possible, users
 
 pytestmark = pytest.mark.processes
 
@@ -32,10 +33,10 @@ TENSORS = {
 MANIFEST = Manifest.of(TENSORS, bucket_bytes=1024)  # 4000 bytes alone, then 1 + 56 + 66
 
 
-def member(port: int, commands: Connection) -> None:
+def member(number: int, commands: Connection) -> None:
     """A receiver: joins when told the rank, world size and membership, receives when told the manifest."""
     torch.set_num_threads(1)
-    store = reach_store(HOST, port, TIMEOUT_S)
+    store = find_store(HOST, number, TIMEOUT_S)
     group: Group | None = None
     commands.send("ready")
     while (command := commands.recv()) is not None:
@@ -164,15 +165,76 @@ def test_a_member_that_does_not_receive_is_an_error_in_time_and_a_smaller_member
     check_everyone_received(cast, TENSORS, 1)
 
 
-def test_the_store_listens_on_its_host_only(cast: Cast) -> None:
-    port = cast.sender.rendezvous()
-    assert cast.sender.rendezvous() == port
-    listening = [
-        connection.laddr
-        for connection in psutil.Process(os.getpid()).net_connections()
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-    ]
-    assert listening == [(HOST, port)]
+def listening() -> dict[int, str]:
+    """Port -> address of all that this process listens on."""
+    found = psutil.Process(os.getpid()).net_connections()
+    return {each.laddr.port: each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_the_store_listens_nowhere_on_loopback_and_else_on_its_host_only(cast: Cast) -> None:
+    assert cast.sender.rendezvous() == cast.sender.rendezvous()
+    assert cast.sender.rendezvous() not in listening()
+    store, port = open_store("0.0.0.0", TIMEOUT_S)
+    assert listening()[port] == "0.0.0.0"
+    find_store("0.0.0.0", port, TIMEOUT_S).set("key", b"value")
+    assert store.get("key") == b"value"
+
+
+STRANGER = """
+import glob, os, sys, threading
+from datetime import timedelta
+from torch.distributed import TCPStore
+
+ports = [int(each) for each in sys.argv[1:]]
+forged = opened = 0
+for link in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/map_files/*"):
+    try:
+        if "quartet-" in os.readlink(link):
+            os.open(link, os.O_RDWR)
+            opened += 1
+    except OSError:
+        pass
+
+def forge(port):
+    global forged
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+        for membership in range(1, 100):
+            store.set(f"membership{membership}/abandoned", b"")
+        for key in store.list_keys():
+            store.delete_key(key)
+            store.set(key, b"")
+        forged += 1
+    except Exception:
+        pass
+
+forgers = [threading.Thread(target=forge, args=(port,), daemon=True) for port in ports]
+for forger in forgers:
+    forger.start()
+for forger in forgers:
+    forger.join(10)
+print(opened, forged)
+"""
+
+
+@pytest.mark.skipif(not possible(), reason=NEEDS)
+def test_another_user_of_the_machine_cannot_disturb_the_members_meeting(cast: Cast) -> None:
+    """With a TCPStore it could list all keys, and give every membership up that there will be."""
+    cast.join(91, 0, 1)
+    ports = [str(port) for port in listening()]
+    with users(65530) as (stranger,):
+        told = stranger.program(STRANGER, *ports)
+    assert told.split() == ["0", "0"]
+    check_everyone_received(cast, TENSORS, 0, 1)
+    cast.join(92, 0, 1)
+    check_everyone_received(cast, TENSORS, 0, 1)
+
+
+def test_a_store_of_a_learner_elsewhere_is_named() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"not on this machine or is another user's; set orchestrator\.weights\.host"
+    ):
+        find_store(HOST, 1, TIMEOUT_S)
 
 
 def test_newcomers_get_what_was_loaded_last_while_the_group_of_the_others_stays(cast: Cast) -> None:
