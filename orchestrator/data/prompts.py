@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.config.data import DataConfig
+from orchestrator.data.rendering import render
 from orchestrator.data.tables import Table, open_split
 from services.common.config.base import ConfigError
 from services.common.wire.codec import Ints
@@ -75,10 +75,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     _check_columns(config, table, where)
     indices = _selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
-    texts = [
-        _text(row[config.input_key], tokenizer, config, f"{where}, row {index}")
-        for index, row in zip(indices, rows, strict=True)
-    ]
+    texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
     # A chat template writes the special tokens itself.
     token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     prompts = [
@@ -187,22 +184,23 @@ def _check_columns(config: DataConfig, table: Table, where: str) -> None:
             raise ConfigError(f"data.{field}: no column {key!r} in {where}; the columns are {columns}")
 
 
-def _text(value: Any, tokenizer: Tokenizer, config: DataConfig, where: str) -> str:
-    """The prompt as text, rendered by the chat template when that is on."""
-    if not config.chat_template:
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{where}: column {config.input_key!r} should hold text, got {type(value).__name__}; "
-                "for chat messages set data.chat_template"
-            )
-        return _sound(value, f"{where}: column {config.input_key!r}")
-    if not tokenizer.chat_template:
+def _texts(values: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, where: Sequence[str]) -> list[str]:
+    """The prompts as text, rendered by the chat template when that is on."""
+    columns = [f"{place}: column {config.input_key!r}" for place in where]
+    if config.chat_template and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
-    try:
-        messages = _messages(value, f"{where}: column {config.input_key!r}")
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{where}: the chat template refuses the messages: {error}") from None
+    if config.chat_template:
+        messages = [_messages(value, column) for value, column in zip(values, columns, strict=True)]
+        values = render(messages, tokenizer, where)
+    return [_text(value, column) for value, column in zip(values, columns, strict=True)]
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{column} should hold text, got {type(value).__name__}; for chat messages set data.chat_template"
+        )
+    return _sound(value, column)
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:

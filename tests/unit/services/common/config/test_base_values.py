@@ -1,6 +1,7 @@
 """Messages about values of the wrong kind, and about text that is not YAML."""
 
 import re
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,10 +71,10 @@ def test_the_number_that_is_proposed_is_one_to_yaml(text: str, number: str, tmp_
     assert Numbers.parse(read_yaml(path), "root").rate == float(text)
 
 
-def test_a_section_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("env: &env {A: *env}\n")
-    (line,) = problems(Numbers, read_yaml(path))
+def test_a_section_that_holds_itself_is_refused() -> None:
+    env: dict[str, Any] = {}
+    env["A"] = env
+    (line,) = problems(Numbers, {"env": env})
     assert line.startswith("root: should hold plain values under plain names: ")
 
 
@@ -145,3 +146,33 @@ def test_what_is_not_yaml_is_found_by_its_file_and_line(tmp_path: Path, text: st
     assert str(caught.value).startswith(f"{path}{shown}")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; YAML is indented by blanks") == ("\t" in text)
+
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}\n" for level in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (ALIASES, "holds more than 100000 values, each alias (*name) counted with its contents"),
+        (MERGES, "holds more than 100000 values, each alias (*name) counted with its contents"),
+        ("a: &a {b: *a}\n", "holds values in values, on more than 64 levels"),
+        ("a: " + "[" * 100 + "]" * 100 + "\n", "holds values in values, on more than 64 levels"),
+        ("a: " + "[" * 100_000 + "\n", "holds values in values, on more than 64 levels"),
+        ("a: " + "x" * (5 << 20) + "\n", "holds 5.0 MiB, where 4 are the most"),
+    ],
+    ids=["aliases", "merges", "itself", "deep", "deeper", "long"],
+)
+def test_small_files_that_stand_for_much_are_refused_at_once(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert str(caught.value) == f"{path}: {said}"
+    assert time.monotonic() - begun < 20

@@ -1,0 +1,55 @@
+"""Chat templates: programs that come with a model, and are therefore run with limits."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from orchestrator.data.bounded import bounded
+from services.common.config.base import GIB, MIB, ConfigError
+
+MEMORY = GIB
+"""Bytes that rendering may take, beyond eight times the characters of the messages."""
+LEAST_S, EACH_S = 60.0, 0.01
+"""Seconds that rendering may take, and more of them for each conversation; usually it takes a thousandth of that."""
+_TOGETHER = 256
+"""Conversations whose texts are handed over at once."""
+
+
+def render(conversations: Sequence[list[dict[str, Any]]], tokenizer: Any, where: Sequence[str]) -> list[str]:
+    """The text of each conversation, as the tokenizer's chat template renders it for generation.
+
+    Args:
+        conversations: messages, each with a role and content.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        where: place of each conversation, with which errors begin.
+
+    Raises:
+        ConfigError: the template refuses a conversation, or goes beyond the limits of time, memory or text.
+    """
+    count, given = len(conversations), sum(len(repr(messages)) for messages in conversations)
+    most = 16 * MIB + 64 * 1024 * count + 16 * given
+
+    def work() -> Iterator[list[str]]:
+        total, texts = 0, []
+        for messages, place in zip(conversations, where, strict=True):
+            text = _rendered(messages, tokenizer, place)
+            total += len(text)
+            if total > most:
+                raise ConfigError(f"{place}: the chat template has written more than {most} characters by then")
+            texts.append(text)
+            if len(texts) == _TOGETHER:
+                yield texts
+                texts = []
+        yield texts
+
+    parts = bounded(work, "data.chat_template", memory=MEMORY + 8 * given, seconds=LEAST_S + EACH_S * count)
+    return [text for texts in parts for text in texts]
+
+
+def _rendered(messages: list[dict[str, Any]], tokenizer: Any, place: str) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template may raise whatever Python does
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{place}: the chat template refuses the messages: {reason}") from None
