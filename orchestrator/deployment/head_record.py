@@ -22,6 +22,7 @@ class HeadRecord(Config):
     """A head that `quartet up` started in this folder."""
 
     pid: Annotated[int, Field(ge=1)]
+    """Process of the head."""
     created: float
     """Start time of the process, to tell it from a later process with the same pid."""
     gcs: _Port

@@ -76,12 +76,10 @@ async def test_all_that_take_part_are_asked_and_the_critic_is_not() -> None:
 
 async def test_services_that_are_down_are_said_to_be(policy_folder: Path, tmp_path: Path) -> None:
     deployment = load(tmp_path, policy_folder, [], target="127.0.0.1:1", timeouts={"info_s": 0.5})
-    message = (
-        "no answer at 127.0.0.1:1 (orchestrator.target) within 0.5 s; are the services up? "
-        f"quartet up {deployment.path}"
-    )
-    with pytest.raises(Unavailable, match=re.escape(message)):
+    with pytest.raises(Unavailable) as caught:
         await evaluate_model(deployment, "current", "train", None)
+    for said in ("127.0.0.1:1 (orchestrator.target) within 0.5 s", f"quartet up {deployment.path}", "serve deploy"):
+        assert said in str(caught.value)
 
 
 async def test_an_end_that_min_new_tokens_could_not_mask_is_named(policy_folder: Path, tmp_path: Path) -> None:
