@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from orchestrator.deployment.redeployment import fixed
 from tests.chaos.driver import Driver, Outcome, Say
 from tests.chaos.plan import LED, faults
 from tests.chaos.run import ChaosRun
@@ -19,7 +20,7 @@ def doubled(raw: dict[str, Any]) -> None:
     """Gives each service that may have two replicas two, in a deployment file."""
     for application in raw["applications"]:
         if application["name"] in TWICE:
-            application["deployments"][0]["num_replicas"] = 2
+            application["deployments"][0] |= fixed(2)
 
 
 async def campaign(

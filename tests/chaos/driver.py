@@ -359,7 +359,8 @@ class Driver:
 def replicas_of(quartet: Quartet, application: str) -> int:
     """Number of replicas that were deployed of an application."""
     [deployed] = [each for each in quartet.raw["applications"] if each["name"] == application]
-    return int(deployed["deployments"][0]["num_replicas"])
+    [deployment] = deployed["deployments"]
+    return int(deployment.get("autoscaling_config", {}).get("max_replicas") or deployment["num_replicas"])
 
 
 def over_bound(outcome: Outcome) -> list[str]:
