@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 from services.rollout.sample import FinishReason, Sample
-from tests.chaos.driver import MOST_S, Outcome, Struck, over_bound
+from tests.chaos.campaign import doubled
+from tests.chaos.driver import MOST_S, Outcome, Struck, over_bound, replicas_of
 from tests.chaos.plan import KINDS, LED, MOMENTS, Fault, faults
 from tests.chaos.run import BATCH
 from tests.chaos.verdict import wrong_samples, wrong_steps
+from tests.chaos.victims import SERVED
+from tests.configuration import configuration, write_prompts
 
 STEPS, FIRST = 4, 7
 """Steps of a run, and the version that trains on the first."""
@@ -132,3 +136,10 @@ def test_a_frozen_replica_with_a_second_one_may_cost_no_more_than_its_bound(
     assert bool(over_bound(outcome)) == bounded
     struck.gap_s = MOST_S + 2
     assert over_bound(outcome) == []
+
+
+def test_all_services_but_the_critic_have_a_second_replica(tmp_path: Path) -> None:
+    raw = configuration(tmp_path, tmp_path, write_prompts(tmp_path), 1, 2)
+    doubled(raw)
+    quartet: Any = SimpleNamespace(raw=raw)
+    assert {name: replicas_of(quartet, name) for name in SERVED} == dict.fromkeys(SERVED, 2) | {"critic": 1}
