@@ -111,13 +111,13 @@ def begin(
 @app.command()
 def check(config: ConfigFile) -> None:
     """Validate the YAML file, the prompts, models and functions that it names, without starting anything."""
-    from orchestrator.commands.up import consequences
     from orchestrator.deployment import cluster
     from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config, check_services=True)
-    # Imported here because it loads torch, which takes seconds that an error in the file need not wait for.
+    # Imported here because they load torch, which takes seconds that an error in the file need not wait for.
     from orchestrator.commands.checks.preflight import preflight
+    from orchestrator.commands.up import consequences
 
     for note in preflight(deployment).notes:
         _say(note)
@@ -148,12 +148,14 @@ def train(
 
     # Must come before Ray is imported, which then fixes its own address and its token.
     cluster.join()
-    from orchestrator.commands import train as run
-    from orchestrator.commands.beginning import how_to_resume
     from orchestrator.deployment.file import Deployment
-    from orchestrator.monitoring.progress import make_progress
 
     deployment = Deployment.load(config)
+    # Imported here for the same reason as in `check`.
+    from orchestrator.commands import train as run
+    from orchestrator.commands.beginning import how_to_resume
+    from orchestrator.monitoring.progress import make_progress
+
     progress = make_progress(sys.stderr)
     try:
         folder = asyncio.run(
@@ -181,10 +183,12 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Where to write the samples, as JSONL.")] = None,
 ) -> None:
     """Generate on a split, have the deployed reward service score, and print a table."""
-    from orchestrator.commands.evaluate import evaluate_model
     from orchestrator.deployment.file import Deployment
 
     deployment = Deployment.load(config)
+    # Imported here for the same reason as in `check`.
+    from orchestrator.commands.evaluate import evaluate_model
+
     table = asyncio.run(evaluate_model(deployment, model, split, output, note=_say))
     Console().print(table)
 

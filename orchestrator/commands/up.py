@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.clients import Services
-from orchestrator.commands.lease import training
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
@@ -96,6 +95,9 @@ def _check_kept(ray: cluster.Cluster, deployment: Deployment) -> None:
 
 
 async def _training(config: OrchestratorConfig) -> str:
+    # Imported here because it loads torch, which takes seconds that errors in the file need not wait for.
+    from orchestrator.commands.lease import training
+
     services = Services.connect(config)
     try:
         return await training(services)

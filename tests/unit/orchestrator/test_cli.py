@@ -102,3 +102,26 @@ def test_a_user_who_interrupts_hears_how_to_go_on(
     monkeypatch.setattr("orchestrator.commands.train.train", interrupt)
     done = CliRunner().invoke(app, [command, str(deployment.path)])
     assert done.exit_code == 130
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", [("check",), ("train",), ("evaluate", "--config"), ("up",)])
+def test_an_error_in_the_file_waits_for_no_model_library(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "a.yaml").write_text("orchestrator: {name: a, stepz: 3}\n")
+    program = (
+        f"import sys; sys.argv = ['quartet', *{[*command, 'a.yaml']}]\n"
+        "from orchestrator import cli\n"
+        "try: cli.main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "orchestrator.stepz: unknown field" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "[]\n")
