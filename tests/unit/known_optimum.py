@@ -79,10 +79,10 @@ def logprobs_of(every: Tensor) -> Tensor:
     return torch.where(MASK, chosen, 0.0)
 
 
-def make_rewards(seed: int) -> Tensor:
+def make_rewards(seed: int, deviation: float = 0.6) -> Tensor:
     """Random rewards in float32's numbers: [2, 259]."""
     draw = np.random.default_rng(seed)
-    return torch.from_numpy(draw.normal(0.0, 0.6, (len(PROMPTS), COUNT)).astype(np.float32)).double()
+    return torch.from_numpy(draw.normal(0.0, deviation, (len(PROMPTS), COUNT)).astype(np.float32)).double()
 
 
 def objective(logprobs: Tensor, ref: Tensor, rewards: Tensor, beta: float = BETA) -> Tensor:

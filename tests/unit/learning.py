@@ -1,0 +1,105 @@
+"""Training on sampled responses of the problem with a known optimum, by Quartet's own estimates and trainers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.experience.experience import Collected
+from orchestrator.loop.batch import Batch
+from orchestrator.loop.estimate import estimate_advantages
+from orchestrator.policy.trainer import PolicyTrainer
+from services.common.config.learner import PolicyConfig
+from services.critic.config import CriticConfig
+from services.critic.trainer import CriticBatch, CriticTrainer
+from tests.unit import known_optimum as known
+from tests.unit.expected_gradients import DISTRIBUTION, Tables, experiences
+from tests.unit.known_optimum import BETA, COUNT, MOST, PROMPTS, RESPONSES
+
+BATCH, MINIBATCH, EPOCHS = 512, 128, 2
+
+
+class Learning:
+    """A policy that starts as its own reference, and its critic if the estimate needs one."""
+
+    def __init__(self, folder: Path, ppo: dict[str, Any], rewards: Tensor, *, steps: int, rate: float) -> None:
+        """
+        Args:
+            folder: the model of both learners.
+            ppo: the algorithm.
+            rewards: the rewards of all responses, [2, 259].
+            steps: steps of training, over which the rates fall along a cosine.
+            rate: the policy's learning rate; the critic's is three times that.
+        """
+        settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": {"coef": BETA}}
+        self.ppo = PPOConfig.parse(settings | ppo, "ppo")
+        schedule = {
+            "schedule": "cosine",
+            "total_steps": steps * EPOCHS * BATCH // MINIBATCH,
+            "final_fraction": 0.03,
+        }
+        optimizers = [{"learning_rate": factor * rate} | schedule for factor in (1, 3)]
+        config = PolicyConfig.parse({"model": str(folder), "optimizer": optimizers[0]}, "policy")
+        self.policy = PolicyTrainer(config, self.ppo, DISTRIBUTION)
+        critic = CriticConfig.parse({"model": str(folder), "optimizer": optimizers[1]}, "critic")
+        self.critic = CriticTrainer(critic) if self.ppo.needs_critic else None
+        self._steps, self._ref, self._rewards = steps, self.logprobs(), rewards
+        self._draw = np.random.default_rng(0)
+
+    def logprobs(self) -> Tensor:
+        """The learner's log-probs of all responses, [2, 259, 3]."""
+        made = torch.zeros(len(PROMPTS), COUNT, MOST, dtype=torch.float64)
+        for index, prompt in enumerate(PROMPTS):
+            asked = [np.asarray(prompt, np.int32)] * COUNT
+            rows = self.policy.logprobs(asked, [np.asarray(response, np.int32) for response in RESPONSES])
+            for row, numbers in enumerate(rows):
+                made[index, row, : len(numbers)] = torch.from_numpy(numbers).double()
+        return made
+
+    def share(self) -> float:
+        """Trains; returns the share of the gap from the first J to the best one that is closed."""
+        start, best = self._objective(), known.optimum(self._ref, self._rewards)
+        for step in range(self._steps):
+            self._step(step)
+        return (self._objective() - start) / (best - start)
+
+    def _objective(self) -> float:
+        return float(known.objective(self.logprobs(), self._ref, self._rewards))
+
+    def _step(self, step: int) -> None:
+        """One step of the algorithm, on responses drawn from the policy."""
+        batch = self._sampled()
+        made = estimate_advantages(batch, batch.padded(self._old(batch)), self.ppo, BETA, RunningNormaliser())
+        self.policy.train(batch.for_policy(made.advantages, BETA), step)
+        if self.critic is not None:
+            values = [e.values for e in batch.experiences]
+            given = CriticBatch(batch.prompts, batch.responses, values, made.returns)
+            passes = {"epochs": self.ppo.epochs_of_critic, "minibatch_size": self.ppo.minibatch_size}
+            self.critic.train(given, seed=step, **passes)
+
+    @staticmethod
+    def _old(batch: Batch) -> list[Any]:
+        assert batch.old_logprobs is not None
+        return batch.old_logprobs
+
+    def _sampled(self) -> Batch:
+        """A batch with as many responses to each prompt, those to the same one after another."""
+        now = self.logprobs()
+        every = experiences(Tables(now, self._ref, now, torch.zeros_like(now), self._rewards))
+        taken = []
+        for index in range(len(PROMPTS)):
+            p = now[index].sum(-1).exp().numpy()
+            rows = self._draw.choice(COUNT, BATCH // len(PROMPTS), p=p / p.sum())
+            taken += [every[index * COUNT + row] for row in rows.tolist()]
+        prompts, responses = [e.prompt.prompt_ids for e in taken], [e.sample.response_ids for e in taken]
+        own = self.policy.logprobs(prompts, responses)
+        taken = [replace(e, old_logprobs=row) for e, row in zip(taken, own, strict=True)]
+        if self.critic is not None:
+            values = self.critic.values(prompts, responses)
+            taken = [replace(e, values=row) for e, row in zip(taken, values, strict=True)]
+        return Batch.of(Collected(taken, 0.0, 0.0))

@@ -1,0 +1,65 @@
+"""Learning from sampled responses, from the reference to the best policy, which is known.
+
+    python -m pytest -q -s -m "" tests/unit/orchestrator/optimum/test_learning.py
+
+prints the share of the gap between the first J = E[r] - beta KL(pi || ref) and the best one that is closed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit import known_optimum as known
+from tests.unit.learning import Learning
+
+STEPS, RATE, DEVIATION = 240, 2e-3, 0.84
+
+
+def closed(folder: Path, name: str, **ppo: Any) -> float:
+    """Trains, and prints the share."""
+    model = known.make_model(folder, 1, scale=0.1)
+    share = Learning(model, ppo, known.make_rewards(3, DEVIATION), steps=STEPS, rate=RATE).share()
+    print(f"{name}: {share:.3f} of the gap closed")
+    return share
+
+
+@pytest.mark.processes  # for its length: half a minute of training
+def test_gae_comes_within_a_tenth_of_the_optimum(tmp_path: Path) -> None:
+    """The default algorithm, with a critic that learns beside."""
+    assert closed(tmp_path, "gae") >= 0.9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("ppo", "least"),
+    [
+        ({"advantages": "rloo", "samples_per_prompt": 4}, 0.8),
+        ({"advantages": "reinforce++"}, 0.8),
+    ],
+    ids=lambda each: each["advantages"] if isinstance(each, dict) else "",
+)
+def test_the_others_come_near_it(tmp_path: Path, ppo: dict[str, Any], least: float) -> None:
+    assert closed(tmp_path, ppo["advantages"], **ppo) >= least
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("beta2", "clip"), [(0.95, 1.0), (0.999, 1e9)])
+def test_the_exact_gradient_stops_short_of_it_too(tmp_path: Path, beta2: float, clip: float) -> None:
+    """The rest is neither sampling's fault nor the optimizer's: the same model, with the exact gradient of J and
+    torch's AdamW, comes about as far, whatever the second moment's decay and whether the gradient is clipped."""
+    model = known.load(known.make_model(tmp_path, 1, scale=0.1)).float()
+    with torch.no_grad():
+        ref, rewards = known.logprobs_of(known.every_logprob(model)), known.make_rewards(3, DEVIATION).float()
+    start, best = float(known.objective(ref, ref, rewards)), known.optimum(ref, rewards)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, beta2), weight_decay=0.0)
+    for _ in range(600):
+        value = known.objective(known.logprobs_of(known.every_logprob(model)), ref, rewards)
+        optimizer.zero_grad()
+        (-value).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    share = (float(value.detach()) - start) / (best - start)
+    print(f"exact gradient, second moment's decay {beta2}, clip {clip:g}: {share:.3f} of the gap closed")
+    assert 0.9 < share < 0.98
