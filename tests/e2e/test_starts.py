@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from orchestrator.deployment.cluster import STATE
+from orchestrator.deployment.listeners import free_ports
 from tests.cluster import Quartet, engine_of, named, rollouts
 from tests.commands import PATIENCE_S, finished
 from tests.runs import Run
@@ -34,16 +35,29 @@ def frozen(quartet: Quartet) -> list[psutil.Process]:
     return [psutil.Process(engine_of(victim)), psutil.Process(victim)]
 
 
+async def test_a_proxy_that_stands_still_and_then_dies_as_a_run_starts(quartet: Quartet, short: Run) -> None:
+    """A frozen proxy accepts connections and answers none, so that the start waits until Serve has another."""
+    proxy = named(quartet, "ray::ProxyActor")
+    proxy.suspend()
+    began = time.monotonic()
+    try:
+        process = short.start("--overwrite")
+        short.wait(lambda: WAITS in short.log.read_text() if short.log.exists() else False, process)
+    finally:
+        proxy.kill()
+    assert process.wait(PATIENCE_S) == 0, short.log.read_text()
+    waits = [line for line in short.log.read_text().splitlines() if line.startswith(WAITS)]
+    print(f"\n{time.monotonic() - began:.0f} s; {waits}")
+    assert f"no answer at {quartet.target}" in waits[0]
+    assert short.steps() == [1, 2]
+
+
 async def test_the_proxy_the_controller_and_the_critic_are_killed_as_a_run_starts(
     quartet: Quartet, short: Run
 ) -> None:
     for name in ("ray::ServeController", "ray::ProxyActor", "ray::ServeReplica:critic"):
         named(quartet, name).kill()
-    began = time.monotonic()
     short.finish("--overwrite")
-    waits = [line for line in short.log.read_text().splitlines() if line.startswith(WAITS)]
-    print(f"\n{time.monotonic() - began:.0f} s; {waits}")
-    assert waits
     assert short.steps() == [1, 2]
 
 
@@ -99,7 +113,9 @@ def titles(quartet: Quartet) -> list[str]:
 def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -> None:
     """Another folder, in which no head was started, and a port at which nothing listens."""
     raw = yaml.safe_load(short.config.read_text())
-    raw["orchestrator"] |= {"target": "127.0.0.1:1"}
+    [port] = free_ports(1)
+    raw["orchestrator"] |= {"target": f"127.0.0.1:{port}"}
+    raw["grpc_options"] = raw["grpc_options"] | {"port": port}
     folder = quartet.folder / "elsewhere"
     folder.mkdir(exist_ok=True)
     assert not (folder / STATE).exists()
@@ -108,5 +124,5 @@ def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -
     code, told = finished(folder, "train", str(config))
     assert code == 1
     assert WAITS not in told
-    assert "no answer at 127.0.0.1:1" in told
-    assert "are the services up?" in told
+    assert f"no answer at 127.0.0.1:{port}" in told
+    assert "are the services up?" in told.replace("\n", " ")
