@@ -3,6 +3,7 @@
 The port is that of the reward service, behind TLS and a policy.
 """
 
+import resource
 import urllib.error
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def head(keys: Keys, port: Port) -> Iterator[Head]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
         cluster = ray_cluster.start(print, state)
         try:
             yield Head(cluster, state, home)
@@ -123,6 +126,13 @@ def test_it_has_a_secret_of_its_own(head: Head) -> None:
     with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
         ray_cluster.applications(cluster)
     token.write_text(secret)
+
+
+def test_its_processes_may_open_as_many_files_as_the_system_lets_them(head: Head) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {process.name(): process.rlimit(psutil.RLIMIT_NOFILE)[0] for process in head.cluster.processes()}
+    assert limits.keys() >= {"raylet", "gcs_server"}
+    assert set(limits.values()) == {min(hard, 65_536)}
 
 
 @pytest.mark.parametrize("name", ["run-a", "evaluator"])

@@ -5,14 +5,16 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from services.common.security.policy import Limits
 
 LOOK_S = 0.1
-"""Seconds between two looks at the open connections."""
+"""Seconds between two looks at the open connections while there are many."""
+REST_S = 0.5
+"""Seconds between two looks while there are few. A look takes 0.2 to 0.7 ms of the event loop then."""
 PROOF_S = 1.0
 """Seconds that a caller may take to prove its identity while strangers open connections as fast as they can."""
 _FILES = "/proc/self/fd"
@@ -21,7 +23,8 @@ _Socket = tuple[int, int]
 
 
 class _Seen(NamedTuple):
-    peer: str | None
+    port: int
+    peer: str
     since: float
 
 
@@ -42,11 +45,13 @@ class Connections:
         Args:
             limits: returns the current limits, of which this class uses `strangers` and `handshake_s`.
             most_files: the process's limit of open files. Connections without an admitted call are at most an eighth
-                of it, and more than half as many do not stay even for PROOF_S.
+                of it, and more than half as many do not stay even for PROOF_S; connections to each other port are at
+                most an eighth too.
             clock: returns seconds.
         """
         self._limits, self._most_files, self._clock = limits, most_files, clock
         self._port = 0
+        self._crowded = False
         self._proved: set[str] = set()
         self._seen: dict[_Socket, _Seen] = {}
 
@@ -55,15 +60,17 @@ class Connections:
         self._proved.add(peer)
 
     def watch(self, port: int) -> None:
-        """Looks at the connections to `port` every LOOK_S for as long as the current event loop runs."""
+        """Looks at the connections to `port` again and again for as long as the current event loop runs."""
         self._port = port
         loop = asyncio.get_running_loop()
 
         def again() -> None:
-            loop.call_later(LOOK_S, again)
-            self.look()
+            try:
+                self.look()
+            finally:
+                loop.call_later(LOOK_S if self._crowded else REST_S, again)
 
-        loop.call_later(LOOK_S, again)
+        loop.call_later(REST_S, again)
 
     def look(self) -> int:
         """Closes the connections that are too many or too old; returns how many."""
@@ -71,24 +78,38 @@ class Connections:
         # Those seen before stay in the order in which they came; of those that are new it is not known.
         self._seen = {key: seen for key, seen in self._seen.items() if key in found}
         for key in sorted(found - self._seen.keys()):
-            self._seen[key] = _Seen(_peer(key[0], self._port), now)
-        self._proved &= {seen.peer for seen in self._seen.values() if seen.peer is not None}
-        strangers = [
-            (key, now - seen.since)
-            for key, seen in self._seen.items()
-            if seen.peer is not None and seen.peer not in self._proved
-        ]
+            self._seen[key] = _Seen(*_ends(key[0]), now)
+        ours = {key: seen for key, seen in self._seen.items() if seen.port == self._port}
+        self._proved &= {seen.peer for seen in ours.values()}
+        strangers = [(key, now - seen.since) for key, seen in ours.items() if seen.peer not in self._proved]
+        excess = [*self._excess(strangers), *self._excess_of_other_ports()]
+        for key in excess:
+            _close(key)
+        return len(excess)
+
+    def _excess(self, strangers: Sequence[tuple[_Socket, float]]) -> Iterator[_Socket]:
+        """Those to close of the connections without an admitted call, given with their ages, the oldest first."""
         limits = self._limits()
         most, most_young = min(limits.strangers, self._most_files // 8), self._most_files // 2
-        closed = 0
-        for key, age in strangers:
-            left = len(strangers) - closed
+        self._crowded = 2 * len(strangers) > most
+        for place, (key, age) in enumerate(strangers):
+            left = len(strangers) - place
             crowded = left > most_young or (left > most and age >= PROOF_S)
             if not (age >= limits.handshake_s or (crowded and age > 0)):
-                break
-            _close(key)
-            closed += 1
-        return closed
+                return
+            yield key
+
+    def _excess_of_other_ports(self) -> Iterator[_Socket]:
+        """Those to close of the connections to other ports of this process, which are Ray's: the newest, as Ray's own
+        come at the start, stay, and are few."""
+        by_port: dict[int, list[_Socket]] = {}
+        for key, seen in self._seen.items():
+            if seen.port not in (0, self._port):
+                by_port.setdefault(seen.port, []).append(key)
+        most = self._most_files // 8
+        for keys in by_port.values():
+            self._crowded = self._crowded or 2 * len(keys) > most
+            yield from keys[most:]
 
 
 def _sockets() -> set[_Socket]:
@@ -107,14 +128,15 @@ def _borrowed(descriptor: int) -> socket.socket:
     return socket.socket(fileno=os.dup(descriptor))
 
 
-def _peer(descriptor: int, port: int) -> str | None:
-    """The other end of a connection that `port` has accepted, in gRPC's spelling; None for any other socket."""
+def _ends(descriptor: int) -> tuple[int, str]:
+    """The port of a connection's own end, and its other end in gRPC's spelling; (0, "") for any other socket."""
     with suppress(OSError), _borrowed(descriptor) as found:
-        if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
             host, number = found.getpeername()[:2]
             host = host.removeprefix("::ffff:")
-            return f"ipv6:%5B{host}%5D:{number}" if ":" in host else f"ipv4:{host}:{number}"
-    return None
+            peer = f"ipv6:%5B{host}%5D:{number}" if ":" in host else f"ipv4:{host}:{number}"
+            return int(found.getsockname()[1]), peer
+    return 0, ""
 
 
 def _close(key: _Socket) -> None:

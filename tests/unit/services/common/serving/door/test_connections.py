@@ -116,6 +116,19 @@ def test_many_more_than_the_process_has_files_for_give_way_at_the_next_look() ->
         assert [is_open(client) for client in clients].count(True) == 8
 
 
+def test_of_the_connections_to_another_port_of_the_process_the_oldest_stay() -> None:
+    """A port of Ray's, whose own connections cannot be told from strangers', but came first."""
+    with ExitStack() as stack:
+        listener, other = Listener(stack), Listener(stack)
+        connections = watched(listener, Clock(), most=2, most_files=32)
+        first = [other.connect() for _ in range(3)]
+        assert connections.look() == 0
+        later = [other.connect() for _ in range(9)]
+        assert connections.look() == 8
+        assert [is_open(client) for client in first] == [True] * 3
+        assert [is_open(client) for client in later].count(True) == 1
+
+
 def test_what_was_proved_ends_with_its_connection() -> None:
     with ExitStack() as stack:
         listener = Listener(stack)
@@ -149,21 +162,21 @@ async def test_a_callers_connection_outlives_those_of_strangers(tmp_path: Path, 
     async with front_door(Port(policy=policy)) as (target, _), connect(target, {VARIABLE: str(client)}) as channel:
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
         port = int(target.rpartition(":")[2])
-
-        def accepted() -> set[int]:
-            here = psutil.Process().net_connections("tcp")
-            return {each.raddr.port for each in here if each.raddr and each.laddr.port == port}
-
-        [own] = accepted()
+        here = psutil.Process().net_connections("tcp")
+        [own] = [each.raddr.port for each in here if each.raddr and each.laddr.port == port]
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in strangers]
         async with asyncio.timeout(20):
-            while len(accepted()) > 11:
+            while sum(end.done() for end in ends) < 40:
                 await asyncio.sleep(0.05)
-        assert own in accepted()
-        assert len(accepted()) == 11
+        here = psutil.Process().net_connections("tcp")
+        accepted = {each.raddr.port for each in here if each.laddr.port == port and each.status == "ESTABLISHED"}
+        assert own in accepted
+        assert len(accepted) == 11
         assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.OK
         for _, writer in strangers:
             writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""Strangers' connections that rest, to ports of all kinds, while a run trains."""
+
+import asyncio
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+
+from orchestrator.monitoring.metrics import FILE, read_metrics
+from services.common.security.credentials import connect
+from tests.cluster import Quartet, command, named
+from tests.unit.front_door import ask, outcome
+from tests.unit.resting import resting
+
+pytestmark = pytest.mark.exhaustive
+STRANGERS = 20_000
+STEPS = 12
+
+
+def listening(process: psutil.Process) -> list[int]:
+    """Ports on which a process listens."""
+    return sorted({each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN})
+
+
+def ports(quartet: Quartet, kind: str) -> list[int]:
+    """The ports of the gRPC proxy's process, or of a replica's, or that of the head's control store."""
+    if kind == "head":
+        return [int(quartet.cluster.address.rpartition(":")[2])]
+    return listening(named(quartet, "ray::ProxyActor" if kind == "proxy" else "ray::ServeReplica:reference"))
+
+
+@pytest.mark.parametrize("kind", ["proxy", "replica", "head"])
+async def test_twenty_thousand_connections_to_a_port_end_no_run_and_keep_no_new_connection_out(
+    quartet: Quartet, kind: str
+) -> None:
+    name = f"crowded-{kind}"
+    changed = {"name": name, "steps": STEPS, "evaluation": {"every": 0}}
+    path = quartet.folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(quartet.raw | {"orchestrator": quartet.raw["orchestrator"] | changed}))
+    metrics = quartet.folder / "runs" / name / FILE
+
+    def steps() -> list[dict[str, Any]]:
+        return [line for line in (read_metrics(metrics) if metrics.exists() else []) if line["step"]]
+
+    running = asyncio.create_task(asyncio.to_thread(command, quartet.folder, "train", str(path)))
+    while len(steps()) < 2:
+        assert not running.done(), running.result().stderr
+        await asyncio.sleep(0.1)
+    taken = list[float]()
+    for port in ports(quartet, kind):
+        with ExitStack() as stack:
+            await asyncio.to_thread(stack.enter_context, resting(f"127.0.0.1:{port}", STRANGERS, "http2"))
+            for _ in range(5):
+                began = time.monotonic()
+                async with connect(quartet.target) as channel:
+                    assert (await outcome(ask(channel, "Reference/Info")))[0] is grpc.StatusCode.OK
+                taken.append(time.monotonic() - began)
+    done = await running
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in steps()] == list(range(1, STEPS + 1))
+    print(f"\n{kind}: new connections answered after", " ".join(f"{seconds:.3f}" for seconds in sorted(taken)), "s")
+    print("seconds of each step:", " ".join(f"{line['seconds/step']:.1f}" for line in steps()))
+    assert sorted(taken)[len(taken) // 2] < 1
