@@ -88,7 +88,7 @@ class Connections:
         return len(excess)
 
     def _excess(self, strangers: Sequence[tuple[_Socket, float]]) -> Iterator[_Socket]:
-        """Those to close of the connections without an admitted call, given with their ages, the oldest first."""
+        """Connections to close, the oldest first, of those without an admitted call, which come with their ages."""
         limits = self._limits()
         most, most_young = min(limits.strangers, self._most_files // 8), self._most_files // 2
         self._crowded = 2 * len(strangers) > most
@@ -100,7 +100,7 @@ class Connections:
             yield key
 
     def _excess_of_other_ports(self) -> Iterator[_Socket]:
-        """Those to close of the connections to other ports of this process, which are Ray's: the newest, as Ray's own
+        """Connections to close of those to other ports of this process, which are Ray's: the newest, as Ray's own
         come at the start, stay, and are few."""
         by_port: dict[int, list[_Socket]] = {}
         for key, seen in self._seen.items():
