@@ -88,10 +88,11 @@ class Plain:
     def train(self, batch: PolicyBatch, seed: int) -> list[float]:
         """The loss of each step."""
         self._model.train()
-        size = self._ppo.minibatch_size
-        return [self._step(batch, rows) for rows in minibatches(len(batch.prompts), epochs=1, size=size, seed=seed)]
+        count, size = len(batch.prompts), self._ppo.minibatch_size
+        tokens = sum(len(response) for response in batch.responses) * size / count
+        return [self._step(batch, rows, tokens) for rows in minibatches(count, epochs=1, size=size, seed=seed)]
 
-    def _step(self, batch: PolicyBatch, rows: Sequence[int]) -> float:
+    def _step(self, batch: PolicyBatch, rows: Sequence[int], tokens: float) -> float:
         ppo = self._ppo
         assert batch.old_logprobs is not None
         prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
@@ -100,7 +101,7 @@ class Plain:
             pad_rows([values[i] for i in rows], pairs.width, self._device)
             for values in (batch.logprobs, batch.old_logprobs, batch.advantages)
         )
-        mask, tokens = pairs.action_mask, sum(pairs.lengths)
+        mask = pairs.action_mask
         logits = response_logits(self._model, pairs)
         new = logprobs_of(logits, pairs.response_ids)
         result = policy_loss(
