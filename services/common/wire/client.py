@@ -5,6 +5,7 @@ Needs grpcio and nothing of Ray, vLLM or torch, so that anything can call a serv
 
 import asyncio
 import copy
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -61,6 +62,14 @@ def too_busy(error: ResourceExhausted, deadline: Deadline) -> DeadlineExceeded:
     return DeadlineExceeded(f"{error}; given up at the deadline of {deadline.timeout_s:g} s")
 
 
+_LIKE_TLS = re.compile(r"Socket closed|SSL|WRONG_VERSION_NUMBER|[Hh]andshake")
+"""gRPC's words where only one end of a connection has TLS, and in other cases too."""
+_TLS_ADVICE = (
+    "; if only one of the port and this caller has TLS: connect() of services.common.security.credentials takes what "
+    "QUARTET_CREDENTIALS names"
+)
+
+
 class ServiceClient(Generic[Stub]):
     """A client of one application behind a Serve proxy.
 
@@ -101,6 +110,8 @@ class ServiceClient(Generic[Stub]):
         self._metadata = (("application", application), *metadata)
         self._attempt_s = attempt_s
         self._patience: dict[str, Patience] = {}
+        self._answered = False
+        """True once the server has answered, so that it has TLS if and only if this caller has."""
 
     async def _call(
         self,
@@ -159,9 +170,13 @@ class ServiceClient(Generic[Stub]):
     async def _attempt(self, method: Method, request: Any, deadline: Deadline, name: str) -> Any:
         call = f"{self.application}.{name}"
         try:
-            return await method(request, metadata=self._metadata, timeout=deadline.left_s)
+            answer = await method(request, metadata=self._metadata, timeout=deadline.left_s)
+            self._answered = True
+            return answer
         except grpc.RpcError as error:
             failure = from_rpc(error, call)
+        if isinstance(failure, Unavailable) and not self._answered and _LIKE_TLS.search(str(failure)):
+            raise Unavailable(f"{failure}{_TLS_ADVICE}")
         if isinstance(failure, DeadlineExceeded):
             raise DeadlineExceeded(f"{call}: no answer within {deadline.timeout_s:g} s")
         raise failure

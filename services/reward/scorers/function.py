@@ -47,7 +47,8 @@ class FunctionScorer:
             log.exception("%s failed", self._name)
             # Without the error's text, which may hold secrets.
             raise FailedPrecondition(
-                f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log"
+                f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log "
+                f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names"
             ) from None
         try:
             with np.errstate(over="ignore"):
@@ -73,3 +74,12 @@ class FunctionScorer:
         own = [frame for frame in frames if frame.filename == file]
         frame = (own or frames)[-1]
         return f"line {frame.lineno} of {Path(frame.filename).name}"
+
+
+def _log_name() -> str:
+    """The name of the file to which this process's log goes, behind a buffer of Serve's."""
+    for handler in log.handlers:
+        file = getattr(getattr(handler, "target", None) or handler, "baseFilename", None)
+        if file:
+            return Path(file).name
+    return "a file for each replica"

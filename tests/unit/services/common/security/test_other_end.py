@@ -14,6 +14,8 @@ from services.common.security.credentials import VARIABLE, check_tls
 from services.common.security.keys.folder import Keys
 from services.common.security.other_end import has_tls
 from services.common.security.port import Port
+from services.common.wire.errors import Unavailable
+from services.reward.client import RewardClient
 from tests.unit.front_door import front_door
 
 
@@ -84,3 +86,9 @@ async def test_a_port_that_is_closed_or_silent_or_hangs_up_tells_neither(keys: K
             await check_tls(target)
     silent.close()
     ending.close()
+
+
+async def test_a_client_that_was_never_answered_is_told_of_tls(keys: Keys) -> None:
+    async with front_door(Port(policy=keys.policy)) as (target, _), grpc.aio.insecure_channel(target) as channel:
+        with pytest.raises(Unavailable, match=f"if only one of the port and this caller has TLS.*{VARIABLE}"):
+            await RewardClient(channel).info(2)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging.handlers
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -128,9 +129,12 @@ def test_a_function_sees_texts_and_labels() -> None:
         ("worded", "tests.scorers:worded gave a list that holds no numbers"),
         (
             "parsed",
-            r"tests.scorers:parsed raised JSONDecodeError in line \d+ of scorers.py; see the reward service's log",
+            r"tests.scorers:parsed raised JSONDecodeError in line \d+ of scorers.py; see the reward service's log .*",
         ),
-        ("broken", r"tests.scorers:broken raised KeyError in line \d+ of scorers.py; see the reward service's log"),
+        (
+            "broken",
+            r"tests.scorers:broken raised KeyError in line \d+ of scorers.py; see the reward service's log .*",
+        ),
         ("not_finite", "tests.scorers:not_finite gave a score that is not finite in float32"),
         ("too_large", "tests.scorers:too_large gave a score that is not finite in float32"),
     ],
@@ -194,3 +198,20 @@ def test_blends_nest_and_their_weights_belong_to_their_identity() -> None:
     assert nested(3, 2).identity.parts[0].parts[0].model_hash == SOURCE
     hashes = {nested(*weights).identity.model_hash for weights in ((3, 2), (2, 3), (3, 3), (3, 2))}
     assert len(hashes) == 3
+
+
+def test_the_file_that_holds_an_errors_text_is_named(tmp_path: Path) -> None:
+    """Serve's own set-up: a rotating file behind a buffer."""
+    file = logging.handlers.RotatingFileHandler(tmp_path / "replica_reward_Reward_7.log")
+    buffer = logging.handlers.MemoryHandler(1, target=file)
+    log = logging.getLogger("ray.serve")
+    log.addHandler(buffer)
+    try:
+        with pytest.raises(FailedPrecondition, match=r"for its text: replica_reward_Reward_7\.log in `serve` of"):
+            make(**function("broken")).score(PAIRS)
+    finally:
+        log.removeHandler(buffer)
+        file.close()
+    text = (tmp_path / "replica_reward_Reward_7.log").read_text()
+    assert "tests.scorers:broken failed" in text
+    assert "KeyError" in text
