@@ -193,11 +193,10 @@ class WeightPusher:
         members, prepare = group.members, group.prepare()
         if not group.formed:
             # The group forms only when both sides enter it at the same time.
-            preparing = replicas.prepare(members, prepare, formed=False)
-            await both(preparing, self._source.join(group.membership, prepare.world_size))
+            await both(replicas.prepare(members, prepare), self._source.join(group.membership, prepare.world_size))
             group.formed = True
         else:
-            await replicas.prepare(members, prepare, formed=True)
+            await replicas.prepare(members, prepare)
         reports, sent = await both(
             replicas.phase(members, self._config.timeout_s, transfer=group.transfer(group.membership)),
             self._source.send(staged.push),

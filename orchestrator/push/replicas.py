@@ -77,13 +77,12 @@ class Replicas:
             raise Missing("; ".join(failures), missing)
         return [report for report in reports if report.replica in members]
 
-    async def prepare(self, members: Collection[str], prepare: pb.Prepare, *, formed: bool) -> None:
-        """Carries out prepare. Waiting for requests to finish may take as long as a transfer, and forming a group as
-        long as a bucket; in a group that has `formed` only generation is paused."""
+    async def prepare(self, members: Collection[str], prepare: pb.Prepare) -> None:
+        """Carries out prepare. Waiting for requests to finish may take as long as a transfer; forming a group may
+        not."""
         config = self._config
-        timeout_s = config.control_s + (0.0 if formed else config.stall_s)
-        if config.in_flight == "wait":
-            timeout_s = max(config.timeout_s, timeout_s)
+        forming_s = config.stall_s + config.control_s
+        timeout_s = max(config.timeout_s, forming_s) if config.in_flight == "wait" else forming_s
         await self.phase(members, timeout_s, prepare=prepare)
 
     async def abort(self, membership: int, members: Collection[str]) -> list[pb.WeightReport]:

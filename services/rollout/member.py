@@ -243,7 +243,11 @@ class WeightMember:
         return ""
 
     async def _abort(self, message: pb.Abort) -> str:
-        whole = await self._engine.abort() if self._open or self._resting_s else True
+        if self._open or self._resting_s:
+            whole = await self._engine.abort()
+        else:
+            whole = True
+            await self._engine.check_health()  # members of the next attempt are those that answer this
         self._open, self._resting_s, self._membership, self._stuck = False, 0.0, 0, False
         self._last = None
         if whole and self._engine.version >= 0:

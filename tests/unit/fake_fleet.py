@@ -158,6 +158,7 @@ class Fleet:
             self.down.remove(name)
             raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
         message = pb.WeightPhase(timeout_s=timeout_s, lease=self.lease, **phase)
+        assert message.prepare.stall_s <= timeout_s  # replicas refuse it otherwise
         answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
         reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))
         self.afterwards.pop(name, lambda: None)()

@@ -138,3 +138,14 @@ async def test_a_phase_that_comes_during_a_roll_back_waits_for_its_end(
     assert await following == good(3, 2)
     assert names(engine) == ["join", "pause", "abort", "join", "pause"]
     assert (await play(member, {"discover": pb.Discover()})).ok
+
+
+async def test_a_replica_whose_engine_stands_still_does_not_answer_the_abort(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    """With nothing to roll back, as it had not opened the push yet, it was a member of every further attempt."""
+    engine.hanging = {"check_health"}
+    report = await play(member, {"abort": pb.Abort(membership=1)}, timeout_s=0.05)
+    assert not report.ok
+    engine.free.set()
+    assert (await play(member, {"abort": pb.Abort(membership=1)})).ok
