@@ -49,7 +49,7 @@ class WeightMember:
         """The phases that were begun and have not ended."""
         self._openings = 0
         """Number of prepares that were begun."""
-        self._last: tuple[bytes, str] | None = None
+        self._last: tuple[tuple[int, str, bytes], str] | None = None
         """The last phase that succeeded and its checksum; None if what it did has been rolled back."""
         self._stall_s = 0.0
         """Longest wait of the engine for one bucket of the push that is open."""
@@ -114,7 +114,8 @@ class WeightMember:
             # One at a time: an abort may arrive while a transfer, abandoned by its caller, is still failing here.
             async with asyncio.timeout(phase.timeout_s), self._turn:
                 self._fence.check(phase.lease)  # again: another run may have claimed the replica meanwhile
-                asked = phase.SerializeToString(deterministic=True)
+                message = getattr(phase, name).SerializeToString(deterministic=True)
+                asked = (phase.lease.number, name, message)
                 if self._last is not None and self._last[0] == asked:
                     return self._report(ok=True, checksum=self._last[1])
                 self._last = None
