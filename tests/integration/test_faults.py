@@ -17,9 +17,13 @@ import psutil
 import pytest
 import yaml
 
+from orchestrator.commands.up import consequences
 from orchestrator.deployment import serving
+from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
+from services.common.wire.codec import pack_sequences
 from services.common.wire.errors import ServiceError
 from services.rollout.sample import Sampling
 from tests import plain
@@ -100,16 +104,14 @@ async def loop(quartet: Quartet, on_ray: None) -> AsyncIterator[Loop]:
         adding = adding_newcomers(loop.pusher, registry, quartet.services.rollout.lease, 0)
         await stack.enter_async_context(adding)
         running = asyncio.create_task(loop.run())
-        try:
-            await loop.further()
-            loop.longest = 0.0
-            yield loop
-            took = await whole(quartet, quartet.rollout_replicas)
-            await loop.further()
-        finally:  # or its pushes would cross those of the next test's loop
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
+        await loop.further()
+        loop.longest = 0.0
+        yield loop
+        took = await whole(quartet, quartet.rollout_replicas)
+        await loop.further()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
     await loop.step()
     infos = await quartet.replicas()
     assert {info.policy_version for info in infos.values()} == {loop.report.policy_version}
@@ -133,12 +135,14 @@ async def whole(quartet: Quartet, count: int) -> float:
     return await eventually(complete, REPLACED_S)
 
 
-def scale(quartet: Quartet, count: int) -> None:
-    """Scales as a user does: another number in the YAML, deployed again."""
-    quartet.raw["applications"][0]["deployments"][0]["num_replicas"] = count
+def scale(quartet: Quartet, scaling: dict[str, Any]) -> list[str]:
+    """Scales as a user does: other bounds in the YAML, deployed again. Returns what `quartet up` says before."""
+    quartet.raw["applications"][0]["deployments"][0] |= scaling
     path = quartet.folder / "scaled.yaml"
     path.write_text(yaml.safe_dump(quartet.raw))
+    said = consequences(quartet.cluster, Deployment.load(path, check_services=True))
     serving.deploy(quartet.cluster, path)
+    return said
 
 
 @pytest.mark.exhaustive  # a kill at any other moment than the next test's
@@ -231,15 +235,56 @@ async def test_the_controller_and_the_proxy_of_serve_are_killed(quartet: Quartet
     await loop.further(3)
 
 
-@pytest.mark.parametrize(
-    "counts", [(3, 2), pytest.param((4, 1, 3, 2), marks=pytest.mark.exhaustive)], ids=lambda counts: f"to {counts}"
-)
-async def test_scaling_up_and_down_while_the_loop_goes_on(
-    quartet: Quartet, loop: Loop, counts: tuple[int, ...]
-) -> None:
+async def test_serve_scales_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
+    """No replica is restarted where bounds change. The one that Serve adds holds the run's weights before it is
+    RUNNING, and samples with them; when it is taken away, no sample is lost."""
+    before = rollouts(quartet)
+    scaling = {"min_replicas": 2, "max_replicas": 3, "look_back_period_s": 2, "aggregation_function": "max"}
+    up = {"target_ongoing_requests": 0.1, "upscale_delay_s": 0, "downscale_delay_s": 600}
+    said = scale(quartet, {"autoscaling_config": scaling | up})
+    assert said == ["rollout: from 2 replicas to 2 to 3 replicas; those that stay are not restarted"]
+    took = await whole(quartet, 3)
+    print(f"\n3 replicas after {took:.0f} s")
+    now = rollouts(quartet)
+    [added] = now.keys() - before.keys()
+    assert now | before == now  # the same processes
+    infos = await quartet.replicas(3)
+    old = infos[next(iter(before))]
+    assert infos[added].timeline == old.timeline
+    assert abs(infos[added].policy_version - old.policy_version) <= 1  # a push may be between the two answers
+    await loop.reaching(3)
+    version, checksum = loop.report.policy_version, loop.report.checksum
+    assert (await quartet.replicas(3))[added].checksums[version] == checksum
+    assert min(await sampled_by(quartet, added)) >= version
+    down = {"target_ongoing_requests": 1000, "downscale_delay_s": 0}
+    said = scale(quartet, {"autoscaling_config": scaling | down})
+    assert said == ["rollout: changes in place; no replica is restarted"]
+    took = await whole(quartet, 2)
+    print(f"\n2 replicas after {took:.0f} s")
+    await loop.reaching(2)
+    scale(quartet, fixed(2))
+    assert len(before.items() & rollouts(quartet).items()) >= 1
+
+
+async def sampled_by(quartet: Quartet, replica: str) -> set[int]:
+    """Versions of this replica's samples, of three pushes."""
+    request = pb.GenerateRequest(prompts=pack_sequences(PROMPTS), sampling=pb.SamplingParams(max_new_tokens=20))
+    versions: set[int] = set()
+
+    async def seen() -> bool:
+        answers = await quartet.stream("/quartet.v1.Rollout/Generate", request, pb.GenerateResponse, "rollout")
+        versions.update(s.policy_version for a in answers if a.replica == replica for s in a.samples)
+        return len(versions) > 2
+
+    await eventually(seen, REPLACED_S)
+    return versions
+
+
+@pytest.mark.exhaustive  # by Serve itself: the test above
+async def test_scaling_up_and_down_while_the_loop_goes_on(quartet: Quartet, loop: Loop) -> None:
     """Newcomers hold the pushed version before they are RUNNING, or the loop would notice."""
-    for count in counts:
-        scale(quartet, count)
+    for count in (4, 1, 3, 2):
+        scale(quartet, fixed(count))
         took = await whole(quartet, count)
         # One that is stopped in the middle of a push leaves the others waiting for it: they may miss the next pushes.
         await loop.reaching(count)
