@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from orchestrator.clients import Services
-from orchestrator.commands import up
+from orchestrator.commands import lease, up
 from orchestrator.commands.up import consequences
 from orchestrator.deployment import cluster
 from orchestrator.deployment.cluster import Cluster
@@ -45,7 +45,7 @@ def running(monkeypatch: pytest.MonkeyPatch, run: str) -> list[int]:
         asked.append(1)
         return run
 
-    monkeypatch.setattr(up, "training", held)
+    monkeypatch.setattr(lease, "training", held)
     return asked
 
 
