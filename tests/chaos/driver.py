@@ -237,7 +237,8 @@ class Driver:
         if application is None or replica is not None:
             await self._until(there, APPEARS_S)
         at = time.monotonic()
-        if replica is not None and fault.kind != "critic rank":  # whose replica may go on with new ranks
+        # A critic may go on with new ranks, and a successor that was frozen goes on starting.
+        if replica is not None and fault.kind != "critic rank" and fault.moment != "new":
             self._hit.add(replica)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
