@@ -34,6 +34,9 @@ OPTIONS = [
     # A host that vanished does not close its connections, so the other end has to answer pings while a call waits.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC would otherwise send all calls, those to loopback too, to the proxy that the variable http_proxy names, and
+    # with them the token of a channel without TLS.
+    ("grpc.enable_http_proxy", 0),
 ]
 ATTEMPT_S = 5.0
 """Silence after which a call that any replica can answer is sent to another replica too."""

@@ -100,6 +100,16 @@ async def test_the_application_can_have_another_name() -> None:
     assert script.applications == ["reward-b"]
 
 
+async def test_calls_go_straight_to_their_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment would be sent what a token on loopback is meant to keep from others."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    call, script = BY_NAME["reward.Info"], Script(reward_pb2.RewardInfo())
+    async with call.serve(script) as channel, RewardClient(channel) as client:
+        await client.info(5)
+    assert len(script.requests) == 1
+
+
 async def test_messages_of_more_than_four_megabytes() -> None:
     ids = np.zeros(5 << 18, np.int32)
     script = Script(reference_pb2.LogprobsResponse(ref_logprobs=bytes(5 << 20)))
