@@ -141,7 +141,8 @@ class OfflineRollout:
             source, target = Path(folder, "request"), Path(folder, "samples")
             source.write_bytes(pack_request(self._config, prompts, sampling, seeds or range(len(prompts))))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.rollout.offline", str(source), str(target)),
+                # -P: no module of the current folder hides one of an installed package.
+                *(sys.executable, "-P", "-m", "services.rollout.offline", str(source), str(target)),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 # Otherwise vLLM's process group would listen at the address that the host's name resolves to.

@@ -43,7 +43,8 @@ def launch(
         log: file for their output.
     """
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        # -P: with -m alone Python would look for modules in the current folder first.
+        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
         *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
         # Quartet does not use this port, but `ray start` refuses 0 and opens a default port without the option.
@@ -115,5 +116,5 @@ def _environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    # The current folder is not put on PYTHONPATH, where its modules would hide those of Python, Ray and Quartet.
+    # Nor is the current folder put on PYTHONPATH, where its modules would hide those of Python, Ray and Quartet.
     return defaults | without_token(dict(os.environ)) | {FUNCTIONS: str(Path.cwd())}

@@ -32,7 +32,8 @@ class ProcessRank:
     def __init__(self, timeout_s: float) -> None:
         """Starts the process, with this process's environment and GPUs."""
         self._pipe, end = Pipe()
-        command = [sys.executable, "-m", __name__, str(end.fileno()), str(timeout_s)]
+        # -P: modules are looked for where this process looks for them, not in the current folder first.
+        command = [sys.executable, "-P", "-m", __name__, str(end.fileno()), str(timeout_s)]
         self._process = subprocess.Popen(command, pass_fds=[end.fileno()], env=_environment())
         end.close()
         # Batches are large, so one thread beside the event loop sends them, in order.

@@ -34,12 +34,14 @@ SLOW = "Exception: The current node timed out during startup. This could happen 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, where a head's processes look for modules first."""
-    program = tmp_path / "ray" / "scripts" / "scripts.py"
+    """The working folder. Its modules are not taken for those of Ray, of which PYTHONPATH has the fake."""
+    program = tmp_path / "given" / "ray" / "scripts" / "scripts.py"
     program.parent.mkdir(parents=True)
     program.write_text(FAKE)
     for package in (program.parent, program.parent.parent):
         (package / "__init__.py").touch()
+    (tmp_path / "ray.py").write_text("raise SystemExit('the module of the working folder')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -49,7 +51,10 @@ def fails(folder: Path, times: int, message: str) -> None:
     (folder / "message").write_text(message)
 
 
-def test_a_head_that_ray_gave_up_on_is_started_again(folder: Path) -> None:
+def test_a_head_that_ray_gave_up_on_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dashboard is asked with the head's secret, which no proxy of the environment is to see."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     fails(folder, 2, SLOW)
     said: list[str] = []
     head = cluster.start(said.append)

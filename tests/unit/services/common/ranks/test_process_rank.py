@@ -1,14 +1,17 @@
 """A rank in a process of its own: its calls, its errors and its end."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -61,9 +64,13 @@ class Trainer:
 
 @asynccontextmanager
 async def started() -> AsyncIterator[ProcessRank]:
+    """A rank that was started in a folder with a module that has the name of one of its libraries."""
     os.environ["QUARTET_TEST"] = "7"
-    rank = ProcessRank(60)
-    del os.environ["QUARTET_TEST"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("torch.py").write_text("raise SystemExit('the module of the current folder')")
+        rank = ProcessRank(60)
+        del os.environ["QUARTET_TEST"]
+        await rank.call("open")
     await rank.call("start", None, Trainer)
     yield rank
     rank.kill()
