@@ -157,17 +157,17 @@ class Life:
 
 
 def life(target: str, now: datetime | None = None, environment: Mapping[str, str] | None = None) -> Life | None:
-    """The life of the caller's certificate for the server at host:port; None if it shows none, or it is not readable,
-    which the calls tell."""
+    """The life of the caller's certificate for the server at host:port; None if it shows none, or if credentials or
+    certificate are gone or being edited, with which an open channel goes on."""
     from cryptography import x509
 
-    found = next((given for file in _files(environment) if (given := _of(target, file))), None)
-    if found is None or found[0].certificate is None:
-        return None
-    certificate = found[1].parent / found[0].certificate
     try:
+        named = _named(target, environment)
+        if named is None or named[0].certificate is None:
+            return None
+        certificate = named[1].parent / named[0].certificate
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
-    except (OSError, ValueError):
+    except (ConfigError, OSError, ValueError):
         return None
     begins, ends = read.not_valid_before_utc, read.not_valid_after_utc
     left = ends - (now or datetime.now(UTC))

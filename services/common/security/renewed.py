@@ -28,23 +28,29 @@ class RenewedChannel(grpc.aio.Channel):
         """
         self._watched = Watched(connect, lambda _: files)
         self._channel = self._watched()
-        self._draining: set[asyncio.Task[None]] = set()
+        self._draining: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        """The channels before, each with the task that closes it."""
 
     def now(self) -> grpc.aio.Channel:
         """The channel for a new call."""
         channel = self._watched()
         if channel is not self._channel:
-            task = asyncio.get_running_loop().create_task(self._channel.close(DRAIN_S))
-            self._draining.add(task)
-            task.add_done_callback(self._draining.discard)
+            self._draining[self._channel] = asyncio.get_running_loop().create_task(self._drain(self._channel))
             self._channel = channel
         return channel
 
+    async def _drain(self, channel: grpc.aio.Channel) -> None:
+        # Without gRPC's own grace: a channel that is closing cannot be closed at once any more.
+        await asyncio.sleep(DRAIN_S)
+        del self._draining[channel]
+        await channel.close()
+
     async def close(self, grace: float | None = None) -> None:
         """Closes it, as every channel before it."""
-        for task in self._draining:
+        for task in self._draining.values():
             task.cancel()
-        await self._channel.close(grace)
+        channels, self._draining = [*self._draining, self._channel], {}
+        await asyncio.gather(*(channel.close(grace) for channel in channels))
 
     async def __aenter__(self) -> "RenewedChannel":
         return self

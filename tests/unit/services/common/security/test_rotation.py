@@ -88,6 +88,38 @@ async def test_a_run_takes_up_the_files_that_replace_its_certificate(tmp_path: P
     assert len(replicas.seen) == 4
 
 
+async def test_closing_a_channel_ends_the_calls_on_those_before_it(tmp_path: Path) -> None:
+    file, opened = tmp_path / "file", list[grpc.aio.Channel]()
+    file.write_text("first")
+    server = grpc.aio.server()
+
+    async def wait(request: bytes, context: grpc.aio.ServicerContext) -> bytes:  # type: ignore[type-arg]
+        await asyncio.Event().wait()
+        return b""
+
+    handlers = {"Wait": grpc.unary_unary_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    def connect() -> grpc.aio.Channel:
+        opened.append(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        return opened[-1]
+
+    channel = RenewedChannel(connect, [file])
+    call = asyncio.ensure_future(channel.unary_unary("/a.B/Wait")(b"", timeout=60))
+    await asyncio.sleep(1.1 * LOOK_EVERY_S)
+    file.write_text("the second")
+    assert channel.now() is opened[1]
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    await channel.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, 5)
+    assert [each.get_state() for each in opened] == [grpc.ChannelConnectivity.SHUTDOWN] * 2
+    await server.stop(None)
+
+
 def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", days=10)
     keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
@@ -98,6 +130,10 @@ def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path)
     assert seen.left_s == pytest.approx(86400, abs=600)
     assert seen.whole_s == pytest.approx(864_000, abs=600)
     assert life("127.0.0.1:1", now, {}) is None
+    (folder / "credentials.yaml").write_text("ca: [")  # while it is edited
+    assert life("127.0.0.1:1", now, {VARIABLE: str(folder)}) is None
+    shutil.rmtree(folder)  # by a cleaner; the run goes on with the channel that it has
+    assert life("127.0.0.1:1", now, {VARIABLE: str(folder)}) is None
 
 
 async def test_certificates_are_rotated_without_a_restart(tmp_path: Path) -> None:
