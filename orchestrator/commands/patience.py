@@ -27,7 +27,8 @@ applications."""
 
 
 class Patience:
-    """Repeats what fails because a process is lost or silent. All waits of one start share its deadline.
+    """Repeats what fails because a process is lost or silent. All waits of one start share its deadline, after which
+    nothing is repeated; what is then asked for the first time still gets FIRST_S.
 
     For example, with a deadline of 300 s and a critic that is being replaced: the first Info ends after 3 s, which
     the user is told, the next ones after 6, 12, 24 and 30 s; every 10 s the user is told again. If the critic answers
@@ -64,10 +65,11 @@ class Patience:
             Exception: any other error of `ask`, at once.
         """
         deadline, began = self._deadline, self._deadline.now
-        backoff, try_s = Backoff(deadline), min(FIRST_S, self._longest_try_s)
+        backoff, least_s = Backoff(deadline), min(FIRST_S, self._longest_try_s)
+        try_s = least_s
         reason = "a service gives no answer"
         while True:
-            asking = asyncio.ensure_future(ask(min(try_s, deadline.left_s)))
+            asking = asyncio.ensure_future(ask(max(least_s, min(try_s, deadline.left_s))))
             try:
                 while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:
                     self._tell(reason)

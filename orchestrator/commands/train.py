@@ -170,9 +170,9 @@ class Run:
     ) -> None:
         """Trains from a checkpoint, or from the start; `attempt` counts from 0."""
         config, services, run_dir = self._config, self.services, self.run_dir
-        patience = patience_of(self.deployment, self.progress.note)
-        infos = await patience(services.infos)
-        note, now = self.progress.note, identities(infos)
+        note = self.progress.note
+        infos = await patience_of(self.deployment, note)(services.infos)
+        now = identities(infos)
         if checkpoint:
             state = resumed_state(checkpoint.state, now, accept=self.accept_changed_services, note=note)
         else:
@@ -189,7 +189,8 @@ class Run:
             try:
                 learners = self._learners(policy, state)
                 if resume:  # what was begun since the checkpoint, or at an earlier start, is of no timeline from here
-                    await hold.begin_timeline(patience)
+                    # Of its own, as the ranks may have taken long to start.
+                    await hold.begin_timeline(patience_of(self.deployment, note))
                 if checkpoint:
                     await restore(learners, checkpoint)
                 elif services.critic is not None and state.critic_step is not None:

@@ -74,6 +74,15 @@ async def test_the_deadline_ends_it_with_that_name() -> None:
     assert now() < 46
 
 
+@in_virtual_time
+async def test_what_is_asked_after_the_deadline_gets_one_try() -> None:
+    """A start may have waited longer for another run's end."""
+    patience, service = Patience(45, 30, lambda text: pytest.fail(text)), Service(0)
+    await asyncio.sleep(100)
+    assert await patience(service.info) == "up"
+    assert service.tries == [(100, 3)]
+
+
 @pytest.mark.parametrize(
     "error",
     [
