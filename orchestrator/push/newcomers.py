@@ -96,8 +96,9 @@ async def _open_registry(application: str) -> Any:
     clock = asyncio.get_running_loop().time
     end = clock() + GONE_S
     while True:
+        registry: Any = None
         try:
-            registry: Any = ray.remote(Registry).options(**options).remote()
+            registry = ray.remote(Registry).options(**options).remote()
             async with asyncio.timeout(START_S):
                 await registry.__ray_ready__.remote()
             return registry
@@ -111,8 +112,10 @@ async def _open_registry(application: str) -> Any:
                 ray.kill(ray.get_actor(registry_name(application), namespace=NAMESPACE))
             await asyncio.sleep(RETRY_S)
         except (TimeoutError, RayError) as error:
-            ray.kill(registry)
-            why = f"within {START_S} s" if isinstance(error, TimeoutError) else f"({str(error).splitlines()[0]})"
+            if registry is not None:
+                ray.kill(registry)
+            reason = str(error).partition("\n")[0]
+            why = f"within {START_S} s" if isinstance(error, TimeoutError) else f"({reason})"
             raise Unavailable(
                 f"Ray did not start the registry of rollout replicas {why}; is the machine overloaded?"
             ) from None

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RaySystemError
 
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.push import newcomers
-from orchestrator.push.newcomers import adding_newcomers
+from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import common_pb2
 from services.common.weight_transfer.registry import Answer
-from services.common.wire.errors import Internal, LeaseLost, leaves
+from services.common.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 
@@ -76,6 +76,20 @@ async def test_anything_else_ends_the_run_with_that_error(error: Exception) -> N
         async with asyncio.timeout(5):
             await run()
     assert leaves(caught.value) == [error]
+
+
+async def test_a_registry_that_ray_does_not_even_begin_to_start_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def options(self, **_: Any) -> Any:
+            return self
+
+        def remote(self) -> Any:
+            raise RaySystemError("the GCS is gone\nand more")
+
+    monkeypatch.setattr(ray, "remote", lambda _: Refusing())
+    with pytest.raises(Unavailable, match=r"did not start the registry .*\(.*the GCS is gone\);"):
+        async with registered("rollout"):
+            pytest.fail("opened")
 
 
 class SlowRegistry:
