@@ -35,16 +35,24 @@ class Patience:
     after 40 s the start goes on; if it never does, the start ends after 300 s with `critic.Info: ...`.
     """
 
-    def __init__(self, timeout_s: float, longest_try_s: float, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        longest_try_s: float,
+        note: Callable[[str], None],
+        setting: str = "orchestrator.timeouts.start_s",
+    ) -> None:
         """
         Args:
             timeout_s: seconds from now to the deadline.
             longest_try_s: the most seconds that one try gets.
             note: called with messages for the user.
+            setting: name under which the user sets `timeout_s`.
         """
         self._deadline = Deadline(timeout_s)
         self._longest_try_s = longest_try_s
         self._note = note
+        self._setting = setting
         self._due = self._deadline.now + NOTE_EVERY_S
         """The next note is not before; the first loss is told at once."""
         self._lost = False
@@ -81,9 +89,7 @@ class Patience:
                 if not self._lost:
                     self._lost, self._due = True, deadline.now
                 self._tell(reason)
-                await backoff.wait(
-                    Unavailable(f"{reason}; waited {deadline.timeout_s:g} s (orchestrator.timeouts.start_s)")
-                )
+                await backoff.wait(Unavailable(f"{reason}; waited {deadline.timeout_s:g} s ({self._setting})"))
             finally:
                 asking.cancel()
             try_s = min(2 * try_s, self._longest_try_s)

@@ -135,8 +135,11 @@ async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s
 
     Raises:
         ConfigError: the port has TLS and the credentials have not, or the reverse.
-        ExceptionGroup: the ServiceErrors of services that do not answer within `timeout_s`.
+        Unavailable: services do not answer within `timeout_s`.
     """
+    # Imported here because it loads torch, as above.
+    from orchestrator.commands.patience import NOTE_EVERY_S, Patience
+
     config = deployment.orchestrator
     services = Services.connect(config)
 
@@ -148,6 +151,6 @@ async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s
             raise
 
     try:
-        await serving.await_answers(ask, say, timeout_s)
+        await Patience(timeout_s, NOTE_EVERY_S, say, "--timeout-s")(ask)
     finally:
         await services.close()

@@ -1,10 +1,9 @@
 """Deploys applications on a local Ray head, and waits until they run."""
 
-import asyncio
 import json
 import time
 import urllib.error
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.deployment.applications import failure_of, hindrance, status_of
@@ -12,13 +11,11 @@ from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applicat
 from orchestrator.deployment.file import SERVE_KEYS
 from orchestrator.deployment.redeployment import scalable
 from services.common.config.base import read_yaml
-from services.common.wire.errors import DeadlineExceeded, ResourceExhausted, Unavailable, leaves
 
 _DEPLOY_S = 300
 _LOOK_EVERY_S = 0.5
 SAY_EVERY_S = 10.0
 """Longest time, in seconds, for which a user who waits is told nothing."""
-_NOT_YET = (Unavailable, DeadlineExceeded, ResourceExhausted)
 
 
 def deploy(cluster: Cluster, config: Path) -> None:
@@ -70,28 +67,6 @@ def await_running(
         if now - began > timeout_s:
             raise ClusterError(f"not running after {timeout_s:g} s: {waiting}; {_logs(cluster)}")
         time.sleep(_LOOK_EVERY_S)
-
-
-async def await_answers(
-    ask: Callable[[float], Awaitable[object]], say: Say, timeout_s: float, every_s: float = SAY_EVERY_S
-) -> None:
-    """Returns when `ask`, which is given seconds, succeeds; tells the user every `every_s` seconds what fails.
-
-    Raises:
-        ServiceError: time ran out; or another error than of a service that is not there yet, at once.
-    """
-    end = time.monotonic() + timeout_s
-    while True:
-        began = time.monotonic()
-        try:
-            await ask(max(0.1, min(every_s, end - began)))
-            return
-        except Exception as error:
-            failures = leaves(error)
-            if not all(isinstance(each, _NOT_YET) for each in failures) or time.monotonic() >= end:
-                raise
-            say(f"waiting for answers: {'; '.join(dict.fromkeys(map(str, failures)))}")
-        await asyncio.sleep(max(0.0, min(began + every_s, end) - time.monotonic()))
 
 
 def _logs(cluster: Cluster) -> str:

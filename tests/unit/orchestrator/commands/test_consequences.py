@@ -1,5 +1,6 @@
 """The consequences that `quartet up` names before it changes services that run."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import scalable
 from services.common.config.base import ConfigError
+from services.common.wire.errors import DeadlineExceeded, Unavailable
 from tests.gpu_requests import load
+from tests.unit.virtual_time import in_virtual_time
 
 SHIPPED = Path(__file__).parents[4] / "deploy" / "ppo.yaml"
 HEAD = Cluster(1, 0.0, "127.0.0.1:1", "http://127.0.0.1:2", "token", "folder", "secret")
@@ -90,3 +93,33 @@ def test_ports_that_serve_would_keep_are_refused(deployment: Deployment, monkeyp
     monkeypatch.setattr(cluster, "serve", lambda ray: {"grpc_options": None, "applications": {}})  # nothing deployed
     up._check_kept(HEAD, deployment)
     assert consequences(HEAD, deployment) == []
+
+
+class Silent:
+    """Services of which one does not answer."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def infos(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise ExceptionGroup("", [DeadlineExceeded("critic.Info: no answer")])
+
+    async def check_tls(self, config: Any) -> None:
+        """Finds nothing wrong."""
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@in_virtual_time
+async def test_the_wait_for_answers_is_told_every_ten_seconds_and_ends_with_the_name_of_its_option(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services, said = Silent(), list[str]()
+    monkeypatch.setattr(Services, "connect", lambda config: services)
+    with pytest.raises(Unavailable, match=r"^critic\.Info: no answer; waited 60 s \(--timeout-s\)$"):
+        await up._ask_all(deployment, said.append, 60)
+    assert 4 <= len(said) <= 7
+    assert {line.partition(": ")[2] for line in said} == {"critic.Info: no answer"}
+    assert services.closed

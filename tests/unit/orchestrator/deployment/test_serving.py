@@ -17,8 +17,7 @@ import pytest
 from orchestrator.deployment.cluster import Cluster, ClusterError
 from orchestrator.deployment.processes import MARK
 from orchestrator.deployment.redeployment import fixed
-from orchestrator.deployment.serving import await_answers, await_running, deploy
-from services.common.wire.errors import NotFound, ServiceError, Unavailable
+from orchestrator.deployment.serving import await_running, deploy
 
 SLOW = {"status": "UPDATING", "message": "Deployment 'Reward' has 1 replicas that have taken more than 30s to start."}
 RUNNING, STARTING = ({"applications": {"reward": {"status": status}}} for status in ("RUNNING", "DEPLOYING"))
@@ -142,34 +141,3 @@ def test_a_user_who_waits_hears_every_10_s_what_serve_says(head: Heads) -> None:
     await_running(head(*[starting] * 8, RUNNING), ("reward",), said.append, 60, clock=lambda: next(seconds))
     state = f"waiting for reward (DEPLOYING: {SLOW['message']})"
     assert said == [state, f"{state}, 16 s so far", f"{state}, 28 s so far"]
-
-
-async def test_a_user_who_waits_for_answers_hears_which_service_gives_none() -> None:
-    said: list[str] = []
-    answers: list[ServiceError | None] = [Unavailable("rollout.Info: no"), Unavailable("critic.Info: no"), None]
-    given: list[float] = []
-
-    async def ask(seconds: float) -> None:
-        given.append(seconds)
-        if failure := answers.pop(0):
-            raise ExceptionGroup("", [failure, failure])
-
-    await await_answers(ask, said.append, 60, every_s=0.01)
-    assert said == ["waiting for answers: rollout.Info: no", "waiting for answers: critic.Info: no"]
-    assert given == [0.1] * 3  # the least, as every_s is less
-
-
-async def test_it_ends_with_the_last_answer_at_the_deadline_and_with_any_other_at_once() -> None:
-    said: list[str] = []
-
-    async def absent(_: float) -> None:
-        raise Unavailable("rollout.Info: no")
-
-    async def wrong(_: float) -> None:
-        raise NotFound("rollout.Info: no such application")
-
-    with pytest.raises(Unavailable, match=r"^rollout\.Info: no$"):
-        await await_answers(absent, said.append, 0.05, every_s=0.02)
-    assert 1 <= len(said) <= 4
-    with pytest.raises(NotFound):
-        await await_answers(wrong, said.append, 60)
