@@ -9,13 +9,20 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from grpc import StatusCode
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
+from services.common.config.base import ConfigError
 from services.common.security import authentication
 from services.common.security.authentication import Directory
-from services.common.security.credentials import VARIABLE, life
+from services.common.security.credentials import VARIABLE, connect, life
 from services.common.security.identity import Caller
 from services.common.security.keys import certificates, folder
 from services.common.security.keys.certificates import Authority
@@ -118,6 +125,17 @@ async def test_closing_a_channel_ends_the_calls_on_those_before_it(tmp_path: Pat
         await asyncio.wait_for(call, 5)
     assert [each.get_state() for each in opened] == [grpc.ChannelConnectivity.SHUTDOWN] * 2
     await server.stop(None)
+
+
+def test_a_key_with_a_password_is_an_error_of_the_credentials(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", days=1)
+    keys.make(["127.0.0.1"], {"run-a": "trainer"}, tokens=False)
+    folder = keys.folder / "clients/run-a"
+    key = load_pem_private_key((folder / "client.key").read_bytes(), None)
+    locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    (folder / "client.key").write_bytes(locked)
+    with pytest.raises(ConfigError, match=r"credentials\.yaml\.certificate, key: Password was not given"):
+        connect("127.0.0.1:1", {VARIABLE: str(folder)})
 
 
 def test_the_life_of_a_callers_certificate_is_read_from_its_file(tmp_path: Path) -> None:
