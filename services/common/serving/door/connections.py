@@ -44,9 +44,8 @@ class Connections:
         """
         Args:
             limits: returns the current limits, of which this class uses `strangers` and `handshake_s`.
-            most_files: the process's limit of open files. Connections without an admitted call are at most an eighth
-                of it, and more than half as many do not stay even for PROOF_S; connections to each other port are at
-                most an eighth too.
+            most_files: the process's limit of open files. Connections without an admitted call may take an eighth of
+                it, and until they are PROOF_S old a half; connections to each other port may take an eighth.
             clock: returns seconds.
         """
         self._limits, self._most_files, self._clock = limits, most_files, clock
@@ -124,8 +123,14 @@ def _sockets() -> set[_Socket]:
 
 
 def _borrowed(descriptor: int) -> socket.socket:
-    """A socket object of its own for a descriptor that may be closed and given to another file at any moment."""
-    return socket.socket(fileno=os.dup(descriptor))
+    """A socket object of its own for a descriptor that may be closed and given to another file at any moment. OSError
+    if it is closed, or no socket."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _ends(descriptor: int) -> tuple[int, str]:

@@ -20,8 +20,8 @@ class OpenCalls:
 
     gRPC counts all calls together: one caller that holds the most that may be open, by requests that it does not send
     or replies that it does not read, would keep all others out. The bytes of requests are counted likewise, from
-    their arrival to the end of the reply; while they arrive, a connection and a
-    caller have only so many requests at a time.
+    their arrival to the end of the reply; while they arrive, a connection and a caller have only so many requests at
+    a time.
     """
 
     def __init__(self, limits: Callable[[], Limits]) -> None:

@@ -21,7 +21,7 @@ from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
 from services.common.security.policy import Limits, digest
 from services.common.security.port import Port
-from services.common.serving.door.connections import LOOK_S, PROOF_S, Connections
+from services.common.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends
 from tests.configuration import REPO
 from tests.unit.fake_clock import Clock
 from tests.unit.front_door import ask, front_door, outcome
@@ -52,6 +52,13 @@ def is_open(client: socket.socket) -> bool:
         return client.recv(1) != b""
     except TimeoutError:
         return True
+
+
+def test_a_descriptor_that_is_no_socket_any_more_costs_none(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with (tmp_path / "file").open("w") as file:
+        assert _ends(file.fileno()) == (0, "")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def watched(listener: Listener, clock: Clock, most: int, most_files: int = 1000) -> Connections:
