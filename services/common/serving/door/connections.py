@@ -137,11 +137,16 @@ def _ends(descriptor: int) -> tuple[int, str]:
     """The port of a connection's own end, and its other end in gRPC's spelling; (0, "") for any other socket."""
     with suppress(OSError), _borrowed(descriptor) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
-            host, number = found.getpeername()[:2]
-            host = host.removeprefix("::ffff:")
-            peer = f"ipv6:%5B{host}%5D:{number}" if ":" in host else f"ipv4:{host}:{number}"
-            return int(found.getsockname()[1]), peer
+            return int(found.getsockname()[1]), _spelled(*found.getpeername())
     return 0, ""
+
+
+def _spelled(host: str, port: int, _flow: int = 0, scope: int = 0) -> str:
+    """The address of a socket's other end, as Python gives it, in gRPC's spelling."""
+    host = host.partition("%")[0].removeprefix("::ffff:")
+    if ":" not in host:
+        return f"ipv4:{host}:{port}"
+    return f"ipv6:%5B{host}{f'%25{scope}' if scope else ''}%5D:{port}"
 
 
 def _close(key: _Socket) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from services.common.security.credentials import VARIABLE, connect
 from services.common.security.keys.folder import Keys
 from services.common.security.policy import Limits, digest
 from services.common.security.port import Port
-from services.common.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends
+from services.common.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends, _spelled
 from tests.configuration import REPO
 from tests.unit.fake_clock import Clock
 from tests.unit.front_door import ask, front_door, outcome
@@ -59,6 +60,22 @@ def test_a_descriptor_that_is_no_socket_any_more_costs_none(tmp_path: Path) -> N
     with (tmp_path / "file").open("w") as file:
         assert _ends(file.fileno()) == (0, "")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("address", "spelled"),
+    [
+        (("127.0.0.1", 7), "ipv4:127.0.0.1:7"),
+        (("::ffff:127.0.0.1", 7, 0, 0), "ipv4:127.0.0.1:7"),
+        (("::1", 7, 0, 0), "ipv6:%5B::1%5D:7"),
+        (("fe80::1%eth0", 7, 0, 4), "ipv6:%5Bfe80::1%254%5D:7"),
+        (("fe80::1", 7, 0, 4), "ipv6:%5Bfe80::1%254%5D:7"),
+    ],
+)
+def test_addresses_are_spelled_as_grpc_does(address: Any, spelled: str) -> None:
+    """With another spelling a connection that has proved who it is would count as a
+    stranger's, and be closed under its calls."""
+    assert _spelled(*address) == spelled
 
 
 def watched(listener: Listener, clock: Clock, most: int, most_files: int = 1000) -> Connections:
