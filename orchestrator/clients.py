@@ -112,7 +112,7 @@ class Services:
 
     async def check_tls(self, config: OrchestratorConfig) -> None:
         """Raises ConfigError if a target of the configuration has TLS and this caller has not, or the reverse."""
-        for target in sorted({config.services[name].target or config.target for name in self._clients}):
+        for target in sorted({*targets_of(config).values()}):
             await credentials.check_tls(target)
 
     async def infos(self, timeout_s: float) -> Infos:

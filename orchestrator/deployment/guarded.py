@@ -5,10 +5,8 @@ from typing import Any
 
 from orchestrator.deployment.applications import Application, service_of
 from services.common.config.explain import shown
-from services.common.security.port import on_loopback
+from services.common.security.port import GUARD, on_loopback
 
-GUARD = "services.common.serving.proxy.end_with_caller"
-"""The function that has to be the first of `grpc_servicer_functions`."""
 _FUNCTIONS = "grpc_options.grpc_servicer_functions"
 
 

@@ -21,6 +21,8 @@ CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "services.common.serving.proxy:bind_to_host"
 """Value of that variable, by which Serve's proxies open the port with its guard. `quartet up` sets it; on another
 cluster it has to be set on every node before Ray starts."""
+GUARD = "services.common.serving.proxy.end_with_caller"
+"""The function that has to be the first of `grpc_options.grpc_servicer_functions`."""
 UNGUARDED = (
     f"the gRPC port would be open without a guard; set {CALLBACK_VARIABLE}={CALLBACK} on every node before Ray starts"
 )

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.config.base import ConfigError
-from services.common.security.port import UNGUARDED, Port
+from services.common.security.port import GUARD, UNGUARDED, Port
 from services.common.serving.door.call import CallContext
 from services.common.serving.door.failed_calls import shorten_failed_calls
 from services.common.serving.door.guard import APPLICATION
@@ -19,7 +19,7 @@ from services.common.serving.door.port import open_port, routes_of
 from services.common.serving.door.routes import Routes
 
 _ATTENDED = "quartet_attended"
-_FIRST = "grpc_options.grpc_servicer_functions: should begin with services.common.serving.proxy.end_with_caller"
+_FIRST = f"grpc_options.grpc_servicer_functions: should begin with {GUARD}"
 StreamHandler = Callable[[Any, Any], AsyncIterator[bytes]]
 
 

@@ -13,9 +13,9 @@ from ray.serve.schema import ServeApplicationSchema
 
 from orchestrator.deployment.applications import SERVICES, failure_of, hindrance
 from orchestrator.deployment.file import Deployment
-from orchestrator.deployment.guarded import GUARD
 from services.common.config.base import ConfigError
 from services.common.config.serve import DEFAULT_ROUTE, SECTIONS
+from services.common.security.port import GUARD
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
