@@ -125,17 +125,19 @@ def _read_parquet(path: Path) -> Table:
 
     memory = LEAST_MEMORY + EXPANSION * path.stat().st_size
 
-    def size() -> Iterator[int]:
+    def readable() -> Iterator[int]:
         # Whatever the file says of its sizes. In threads there would be locks of this process's.
         try:
             table = pyarrow.parquet.read_table(path, use_threads=False)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise ConfigError(f"not valid Parquet: {error}") from None
-        yield table.nbytes + VALUE_BYTES * table.num_rows * (1 + table.num_columns)
+        needed = table.nbytes + VALUE_BYTES * table.num_rows * (1 + table.num_columns)
+        if needed > memory:
+            raise ConfigError(f"needs {needed / GIB:.3g} GiB of memory, {memory / GIB:.3g} GiB at most")
+        # Only the rows show what a dictionary's texts, or lists of nothing, take outside of Arrow.
+        yield len(table.to_pylist())
 
-    (needed,) = bounded(size, f"data.path {path}", memory=memory, seconds=LEAST_S + memory / SPEED)
-    if needed > memory:
-        raise ConfigError(f"data.path {path}: needs {needed / GIB:.3g} GiB of memory, {memory / GIB:.3g} GiB at most")
+    list(bounded(readable, f"data.path {path}", memory=memory, seconds=LEAST_S + memory / SPEED))
     table = pyarrow.parquet.read_table(path)
     return Table(table.column_names, table.to_pylist())
 

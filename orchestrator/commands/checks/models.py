@@ -38,7 +38,7 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
                 f"{field}: {path} has {entries} entries in its vocabulary, but the tokenizer of {POLICY_FIELD} "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
-    for field, path in (*models(deployment), *_tokenizers(deployment)):
+    for field, path in _with_tokenizer(deployment):
         try:
             digest = tokenizer_hash(load_tokenizer(path))
         except ConfigError as error:
@@ -76,12 +76,16 @@ _check_body = partial(check_whole, AutoModel)
 
 
 def broken_models(deployment: Deployment) -> Iterator[str]:
-    """Models whose weights are missing, incomplete, or those of a model for something else; each once."""
+    """Models whose configuration cannot be read, or whose weights are missing, incomplete, or those of a model for
+    something else; each once."""
     seen = set()
     for field, path, check in _needed(deployment):
-        if (path, check) in seen or load_model_config(path) is None:
+        if (path, check) in seen:
             continue
         seen.add((path, check))
+        if load_model_config(path) is None:
+            yield f"{field}: {unreadable(path)}"
+            continue
         problems = list(broken_weights(path))
         if not problems:
             try:
@@ -89,6 +93,20 @@ def broken_models(deployment: Deployment) -> Iterator[str]:
             except ConfigError as error:
                 problems.append(str(error).removeprefix("model: "))
         yield from (f"{field}: {problem}" for problem in problems)
+
+
+def broken_tokenizers(deployment: Deployment) -> Iterator[str]:
+    """Tokenizers that do not load, each once; all services tell a run which one they have."""
+    for path, field in {path: field for field, path in reversed(_with_tokenizer(deployment))}.items():
+        try:
+            load_tokenizer(path)
+        except ConfigError as error:
+            yield f"{field}: {error}"
+
+
+def _with_tokenizer(deployment: Deployment) -> list[tuple[str, str]]:
+    """(field, folder) of every tokenizer in the file."""
+    return [*models(deployment), *_tokenizers(deployment)]
 
 
 def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,13 @@ import torch
 
 from orchestrator.commands.checks.architectures import head_size, limit, too_long_for_model, unfit_heads, unpackable
 from orchestrator.commands.checks.fitting import gpus_of_replicas
-from orchestrator.commands.checks.models import broken_models, load_model_config, missing_functions, models
+from orchestrator.commands.checks.models import (
+    broken_models,
+    broken_tokenizers,
+    load_model_config,
+    missing_functions,
+    models,
+)
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import memory
 from orchestrator.deployment.file import Deployment
@@ -33,6 +39,7 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
     yield from memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
     yield from missing_functions(deployment)
     yield from broken_models(deployment)
+    yield from broken_tokenizers(deployment)
     yield from unpackable(deployment)
     for name, section in deployment.services.items():
         where, actor = f"applications.{name}", _actor(deployment.raw, name)

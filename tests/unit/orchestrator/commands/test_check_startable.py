@@ -1,7 +1,9 @@
 """Facts of a file with which a service would not start, told before anything is started."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -167,3 +169,24 @@ def test_a_file_that_can_start_gives_no_reason(raw: dict[str, Any], tmp_path: Pa
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump(raw))
     assert list(unstartable(Deployment.load(path, check_services=True))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "which is never run"),
+        ("tokenizer.json", {"model": {"type": "own"}}, "tokenizer: {folder} holds no tokenizer that loads: "),
+    ],
+)
+def test_a_folder_that_no_replica_could_read_is_refused_before_a_start(
+    raw: dict[str, Any], tmp_path: Path, name: str, values: dict[str, Any], said: str
+) -> None:
+    folder, path = tmp_path / "broken", tmp_path / "a.yaml"
+    copytree(args(raw, "rollout")["model"], folder)
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+    args(raw, "rollout")["model"] = str(folder)
+    path.write_text(yaml.safe_dump(raw))
+    [line] = unstartable(Deployment.load(path, check_services=True))
+    assert line.startswith("applications.rollout.args.model: ")
+    assert said.format(folder=folder) in line
+    assert "\n" not in line

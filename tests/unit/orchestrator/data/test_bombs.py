@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,29 @@ def test_a_parquet_file_that_stands_for_gibibytes(tmp_path: Path) -> None:
     assert path.stat().st_size < 64 << 10
     before = resident()
     with fails(f"data.path {path}: needs "):
+        open_split(str(path), "train")
+    assert resident() - before < GIB // 2
+
+
+def texts_of_a_dictionary() -> pyarrow.Array:
+    """3 GB of texts."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 300_000), pyarrow.array(["a" * 10_000]))
+
+
+def lists_of_nothing() -> pyarrow.Array:
+    """1.6 GB of lists."""
+    return pyarrow.ListArray.from_arrays(
+        pyarrow.array(range(0, 200_000_001, 20_000_000), pyarrow.int32()), pyarrow.nulls(200_000_000)
+    )
+
+
+@pytest.mark.parametrize("column", [texts_of_a_dictionary, lists_of_nothing])
+def test_a_parquet_file_that_is_small_in_arrow_too(tmp_path: Path, column: Callable[[], pyarrow.Array]) -> None:
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column()}), path, compression="zstd")
+    assert path.stat().st_size < MIB
+    before = resident()
+    with fails(f"data.path {path}: needs more than 1"):
         open_split(str(path), "train")
     assert resident() - before < GIB // 2
 
