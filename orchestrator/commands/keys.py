@@ -23,9 +23,12 @@ def make_keys(
         withdraw: True if what the clients had before is refused at once.
 
     Raises:
-        ConfigError: a client has no role, a host is not a name, or the folder holds something else or cannot be made.
+        ConfigError: a client has no role, a host is not a name, keys of none are to be withdrawn, or the folder holds
+            something else or cannot be made.
     """
     roles = dict(_client(text) for text in clients)
+    if withdraw and not roles:
+        raise ConfigError("--withdraw: name the callers whose keys are to be refused, each with --client NAME=ROLE")
     keys = Keys(folder, days)
     try:
         keys.make(hosts, roles, tokens=tokens, withdraw=withdraw)

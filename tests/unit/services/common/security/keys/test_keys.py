@@ -69,6 +69,15 @@ def test_hosts_that_are_none_are_refused(tmp_path: Path, host: str) -> None:
     list(make_keys(tmp_path / "fine", ["me=trainer"], hosts, tokens=False, days=1, withdraw=False))
 
 
+def test_keys_are_withdrawn_from_callers_that_are_named(tmp_path: Path) -> None:
+    """A command that withdraws nothing does not end as if it had."""
+    list(make_keys(tmp_path, ["me=trainer"], ["::1"], tokens=False, days=1, withdraw=False))
+    before = (tmp_path / "policy.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="^--withdraw: name the callers"):
+        list(make_keys(tmp_path, [], ["::1"], tokens=False, days=1, withdraw=True))
+    assert (tmp_path / "policy.yaml").read_bytes() == before
+
+
 def test_a_folder_of_keys_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "keys", Path("/proc/none/keys")):
