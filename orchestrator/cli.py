@@ -179,7 +179,9 @@ def train(
 def evaluate(
     config: Annotated[Path, typer.Option(help="The YAML file whose services are up.")],
     model: Annotated[str, typer.Option(help="Folder of a model, or `current`: the rollout service's.")] = "current",
-    split: Annotated[str, typer.Option(help="Split of the data set, such as eval or train[:100].")] = "eval",
+    split: Annotated[
+        str | None, typer.Option(help="Split of the data set, such as train[:100]. Left out: the file's eval_split.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the samples, as JSONL.")] = None,
 ) -> None:
     """Generate on a split, have the deployed reward service score, and print a table."""

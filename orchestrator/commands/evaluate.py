@@ -18,6 +18,7 @@ from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import evaluation_prompts, load_judges
 from orchestrator.commands.patience import patience_of, reached
 from orchestrator.commands.train import RUNS
+from orchestrator.config.data import EVAL
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import load_prompts
 from orchestrator.deployment.applications import env_vars, mapping
@@ -45,7 +46,7 @@ _ROLLOUT = "services.rollout.replica:build"
 async def evaluate_model(
     deployment: Deployment,
     model: str,
-    split: str,
+    split: str | None,
     output: Path | None,
     connect: Callable[[OrchestratorConfig, Purpose], Services] = Services.connect,
     note: Callable[[str], None] = lambda text: None,
@@ -55,7 +56,7 @@ async def evaluate_model(
     Args:
         deployment: its services have to be up; its sampling settings and judges are used.
         model: a model folder, or "current" for the rollout service's present weights.
-        split: split of the configured data set, such as "eval" or "train[:100]".
+        split: split of the configured data set, such as "eval" or "train[:100]"; None: the file's `data.eval_split`.
         output: the JSONL file; None: runs/<name>/evaluate-<model>-<split>.jsonl.
         connect: makes the clients.
         note: called with messages for the user.
@@ -66,6 +67,7 @@ async def evaluate_model(
         ServiceError: a service fails or takes too long.
     """
     config = deployment.orchestrator
+    split = split or config.data.eval_split or EVAL
     tokenizer = load_tokenizer(config.policy.model)
     prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
     judges = load_judges(config)

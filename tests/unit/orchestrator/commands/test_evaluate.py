@@ -74,6 +74,18 @@ async def test_all_that_take_part_are_asked_and_the_critic_is_not() -> None:
     assert [str(error) for error in caught.value.exceptions] == ["reference.Info: gone"]
 
 
+@pytest.mark.parametrize(("named", "taken"), [("held_out", "held_out"), (None, "eval")])
+async def test_the_split_is_the_files_unless_it_is_given(
+    policy_folder: Path, tmp_path: Path, named: str | None, taken: str
+) -> None:
+    data = {"path": str(tmp_path / "prompts.jsonl"), "eval_split": named}
+    deployment = load(tmp_path, policy_folder, [], data=data)
+    with pytest.raises(ConfigError, match=f"no split '{taken}'; the splits there are train$"):
+        await evaluate_model(deployment, "current", None, None, lambda config, purpose: make_services())
+    with pytest.raises(ConfigError, match="no split 'other'"):
+        await evaluate_model(deployment, "current", "other", None, lambda config, purpose: make_services())
+
+
 async def test_services_that_are_down_are_said_to_be(policy_folder: Path, tmp_path: Path) -> None:
     deployment = load(tmp_path, policy_folder, [], target="127.0.0.1:1", timeouts={"info_s": 0.5})
     with pytest.raises(Unavailable) as caught:
