@@ -73,7 +73,7 @@ def test_keys_are_withdrawn_from_callers_that_are_named(tmp_path: Path) -> None:
     """A command that withdraws nothing does not end as if it had."""
     list(make_keys(tmp_path, ["me=trainer"], ["::1"], tokens=False, days=1, withdraw=False))
     before = (tmp_path / "policy.yaml").read_bytes()
-    with pytest.raises(ConfigError, match="^--withdraw: name the callers"):
+    with pytest.raises(ConfigError, match=r"^--withdraw: name the callers"):
         list(make_keys(tmp_path, [], ["::1"], tokens=False, days=1, withdraw=True))
     assert (tmp_path / "policy.yaml").read_bytes() == before
 
