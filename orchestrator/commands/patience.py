@@ -54,7 +54,7 @@ class Patience:
         self._note = note
         self._setting = setting
         self._due = self._deadline.now + NOTE_EVERY_S
-        """The next note is not before; the first loss is told at once."""
+        """Time of the next note; the first loss brings it forward to now."""
         self._lost = False
 
     async def __call__(

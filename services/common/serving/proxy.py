@@ -169,11 +169,10 @@ def bind_to_host() -> list[Any]:
 
     # Names that Serve looks up when it opens a port. Its proxy's class is pickled by value, with the functions that
     # it had imported, so that replacing those has no effect.
-    no_uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
-    replacements = ((default_impl, "add_grpc_address", add_grpc_address), (http_util, "uvicorn", no_uvicorn))
-    for module, name, ours in replacements:
+    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
         if not hasattr(module, name):
             raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
-        setattr(module, name, ours)
+    default_impl.add_grpc_address = add_grpc_address
+    http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
     shorten_failed_calls()
     return []

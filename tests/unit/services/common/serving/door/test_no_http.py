@@ -51,7 +51,10 @@ async def test_the_proxy_listens_nowhere_for_http() -> None:
     running.cancel()
 
 
-def test_a_serve_without_the_names_that_are_replaced_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(default_impl, "add_grpc_address")
-    with pytest.raises(ConfigError, match="add_grpc_address: this version of Serve does not have it"):
+@pytest.mark.parametrize(("module", "name"), [(default_impl, "add_grpc_address"), (http_util, "uvicorn")])
+def test_a_serve_without_the_names_that_are_replaced_opens_no_port(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    monkeypatch.delattr(module, name)
+    with pytest.raises(ConfigError, match=f"{name}: this version of Serve does not have it"):
         bind_to_host()
