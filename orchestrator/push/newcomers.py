@@ -138,7 +138,10 @@ async def _serve(pusher: WeightPusher, registry: Any, answer: Callable[[Ticket |
         except LeaseLost:
             raise
         except _TRANSIENT_ERRORS as error:
-            log.warning("newcomers %s: %s", sorted(applicants), error)
+            # Ray adds lines with names of its own.
+            reason = str(error).partition("\n")[0]
+            joining = f" ({', '.join(sorted(applicants))})" if applicants else ""
+            log.warning("rollout replicas that join%s: %s", joining, reason)
             await asyncio.sleep(RETRY_S)
 
 

@@ -59,11 +59,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     "error",
     [Internal("policy.add_newcomers: gone"), PolicyError("rank 0 died"), RayActorError(), ConnectionResetError()],
 )
-async def test_what_may_mend_itself_is_tried_again(error: Exception) -> None:
+async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     pusher = FakePusher(error, error)
     async with adding_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await pusher.asked.wait()
+    for line in (said := capsys.readouterr().err.splitlines()):
+        assert line.startswith("rollout replicas that join (new): ")
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("error", [KeyError("bucket"), TypeError("no"), LeaseLost("lease: another run holds them")])
