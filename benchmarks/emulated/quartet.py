@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.emulated.pace import VOCABULARY, Pace
 from orchestrator.commands.up import up
@@ -45,7 +45,8 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
     os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         file, times = Path("emulated.yaml"), Path(folder, "pace.json")
-        Path("config.json").write_text("{}")  # of a policy that is not loaded, but has to be there
+        # Of a policy that is not loaded, but looked at.
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=2).save_pretrained(folder)
         _tokenizer().save_pretrained(folder)
         pace.write(times)
         file.write_text(yaml.safe_dump(_raw(folder, times)))

@@ -65,7 +65,8 @@ def test_a_run_killed_at_step_3_ends_as_one_that_was_not(straight: Run, again: R
 def test_its_file_is_fine_and_its_report_shows_no_value_function(quartet: Quartet, straight: Run) -> None:
     code, told = finished(quartet.folder, "check", str(straight.config))
     assert code == 0, told
-    assert "critic" not in told
+    # The quartet that runs here has one, which deploying this file would stop.
+    assert not [line for line in told.splitlines() if "critic" in line and not line.startswith("after `quartet up`")]
     code, told = finished(quartet.folder, "report", str(straight.folder))
     assert code == 0, told
     page = (straight.folder / "report.html").read_text()

@@ -1,12 +1,13 @@
 """vLLM's entry point (`vllm.general_plugins`): loaded in every process of an engine."""
 
 from services.common.ranks.lone_groups import share_listener
+from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
 from services.rollout.vllm.parent import end_with_parent
 
 
 def register() -> None:
-    """Registers the weight-transfer engine `quartet`, lets the process end with the one that started it, and lets
-    its groups of one rank share a listener.
+    """Registers the weight-transfer engine `quartet`, lets the process end with the one that started it, lets its
+    groups of one rank share a listener, and lets it compute in bfloat16 where the processor has AMX.
 
     vLLM loads plugins several times in a process; further calls do nothing.
     """
@@ -16,3 +17,4 @@ def register() -> None:
         Factory.register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
     end_with_parent()
     share_listener()
+    allow_matrix_tiles()
