@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.emulated.pace import VOCABULARY, Pace
+from benchmarks.emulated.pace import Pace
 from orchestrator.commands.up import up
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
+from tests.models import make_policy
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("rollout", "reward", "reference", "critic")
@@ -45,9 +43,7 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
     os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         file, times = Path("emulated.yaml"), Path(folder, "pace.json")
-        # Of a policy that is not loaded, but looked at.
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=2).save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
+        make_policy(Path(folder), kind="llama", tied=False)  # is looked at, and its tokenizer used
         pace.write(times)
         file.write_text(yaml.safe_dump(_raw(folder, times)))
         try:
@@ -56,12 +52,6 @@ def quartet(pace: Pace) -> Iterator[Quartet]:
         finally:
             if ray := cluster.running():
                 cluster.stop(ray)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of VOCABULARY words."""
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), eos_token="w2")
 
 
 def _raw(folder: str, times: Path) -> dict[str, Any]:
