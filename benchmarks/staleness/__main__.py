@@ -1,29 +1,21 @@
 """Random schedules of delays, failures and kills, and what they do to the samples of the streaming loop.
 
     python -m benchmarks.staleness [--schedules 1000] [--first 0]
-    python -m benchmarks.staleness --real --schedules 20 [--first 0]
 
 Each schedule is a run of ten steps of the real loop, stream, slots and collector, in virtual time, with services that
 keep the contracts of the real clients: each kind of call takes a random time with a long tail; replicas take new
 versions one after the other, are lost, and go on with requests in flight; calls fail beyond their retries; the run is
 killed at any moment and resumed from its last checkpoint and its journal. The number of the schedule is its seed.
 
-With `--real` a schedule is a run of six steps of `quartet train` with the real services, in real time, with tiny
-models and two rollout replicas (benchmarks/staleness/real.py). One or two processes of it are killed, among them the
-orchestrator, the policy's rank, replicas and Serve's controller, and every few seconds one stands still for a while.
-What its batches held is read from its journal, what else came from its trace.
-
 Prints how many samples were trained on beyond the bound, discarded (complete after the last restart, and not trained
-on), lost (their numbers never trained on) or trained on twice, and in virtual time how many tasks were left behind at
-a kill, at a failure or at the end; all of these must be 0. And beside each other, by the bound and the depth: the
-mean age of the oldest tokens that admission lets one expect if sampling begins at once, and the measured one.
+on), lost (their numbers never trained on) or trained on twice, and how many tasks were left behind at a kill, at a
+failure or at the end; all of these must be 0. And beside each other, by the bound and the depth: the mean age of the
+oldest tokens that admission lets one expect if sampling begins at once, and the measured one. `python -m tests.chaos`
+does the like to real services.
 """
 
-import asyncio
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import mean
 from typing import Annotated
 
@@ -36,43 +28,17 @@ from benchmarks.staleness.schedule import Outcome, run
 console = Console()
 
 
-def main(
-    schedules: Annotated[int, typer.Option(min=1)] = 1000,
-    first: int = 0,
-    real: Annotated[bool, typer.Option("--real", help="With the real services.")] = False,
-) -> None:
+def main(schedules: Annotated[int, typer.Option(min=1)] = 1000, first: int = 0) -> None:
     """Runs the benchmark and prints its results; exit code 1 if a sample went wrong."""
-    seeds = range(first, first + schedules)
-    outcomes = asyncio.run(_real(seeds)) if real else [run(seed) for seed in seeds]
-    if not real:
-        console.print(_ages(outcomes))
+    outcomes = [run(seed) for seed in range(first, first + schedules)]
+    console.print(_ages(outcomes))
     samples = sum(len(outcome.ages) for outcome in outcomes)
     console.print(f"{schedules} schedules, {samples} samples, {sum(o.restarts for o in outcomes)} restarts")
-    # Tasks are those of this process, in which no real run takes place.
-    for fault in ("over_bound", "discarded", "lost", "doubled", *(() if real else ("tasks_left",))):
+    for fault in ("over_bound", "discarded", "lost", "doubled", "tasks_left"):
         console.print(f"{fault}: {sum(getattr(outcome, fault) for outcome in outcomes)}")
     if wrong := [first + place for place, outcome in enumerate(outcomes) if outcome.faults]:
         console.print(f"schedules with faults: {wrong}")
         raise typer.Exit(1)
-
-
-async def _real(seeds: Iterable[int]) -> list[Outcome]:
-    """Carries out these schedules with one quartet."""
-    # Imported here, because schedules in virtual time need neither models nor services.
-    from benchmarks.staleness.real import RealSchedule, described
-    from tests.cluster import running_quartet
-    from tests.models import make_policy, make_reward
-
-    outcomes = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        policy = make_policy(folder / "policy", kind="llama", tied=False)
-        async with running_quartet(folder, policy, make_reward(folder / "reward")) as quartet:
-            for seed in seeds:
-                schedule = RealSchedule(quartet, seed)
-                outcomes.append(schedule.finish())
-                console.print(described(seed, schedule, outcomes[-1]))
-    return outcomes
 
 
 def _ages(outcomes: Sequence[Outcome]) -> Table:
