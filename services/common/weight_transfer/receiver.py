@@ -192,7 +192,7 @@ class SharedReceiver:
     """Reads the shared memory of senders on the same machine or GPU, without a copy: until they are loaded, the
     weights stay in the learner's memory."""
 
-    def __init__(self, attach: Callable[[list[int], Manifest], SharedBuckets] = SharedBuckets.host) -> None:
+    def __init__(self, attach: Callable[[list[int], Manifest], SharedBuckets]) -> None:
         """`attach` opens the senders' memory."""
         self._attach = attach
         self._segments: list[int] = []
@@ -236,7 +236,7 @@ def make_receiver(backend: str, device: torch.device, cuda: Cuda | None = None) 
         ValueError: cuda-ipc without a GPU.
     """
     if backend == "ipc":
-        return SharedReceiver()
+        return SharedReceiver(partial(SharedBuckets.host, device=device))
     if backend != "cuda-ipc":
         return GroupReceiver(device)
     if device.type != "cuda" and cuda is None:

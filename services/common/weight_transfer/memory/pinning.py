@@ -9,18 +9,23 @@ import torch
 log = logging.getLogger("quartet")
 
 
-def pin(memory: torch.Tensor, owner: object, runtime: Any = None) -> bool:
+READ_ONLY = 8
+"""cudaHostRegisterReadOnly: the mapping may only be read."""
+
+
+def pin(memory: torch.Tensor, owner: object, runtime: Any = None, *, flags: int = 0) -> bool:
     """Pins memory until `owner` is freed. False if the machine does not allow it: copies are then slower.
 
     Torch's own pinned allocations round sizes up to a power of two, which can double the memory.
 
     Args:
-        memory: contiguous host memory; it may be shared memory if this process may write to it.
+        memory: contiguous host memory; it may be shared memory.
         owner: the object that frees the memory.
         runtime: CUDA's runtime; None for torch's.
+        flags: READ_ONLY for memory that this process may not write to; not all GPUs can pin that.
     """
     runtime = runtime or torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, flags))
     if error:
         log.warning("%d MiB of host memory are not pinned: CUDA error %d", memory.nbytes >> 20, error)
         return False

@@ -5,6 +5,7 @@ import glob
 import mmap
 import os
 import secrets
+import warnings
 from pathlib import Path
 
 import torch
@@ -29,7 +30,9 @@ class Segment:
         """Wraps mapped memory; use `create` or `attach`."""
         self.number = number
         self._file = file
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # a reader only reads
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._generation = whole[:8].view(torch.int64)
         self.data = whole[_HEADER:]
         """The bytes: uint8, [bytes]."""
@@ -58,7 +61,7 @@ class Segment:
 
     @classmethod
     def attach(cls, number: int, size: int) -> "Segment":
-        """Another process's segment, to read.
+        """Another process's segment, to read: writing to it ends this process.
 
         Raises:
             RuntimeError: no segment on this machine has this number and size.
@@ -74,8 +77,8 @@ class Segment:
             shared = os.fstat(file).st_size - _HEADER
             if shared != size:
                 raise RuntimeError(f"the learner shares {shared} bytes where {size} are to be pushed")
-            # A private mapping shows the writer's changes; writes from here stay in this process.
-            return cls(number, mmap.mmap(file, _HEADER + size, access=mmap.ACCESS_COPY), None)
+            # The writer's own memory, and not a private view of it, which CUDA would have to copy to pin it.
+            return cls(number, mmap.mmap(file, _HEADER + size, access=mmap.ACCESS_READ), None)
         finally:
             os.close(file)
 

@@ -1,14 +1,21 @@
 """Buckets of weights that are on a device: packed there, pinned here."""
 
 import gc
+import multiprocessing
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import Buckets
+from services.common.weight_transfer.memory import buckets
+from services.common.weight_transfer.memory.buckets import DIGEST_CHUNK, Buckets, digest
 from services.common.weight_transfer.memory.pinning import pin
 
 CPU = torch.device("cpu")
@@ -47,6 +54,7 @@ class Runtime:
         self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        assert flags == 0
         if not self.error:
             self.pinned[pointer] = size
         return self.error
@@ -70,3 +78,53 @@ def test_where_memory_may_not_be_pinned_it_is_used_as_it_is(logged: list[str]) -
     runtime, memory = Runtime(error=2), torch.zeros(3 << 20, dtype=torch.uint8)
     assert not pin(memory, Runtime(), runtime)
     assert logged == ["3 MiB of host memory are not pinned: CUDA error 2"]
+
+
+def test_a_digest_is_made_of_chunks_and_shows_a_change_in_each() -> None:
+    data = torch.randint(0, 256, (2 * DIGEST_CHUNK + 5,), dtype=torch.uint8)
+    whole, raw = digest(data), data.numpy().tobytes()
+    cut = [xxhash.xxh3_128_digest(raw[start : start + DIGEST_CHUNK]) for start in range(0, len(raw), DIGEST_CHUNK)]
+    assert len(cut) == 3
+    assert whole == xxhash.xxh3_128_digest(b"".join(cut))
+    digests = {whole}
+    for place in (0, DIGEST_CHUNK, 2 * DIGEST_CHUNK + 4):
+        data[place] ^= 1
+        digests.add(digest(data))
+    assert len(digests) == 4
+    # Chunks that changed places.
+    assert digest(torch.cat((data[DIGEST_CHUNK : 2 * DIGEST_CHUNK], data[:DIGEST_CHUNK]))) != digest(
+        data[: 2 * DIGEST_CHUNK]
+    )
+
+
+def test_chunks_are_hashed_by_several_threads_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+
+    def hashed(data: Any) -> bytes:
+        if len(data) == DIGEST_CHUNK:
+            together.wait(60)
+        return bytes(xxhash.xxh3_128_digest(data))
+
+    data = torch.zeros(2 * DIGEST_CHUNK, dtype=torch.uint8)
+    expected = digest(data)
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(buckets, "_hashers", lambda process: pool)
+        monkeypatch.setattr(buckets, "xxhash", SimpleNamespace(xxh3_128_digest=hashed))
+        assert digest(data) == expected
+
+
+def hash_in_a_fork(data: torch.Tensor, answers: Connection) -> None:
+    answers.send(digest(data))
+
+
+@pytest.mark.processes
+def test_a_fork_hashes_with_threads_of_its_own() -> None:
+    data = torch.ones(2 * DIGEST_CHUNK, dtype=torch.uint8)
+    expected = digest(data)
+    mine, theirs = multiprocessing.Pipe()
+    # Forked from here, where there are threads already.
+    process = multiprocessing.get_context("fork").Process(target=hash_in_a_fork, args=(data, theirs), daemon=True)
+    process.start()
+    assert mine.poll(60)
+    assert mine.recv() == expected
+    process.join(10)

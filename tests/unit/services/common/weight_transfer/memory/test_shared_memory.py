@@ -1,6 +1,8 @@
 """Memory shared between processes, and a push through it."""
 
+import gc
 import os
+import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -104,12 +106,53 @@ def test_a_push_that_could_not_be_gathered_is_not_read() -> None:
     sender.close()
 
 
-def test_what_a_reader_writes_is_its_own() -> None:
+def scribble(number: int) -> None:
+    """A reader that writes."""
+    Segment.attach(number, 100).data[:] = 7
+
+
+def test_a_reader_maps_the_writers_own_memory_and_cannot_write_to_it() -> None:
     segment = Segment.create(100)
     seen = Segment.attach(segment.number, 100)
-    seen.data[:] = 7
-    assert segment.data.sum() == 0
+    segment.data[:] = 5
+    assert seen.data.sum() == 500
+    process = FORKED.Process(target=scribble, args=(segment.number,), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV
+    assert segment.data.sum() == 500
     segment.close()
+
+
+class Runtime:
+    """CUDA's, as far as pinning goes."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, tuple[int, int]] = {}
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.pinned[pointer] = size, flags
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.pinned[pointer]
+        return 0
+
+
+def test_a_reader_pins_for_its_gpu_all_that_it_reads_until_it_detaches() -> None:
+    senders = [SharedSender.host(MANIFEST, sender=number, senders=2) for number in (0, 1)]
+    numbers, runtime = [sender.rendezvous() for sender in senders], Runtime()
+    SharedBuckets.host(numbers, MANIFEST, torch.device("cpu"), runtime)
+    assert runtime.pinned == {}
+    shared = SharedBuckets.host(numbers, MANIFEST, torch.device("cuda"), runtime)
+    sizes = [Buckets.size(MANIFEST, number, 2) for number in (0, 1)]
+    read_only = 8  # cudaHostRegisterReadOnly
+    assert list(runtime.pinned.values()) == [(size, read_only) for size in sizes]
+    del shared
+    gc.collect()
+    assert runtime.pinned == {}
+    for sender in senders:
+        sender.close()
 
 
 def test_memory_that_is_elsewhere_or_of_another_size_is_refused() -> None:
