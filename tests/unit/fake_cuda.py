@@ -4,18 +4,20 @@ processes can share it."""
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from services.common.weight_transfer.memory.device_memory import HANDLE_BYTES, Cuda, Handle
+from services.common.weight_transfer.memory.cuda_library import HANDLE_BYTES, CudaLibrary, Handle
+from services.common.weight_transfer.memory.device_memory import Cuda
 
 NOT_MAPPED, OUT_OF_MEMORY = 205, 2
 FOLDER = "FAKE_GPU"
 LARGEST = 1 << 28
-Pointer = ctypes.c_void_p
+Pointer, Size, Flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 
 
 class FakeGpu:
@@ -25,16 +27,42 @@ class FakeGpu:
         self._folder = folder
         self._mapped: dict[int, tuple[bytes, Any]] = {}
         self.calls: list[str] = []
-        to_pointer, whole = ctypes.POINTER(Pointer), ctypes.c_size_t
+        self.pinned: dict[int, tuple[int, int]] = {}
+        """Address of host memory -> its size and flags."""
+        self.refused = 0
+        """Error with which pinning fails; 0 for none."""
+        self.last_error = 0
+        """CUDA's runtime keeps an error until it is asked for the last one, which torch does after a kernel."""
+        to_pointer = ctypes.POINTER(Pointer)
         # Real C functions: a wrong type of an argument fails here as it would there.
-        functions = {
-            "cudaMalloc": ctypes.CFUNCTYPE(ctypes.c_int, to_pointer, whole)(self._allocate),
-            "cudaFree": ctypes.CFUNCTYPE(ctypes.c_int, Pointer)(self._free),
-            "cudaIpcGetMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Handle), Pointer)(self._handle),
-            "cudaIpcOpenMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, to_pointer, Handle, ctypes.c_uint)(self._open),
-            "cudaIpcCloseMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, Pointer)(self._close),
+        functions: dict[str, tuple[list[Any], Callable[..., int]]] = {
+            "cudaMalloc": ([to_pointer, Size], self._allocate),
+            "cudaFree": ([Pointer], self._free),
+            "cudaIpcGetMemHandle": ([ctypes.POINTER(Handle), Pointer], self._handle),
+            "cudaIpcOpenMemHandle": ([to_pointer, Handle, Flags], self._open),
+            "cudaIpcCloseMemHandle": ([Pointer], self._close),
+            "cudaHostRegister": ([Pointer, Size, Flags], self._pin),
+            "cudaHostUnregister": ([Pointer], self._unpin),
         }
-        self.cuda = Cuda(SimpleNamespace(**functions), view)
+        made = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *types)(self._keeping_errors(function))
+            for name, (types, function) in functions.items()
+        }
+        last = ctypes.CFUNCTYPE(ctypes.c_int)(self._forget_error)
+        self.library = CudaLibrary(SimpleNamespace(**made, cudaGetLastError=last))
+        self.cuda = Cuda(self.library, view)
+
+    def _keeping_errors(self, function: Callable[..., int]) -> Callable[..., int]:
+        def called(*arguments: Any) -> int:
+            error = function(*arguments)
+            self.last_error = error or self.last_error
+            return error
+
+        return called
+
+    def _forget_error(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
 
     @classmethod
     def of(cls, backend: str) -> Cuda | None:
@@ -84,6 +112,15 @@ class FakeGpu:
     def _close(self, address: int) -> int:
         self.calls.append("close")
         del self._mapped[address]
+        return 0
+
+    def _pin(self, address: int, size: int, flags: int) -> int:
+        if not self.refused:
+            self.pinned[address] = size, flags
+        return self.refused
+
+    def _unpin(self, address: int) -> int:
+        del self.pinned[address]
         return 0
 
 

@@ -9,14 +9,14 @@ vLLM has its own ipc engine, based on CUDA handles. It is not used, because it n
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import Buckets, Weights, checksum, digest
+from services.common.weight_transfer.memory.cuda_library import HANDLE_BYTES, CudaLibrary
 from services.common.weight_transfer.memory.device_digest import device_digest
-from services.common.weight_transfer.memory.device_memory import HANDLE_BYTES, Cuda, DeviceMemory
+from services.common.weight_transfer.memory.device_memory import Cuda, DeviceMemory
 from services.common.weight_transfer.memory.pinning import READ_ONLY, pin
 from services.common.weight_transfer.memory.shared_memory import Segment
 
@@ -95,7 +95,11 @@ class SharedBuckets:
 
     @classmethod
     def host(
-        cls, numbers: list[int], manifest: Manifest, device: torch.device | None = None, runtime: Any = None
+        cls,
+        numbers: list[int],
+        manifest: Manifest,
+        device: torch.device | None = None,
+        library: CudaLibrary | None = None,
     ) -> "SharedBuckets":
         """Attaches to the senders' segments, in the order of the senders; RuntimeError if one is missing.
 
@@ -103,7 +107,7 @@ class SharedBuckets:
             numbers: the senders' numbers.
             manifest: the tensors of the push.
             device: the model's device. For a GPU the segments are pinned, so that it loads them at full speed.
-            runtime: CUDA's runtime for pinning; None for torch's.
+            library: CUDA's runtime for pinning; None for torch's.
         """
         senders = len(numbers)
         segments = [
@@ -111,7 +115,7 @@ class SharedBuckets:
         ]
         if device is not None and device.type == "cuda":
             for segment in segments:
-                pin(segment.data, segment, runtime, flags=READ_ONLY)
+                pin(segment.data, segment, library, flags=READ_ONLY)
         parts = [Buckets(manifest, sender, senders, memory=segment.data) for sender, segment in enumerate(segments)]
         return cls(segments, parts)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-HANDLE_BYTES = 64
-"""Size of a handle, CUDA_IPC_HANDLE_SIZE."""
+from services.common.weight_transfer.memory.cuda_library import CudaLibrary, Handle
+
 LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess, the only flag that CUDA allows."""
 
@@ -16,68 +16,45 @@ View = Callable[[int, int, torch.device], torch.Tensor]
 """Makes a uint8 tensor [bytes] of the memory at an address, without a copy."""
 
 
-class Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t."""
-
-    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
-
-
 class Cuda:
-    """The five functions of CUDA's runtime that share memory between processes."""
+    """Memory that processes share, by CUDA's runtime. Each function raises RuntimeError if it fails."""
 
-    def __init__(self, library: Any, view: View) -> None:
-        """`library` has the functions by their names in C."""
+    def __init__(self, library: CudaLibrary, view: View) -> None:
         self._library = library
         self.view = view
-        pointer = ctypes.c_void_p
-        for name, types in {
-            "cudaMalloc": [ctypes.POINTER(pointer), ctypes.c_size_t],
-            "cudaFree": [pointer],
-            "cudaIpcGetMemHandle": [ctypes.POINTER(Handle), pointer],
-            "cudaIpcOpenMemHandle": [ctypes.POINTER(pointer), Handle, ctypes.c_uint],
-            "cudaIpcCloseMemHandle": [pointer],
-        }.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, ctypes.c_int
 
     def allocate(self, size: int) -> int:
         """The address of `size` new bytes on the current GPU."""
         address = ctypes.c_void_p()
-        self._call("cudaMalloc", ctypes.byref(address), size)
+        self._library.call("cudaMalloc", ctypes.byref(address), size)
         return int(address.value or 0)
 
     def free(self, address: int) -> None:
         """Frees what `allocate` returned."""
-        self._call("cudaFree", address)
+        self._library.call("cudaFree", address)
 
     def handle(self, address: int) -> bytes:
         """The handle by which another process opens this allocation."""
         handle = Handle()
-        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        self._library.call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """The address in this process of another process's allocation."""
         address = ctypes.c_void_p()
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+        self._library.call(
+            "cudaIpcOpenMemHandle", ctypes.byref(address), Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS
+        )
         return int(address.value or 0)
 
     def close(self, address: int) -> None:
         """Gives back what `open` returned."""
-        self._call("cudaIpcCloseMemHandle", address)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self._library, name)(*arguments):
-            raise RuntimeError(f"{name} failed: CUDA error {error}")
+        self._library.call("cudaIpcCloseMemHandle", address)
 
 
 def cuda_runtime() -> Cuda:
     """The runtime that torch has loaded. RuntimeError if there is none."""
-    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
-    try:
-        return Cuda(ctypes.CDLL(name), _on_gpu)
-    except OSError as error:
-        raise RuntimeError(f"weights.backend cuda-ipc needs CUDA's runtime: {error}") from None
+    return Cuda(CudaLibrary.load(), _on_gpu)
 
 
 def _on_gpu(address: int, size: int, device: torch.device) -> torch.Tensor:

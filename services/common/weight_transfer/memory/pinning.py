@@ -2,9 +2,10 @@
 
 import logging
 import weakref
-from typing import Any
 
 import torch
+
+from services.common.weight_transfer.memory.cuda_library import CudaLibrary
 
 log = logging.getLogger("quartet")
 
@@ -13,7 +14,7 @@ READ_ONLY = 8
 """cudaHostRegisterReadOnly: the mapping may only be read."""
 
 
-def pin(memory: torch.Tensor, owner: object, runtime: Any = None, *, flags: int = 0) -> bool:
+def pin(memory: torch.Tensor, owner: object, library: CudaLibrary | None = None, *, flags: int = 0) -> bool:
     """Pins memory until `owner` is freed. False if the machine does not allow it: copies are then slower.
 
     Torch's own pinned allocations round sizes up to a power of two, which can double the memory.
@@ -21,14 +22,15 @@ def pin(memory: torch.Tensor, owner: object, runtime: Any = None, *, flags: int 
     Args:
         memory: contiguous host memory; it may be shared memory.
         owner: the object that frees the memory.
-        runtime: CUDA's runtime; None for torch's.
+        library: CUDA's runtime; None for torch's.
         flags: READ_ONLY for memory that this process may not write to; not all GPUs can pin that.
     """
-    runtime = runtime or torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, flags))
-    if error:
-        log.warning("%d MiB of host memory are not pinned: CUDA error %d", memory.nbytes >> 20, error)
+    try:
+        library = library or CudaLibrary.load()
+        library.call("cudaHostRegister", memory.data_ptr(), memory.nbytes, flags)
+    except RuntimeError as error:
+        log.warning("%d MiB of host memory are not pinned: %s", memory.nbytes >> 20, error)
         return False
     # At the process's end CUDA and the memory are freed together, so nothing has to be unpinned then.
-    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    weakref.finalize(owner, library.call, "cudaHostUnregister", memory.data_ptr()).atexit = False
     return True

@@ -5,6 +5,7 @@ import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory import buckets
 from services.common.weight_transfer.memory.buckets import DIGEST_CHUNK, Buckets, digest
 from services.common.weight_transfer.memory.pinning import pin
+from tests.unit.fake_cuda import FakeGpu
 
 CPU = torch.device("cpu")
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.full((9,), 2.0)}
@@ -46,38 +48,29 @@ def test_a_bucket_is_packed_on_its_device_and_comes_in_one_copy(sender: int, sen
     assert all(torch.equal(packed[number], plain[number]) for number in packed.numbers)
 
 
-class Runtime:
-    """CUDA's, as far as pinning goes."""
-
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
-        self.pinned: dict[int, int] = {}
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        assert flags == 0
-        if not self.error:
-            self.pinned[pointer] = size
-        return self.error
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        del self.pinned[pointer]
-        return 0
-
-
-def test_memory_is_pinned_for_as_long_as_its_owner_lives() -> None:
-    runtime, memory = Runtime(), torch.zeros(100, dtype=torch.uint8)
+def test_memory_is_pinned_for_as_long_as_its_owner_lives(tmp_path: Path) -> None:
+    gpu, memory = FakeGpu(tmp_path), torch.zeros(100, dtype=torch.uint8)
     owner = Buckets(Manifest.of({}, 1))
-    assert pin(memory, owner, runtime)
-    assert runtime.pinned == {memory.data_ptr(): 100}
+    assert pin(memory, owner, gpu.library)
+    assert gpu.pinned == {memory.data_ptr(): (100, 0)}
     del owner
     gc.collect()
-    assert runtime.pinned == {}
+    assert gpu.pinned == {}
 
 
-def test_where_memory_may_not_be_pinned_it_is_used_as_it_is(logged: list[str]) -> None:
-    runtime, memory = Runtime(error=2), torch.zeros(3 << 20, dtype=torch.uint8)
-    assert not pin(memory, Runtime(), runtime)
-    assert logged == ["3 MiB of host memory are not pinned: CUDA error 2"]
+def test_where_memory_may_not_be_pinned_it_is_used_as_it_is(logged: list[str], tmp_path: Path) -> None:
+    gpu, memory = FakeGpu(tmp_path), torch.zeros(3 << 20, dtype=torch.uint8)
+    gpu.refused = 2
+    assert not pin(memory, gpu, gpu.library)
+    assert logged == ["3 MiB of host memory are not pinned: cudaHostRegister failed: CUDA error 2"]
+    assert gpu.last_error == 0  # else torch's next kernel would raise it
+
+
+def test_without_cudas_runtime_nothing_is_pinned(logged: list[str]) -> None:
+    owner = Buckets(Manifest.of({}, 1))
+    assert not pin(torch.zeros(8, dtype=torch.uint8), owner)
+    [line] = logged
+    assert line.startswith("0 MiB of host memory are not pinned: CUDA's runtime is missing: libcudart")
 
 
 def test_a_digest_is_made_of_chunks_and_shows_a_change_in_each() -> None:

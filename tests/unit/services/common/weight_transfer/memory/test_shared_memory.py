@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from services.common.weight_transfer.memory.buckets import Buckets, checksum
 from services.common.weight_transfer.memory.filling import Filling
 from services.common.weight_transfer.memory.shared_memory import Segment
 from tests.forked import FORKED
+from tests.unit.fake_cuda import FakeGpu
 
 pytestmark = pytest.mark.processes
 
@@ -124,33 +126,18 @@ def test_a_reader_maps_the_writers_own_memory_and_cannot_write_to_it() -> None:
     segment.close()
 
 
-class Runtime:
-    """CUDA's, as far as pinning goes."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, tuple[int, int]] = {}
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        self.pinned[pointer] = size, flags
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        del self.pinned[pointer]
-        return 0
-
-
-def test_a_reader_pins_for_its_gpu_all_that_it_reads_until_it_detaches() -> None:
+def test_a_reader_pins_for_its_gpu_all_that_it_reads_until_it_detaches(tmp_path: Path) -> None:
     senders = [SharedSender.host(MANIFEST, sender=number, senders=2) for number in (0, 1)]
-    numbers, runtime = [sender.rendezvous() for sender in senders], Runtime()
-    SharedBuckets.host(numbers, MANIFEST, torch.device("cpu"), runtime)
-    assert runtime.pinned == {}
-    shared = SharedBuckets.host(numbers, MANIFEST, torch.device("cuda"), runtime)
+    numbers, gpu = [sender.rendezvous() for sender in senders], FakeGpu(tmp_path)
+    SharedBuckets.host(numbers, MANIFEST, torch.device("cpu"), gpu.library)
+    assert gpu.pinned == {}
+    shared = SharedBuckets.host(numbers, MANIFEST, torch.device("cuda"), gpu.library)
     sizes = [Buckets.size(MANIFEST, number, 2) for number in (0, 1)]
     read_only = 8  # cudaHostRegisterReadOnly
-    assert list(runtime.pinned.values()) == [(size, read_only) for size in sizes]
+    assert list(gpu.pinned.values()) == [(size, read_only) for size in sizes]
     del shared
     gc.collect()
-    assert runtime.pinned == {}
+    assert gpu.pinned == {}
     for sender in senders:
         sender.close()
 
