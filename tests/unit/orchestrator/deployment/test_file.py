@@ -147,6 +147,25 @@ def test_a_module_with_the_name_of_one_of_ours_is_refused(
         Deployment.load(path)
 
 
+@pytest.mark.parametrize("place", ["random.py", "statistics/__init__.py", "torch.py", "datasets/__init__.py"])
+def test_a_module_of_the_current_folder_that_would_hide_one_of_python_or_of_a_package_is_refused(
+    tmp_path: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ray's workers would import it in place of the other."""
+    path, folder = write(tmp_path / "a.yaml", {"orchestrator": section}), tmp_path / "mine"
+    for harmless in ("my_reward.py", "my_package/__init__.py", "test.py", "tests/__init__.py", "numpy/notes.txt"):
+        (folder / harmless).parent.mkdir(parents=True, exist_ok=True)
+        (folder / harmless).touch()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)  # a folder on the path hides nothing from itself
+    Deployment.load(path)
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).touch()
+    name = place.removesuffix(".py").split("/")[0]
+    with pytest.raises(ConfigError, match=f"^{folder / place} has the name of .* {name}"):
+        Deployment.load(path)
+
+
 @pytest.mark.parametrize(
     ("ppo", "missing"),
     [
