@@ -15,6 +15,7 @@ from orchestrator.deployment.file import Deployment
 from services.common.config.base import GIB, Config, ConfigError
 from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
+from services.common.models.reading import reading
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import BlendScorerConfig, ModelScorerConfig, RewardConfig, ScorerConfig
@@ -49,8 +50,6 @@ class ModelSize:
         """Sizes from a transformers configuration of a causal language model. Allocates nothing. ConfigError if it
         describes no such model."""
         from transformers import AutoModelForCausalLM
-
-        from services.common.models.loading import reading
 
         with reading(f"model: {config.name_or_path} does not describe a language model"), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -11,6 +11,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from services.common.config.base import ConfigError
 from services.common.models.attention import packed, padded
+from services.common.models.reading import check_sizes, reading
 from services.common.models.sequences import PairTensors
 
 _KERNELS = ("_attn_implementation", "_experts_implementation")
@@ -36,9 +37,10 @@ def load_config(path: str) -> Any:
     """The config.json in `path` as transformers reads it.
 
     Raises:
-        ConfigError: it cannot be read, is of an architecture that only code in the folder knows, or names attention
-            whose code transformers would download.
+        ConfigError: it cannot be read, asks for too many layers or other parts, is of an architecture that only code
+            in the folder knows, or names attention whose code transformers would download.
     """
+    check_sizes(path)
     with reading(f"model: {path} holds no config.json of a model that transformers knows"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
@@ -46,21 +48,6 @@ def load_config(path: str) -> Any:
     if named := next((name for name in names if "/" in str(name)), None):
         raise ConfigError(f"model: {path}/config.json names the code {named} of a model hub; it is never run")
     return config
-
-
-@contextmanager
-def reading(refusal: str) -> Iterator[None]:
-    """Raises ConfigError, which begins with `refusal`, for any error meanwhile: a file from elsewhere may hold
-    whatever its author liked, and transformers lets errors of all kinds through."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if "trust_remote_code" in str(error):
-            reason = "it needs the Python code that the folder names as auto_map, which is never run"
-        raise ConfigError(f"{refusal}: {reason}") from None
 
 
 def shape_of_causal(path: str, dtype: str) -> nn.Module:
@@ -166,6 +153,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer in `path`. ConfigError if the folder holds no tokenizer that loads."""
+    check_sizes(path)  # transformers may make the model's configuration too, to find the tokenizer's class
     with reading(f"tokenizer: {path} holds no tokenizer that loads"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     # For some architectures transformers makes an empty tokenizer if the folder holds none.

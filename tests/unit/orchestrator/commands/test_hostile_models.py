@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from orchestrator.deployment.memory import ModelSize
 from services.common.config.base import ConfigError
@@ -153,6 +153,47 @@ def test_values_that_make_no_model_are_one_line(folder: Path, key: str, value: A
     ):
         with pytest.raises(ConfigError, match=rf"^model: {folder}[^\n]+$"):
             read(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("num_hidden_layers", 3_000_000, 1_000),
+        ("n_layer", 1e9, 1_000),
+        ("num_labels", 10**9, 100_000),
+        ("num_local_experts", 3_000_000, 10_000),
+        ("text_config.num_hidden_layers", 1_001, 1_000),
+    ],
+)
+def test_more_parts_than_any_model_has_are_refused_before_one_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: float, most: int
+) -> None:
+    """transformers makes objects for each of them: for minutes, or until no memory is left."""
+    outer, _, inner = field.rpartition(".")
+    change(folder, "config.json", **({outer: {inner: value}} if outer else {inner: value}))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    said = re.escape(f"model: {folder}/config.json: {field}: {value:g}, where {most} are the most")
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(ConfigError, match=f"^{said}$"):
+            read(str(folder))
+
+
+def test_the_field_of_the_file_is_named(raw: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    change(folder, "config.json", num_hidden_layers=3_000_000)
+    raw["orchestrator"]["policy"]["model"] = str(folder)
+    said = f"orchestrator.policy.model: {folder}/config.json: num_hidden_layers: 3e+06, where 1000 are the most"
+    assert said in problems(raw, tmp_path)
+
+
+def test_a_tokenizer_that_panics_while_it_loads_is_one_line(folder: Path) -> None:
+    """tokenizers panics where a regular expression takes too many tries, here in the name of an added token."""
+    endless = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+    added = {"id": 0, "content": "a" * 60 + "b", "special": False, "normalized": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    change(folder, "tokenizer.json", normalizer=endless, added_tokens=[added | plain])
+    with pytest.raises(ConfigError, match=rf"^tokenizer: {folder} holds no tokenizer that loads: .*retry-limit"):
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
