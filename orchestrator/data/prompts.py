@@ -13,6 +13,7 @@ from orchestrator.config.data import DataConfig
 from orchestrator.data.rendering import render
 from orchestrator.data.tables import Table, open_split
 from services.common.config.base import ConfigError
+from services.common.models.reading import reading
 from services.common.wire.codec import Ints
 
 
@@ -50,6 +51,7 @@ class PromptSet:
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that this module uses."""
 
+    name_or_path: str
     chat_template: Any
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
@@ -66,8 +68,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
         vocab_size: the policy's vocabulary. If given, ids outside it are an error: the tokenizer is another model's.
 
     Raises:
-        ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, or no prompt
-            is left. The message names the field, and the existing splits or columns.
+        ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, the
+            tokenizer fails, or no prompt is left. The message names the field, and the existing splits or columns.
     """
     name, start, stop = _parse_split(split)
     table = open_split(config.path, name)
@@ -77,7 +79,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     rows = [table.rows[index] for index in indices]
     texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
     # A chat template writes the special tokens itself.
-    token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
+        token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
     prompts = [
         Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key, f"{where}, row {index}"))
         for index, row, text, ids in zip(indices, rows, texts, token_ids, strict=True)

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.data import DataConfig
 from orchestrator.data.prompts import load_prompts
 from protos import reward_pb2 as pb
+from services.common.config.base import ConfigError
+from services.common.models.loading import load_tokenizer
 from services.common.wire.codec import pack_pairs
 from services.reward.encoding import Encoder, Received
 from tests.families import FAMILIES
@@ -39,3 +43,16 @@ def test_a_prompt_is_tokenised_once_and_scorers_see_its_text(name: str, before: 
         request = pb.ScoreRequest(tokens=pack_pairs([prompt.prompt_ids], [response]))
         [scored] = Encoder(tokenizer, len(WORDS), MAX_LENGTH).call(Received(request)).items([0])
         assert (scored.pair.prompt.strip(), scored.pair.response) == (TEXT, "w7 w9")
+
+
+@pytest.mark.parametrize("texts", [1, 20])
+def test_a_regular_expression_without_end_is_one_line_that_names_the_tokenizer(tmp_path: Path, texts: int) -> None:
+    """tokenizers panics after some millions of tries, with a class of its own that derives from BaseException."""
+    endless = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    endless.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=endless, unk_token="<unk>").save_pretrained(tmp_path / "mine")
+    (tmp_path / "train.jsonl").write_text((json.dumps({"prompt": "a" * 60 + "b"}) + "\n") * texts)
+    config = DataConfig.parse({"path": str(tmp_path)}, "data")
+    said = rf"^the tokenizer of {tmp_path / 'mine'} fails on prompts of data\.path .*: .*retry-limit"
+    with pytest.raises(ConfigError, match=said):
+        load_prompts(config, load_tokenizer(str(tmp_path / "mine")), "train")
