@@ -20,7 +20,7 @@ from services.common.wire.errors import (
     Unavailable,
     from_rpc,
 )
-from services.common.wire.hedging import Patience, first_answer
+from services.common.wire.hedging import HedgingDelay, first_answer
 
 Stub = TypeVar("Stub")
 Method = Callable[..., Awaitable[Any]]
@@ -112,7 +112,7 @@ class ServiceClient(Generic[Stub]):
         """Name of the Serve application that is called."""
         self._metadata = (("application", application), *metadata)
         self._attempt_s = attempt_s
-        self._patience: dict[str, Patience] = {}
+        self._delays: dict[str, HedgingDelay] = {}
         self._answered = False
         """True once the server has answered, so that it has TLS if and only if this caller has."""
 
@@ -160,15 +160,15 @@ class ServiceClient(Generic[Stub]):
     async def _somewhere(self, method: Method, request: Any, deadline: Deadline, name: str) -> Any:
         """The first answer of any replica; a second replica is asked when the first is silent."""
         clock = asyncio.get_running_loop().time
-        patience = self._patience.setdefault(name, Patience(self._attempt_s))
+        delay = self._delays.setdefault(name, HedgingDelay(self._attempt_s))
 
         async def attempt() -> Any:
             began = clock()
             answer = await self._attempt(method, request, deadline, name)
-            patience.saw(clock() - began)
+            delay.saw(clock() - began)
             return answer
 
-        return await first_answer(attempt, patience.seconds(deadline.timeout_s))
+        return await first_answer(attempt, delay.seconds(deadline.timeout_s))
 
     async def _attempt(self, method: Method, request: Any, deadline: Deadline, name: str) -> Any:
         call = f"{self.application}.{name}"

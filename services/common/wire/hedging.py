@@ -12,11 +12,11 @@ Answer = TypeVar("Answer")
 
 MOST_ATTEMPTS = 3
 """Most attempts of one call at the same time."""
-PATIENCE_FACTOR = 3.0
+DELAY_FACTOR = 3.0
 """Multiple of the usual answer time after which the next attempt begins."""
 
 
-class Patience:
+class HedgingDelay:
     """The time to wait for an attempt before the next one begins beside it.
 
     At least `least_s`, and longer if answers usually take longer, so that a busy and therefore slow service is not
@@ -34,7 +34,7 @@ class Patience:
 
     def seconds(self, timeout_s: float) -> float:
         """Seconds to wait for one attempt: at most a third of `timeout_s`, the time that the whole call may take."""
-        return min(max(self._least_s, PATIENCE_FACTOR * self._usual_s), timeout_s / MOST_ATTEMPTS)
+        return min(max(self._least_s, DELAY_FACTOR * self._usual_s), timeout_s / MOST_ATTEMPTS)
 
     @property
     def _usual_s(self) -> float:

@@ -11,7 +11,7 @@ from protos import common_pb2, reward_pb2
 from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
 from services.common.wire.codec import pack_floats
 from services.common.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
-from services.common.wire.hedging import Patience, first_answer
+from services.common.wire.hedging import HedgingDelay, first_answer
 from services.reward.client import RewardClient
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled
@@ -100,28 +100,28 @@ async def test_cancelling_the_caller_ends_all_attempts() -> None:
     assert await counted(attempts) == (3, 3)
 
 
-def test_patience_follows_what_is_usual_within_bounds() -> None:
-    patience = Patience(5)
-    assert patience.seconds(60) == 5
+def test_the_delay_follows_what_is_usual_within_bounds() -> None:
+    delay = HedgingDelay(5)
+    assert delay.seconds(60) == 5
     for seconds in (0.1, 0.2, 0.3, 40.0):
-        patience.saw(seconds)
-    assert patience.seconds(60) == 5
+        delay.saw(seconds)
+    assert delay.seconds(60) == 5
     for _ in range(8):
-        patience.saw(4.0)
-    assert patience.seconds(60) == 12
-    assert patience.seconds(30) == 10
-    assert patience.seconds(0.3) == pytest.approx(0.1)
+        delay.saw(4.0)
+    assert delay.seconds(60) == 12
+    assert delay.seconds(30) == 10
+    assert delay.seconds(0.3) == pytest.approx(0.1)
 
 
-def test_patience_grows_with_the_second_slow_answer_in_a_row_and_shrinks_with_a_fast_one() -> None:
-    patience = Patience(5)
+def test_the_delay_grows_with_the_second_slow_answer_in_a_row_and_shrinks_with_a_fast_one() -> None:
+    delay = HedgingDelay(5)
     for seconds in (0.3,) * 16 + (6.0,):
-        patience.saw(seconds)
-    assert patience.seconds(60) == 5
-    patience.saw(7.0)
-    assert patience.seconds(60) == 18  # 3 * 6
-    patience.saw(0.3)
-    assert patience.seconds(60) == 5
+        delay.saw(seconds)
+    assert delay.seconds(60) == 5
+    delay.saw(7.0)
+    assert delay.seconds(60) == 18  # 3 * 6
+    delay.saw(0.3)
+    assert delay.seconds(60) == 5
 
 
 class Fleet(RewardServicer):  # type: ignore[misc]
