@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -235,14 +236,21 @@ def _await_dashboard(cluster: Cluster, head: "subprocess.Popen[bytes]", log: Pat
 
 
 def applications(cluster: Cluster) -> dict[str, Any]:
-    """Application name -> Serve's description of it. OSError (URLError, TimeoutError) if Serve does not answer."""
+    """Application name -> Serve's description of it. OSError as of `serve`."""
     described: dict[str, Any] = serve(cluster)["applications"]
     return described
 
 
 def serve(cluster: Cluster) -> dict[str, Any]:
-    """Serve's description of itself and of what is deployed. OSError as of `applications`."""
-    described: dict[str, Any] = json.loads(ask(cluster))
+    """Serve's description of itself and of what is deployed. OSError (URLError, TimeoutError) if Serve does not
+    answer, or with something else."""
+    answer = ask(cluster)
+    try:
+        described = json.loads(answer)
+    except (ValueError, RecursionError):
+        described = None
+    if not isinstance(described, dict) or not isinstance(described.get("applications"), dict):
+        raise OSError(f"{cluster.dashboard} answers {answer[:80]!r}, which is not a description of Serve's")
     return described
 
 
@@ -250,7 +258,8 @@ def ask(cluster: Cluster, put: str | None = None, timeout_s: float = 10) -> byte
     """Serve's description of what is deployed; or, with `put`, its answer to these sections, as JSON, to deploy.
 
     Raises:
-        OSError: Serve does not answer (URLError, TimeoutError) or refuses (HTTPError, which holds the reason).
+        OSError: Serve does not answer (URLError, TimeoutError), not in HTTP, or refuses (HTTPError, which holds the
+            reason).
     """
     secret = Path(cluster.token).read_text(encoding="ascii")
     asked = urllib.request.Request(
@@ -261,9 +270,12 @@ def ask(cluster: Cluster, put: str | None = None, timeout_s: float = 10) -> byte
     )
     # Not through the proxy that the variable http_proxy may name: it would get the secret.
     straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with straight.open(asked, timeout=timeout_s) as reply:
-        answer: bytes = reply.read()
-        return answer
+    try:
+        with straight.open(asked, timeout=timeout_s) as reply:
+            answer: bytes = reply.read()
+            return answer
+    except HTTPException as error:
+        raise OSError(f"{cluster.dashboard} does not answer in HTTP: {error!r}") from None
 
 
 def stop(cluster: Cluster, state: Path = STATE, patience_s: float = 5) -> None:

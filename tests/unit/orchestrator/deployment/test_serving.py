@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.deployment.cluster import Cluster, ClusterError
+from orchestrator.deployment.cluster import Cluster, ClusterError, serve
 from orchestrator.deployment.processes import MARK
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.deployment.serving import await_running, deploy
@@ -30,19 +30,23 @@ put: list[dict[str, Any]] = []
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[Heads]:
-    """Makes a head whose dashboard gives these answers in turn, the last again and again; a number is an error."""
+    """Makes a head whose dashboard gives these answers in turn, the last again and again; a number is an error, and
+    bytes are sent as they are."""
     servers: list[HTTPServer] = []
     processes: list[subprocess.Popen[bytes]] = []
     put.clear()
     token = tmp_path / "token"
     token.write_text("secret")
 
-    def make(*answers: dict[str, object] | int, alive: bool = True) -> Cluster:
+    def make(*answers: dict[str, object] | int | bytes, alive: bool = True) -> Cluster:
         waiting = list(answers)
 
         class Dashboard(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+                if isinstance(answer, bytes):
+                    self.wfile.write(answer)
+                    return
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.end_headers()
                 self.wfile.write(json.dumps(answer).encode())
@@ -141,3 +145,29 @@ def test_a_user_who_waits_hears_every_10_s_what_serve_says(head: Heads) -> None:
     await_running(head(*[starting] * 8, RUNNING), ("reward",), said.append, 60, clock=lambda: next(seconds))
     state = f"waiting for reward (DEPLOYING: {SLOW['message']})"
     assert said == [state, f"{state}, 16 s so far", f"{state}, 28 s so far"]
+
+
+OK = b"HTTP/1.0 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (OK + b"\r\n<html>a proxy's page</html>", r"answers b\"<html>a proxy's page</html>\", which is not"),
+        (OK + b"\r\n" + b"[" * 100_000, "which is not a description of Serve's"),
+        (OK + b"\r\n{}", r"answers b'\{\}', which is not a description of Serve's"),
+        (OK + b"Content-Length: 9\r\n\r\n{}", "does not answer in HTTP: IncompleteRead"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not answer in HTTP: BadStatusLine"),
+    ],
+    ids=["page", "deep", "other JSON", "cut off", "another protocol"],
+)
+def test_an_answer_that_is_not_serves_is_a_dashboard_that_does_not_answer(
+    head: Heads, answer: bytes, said: str
+) -> None:
+    cluster = head(answer)
+    with pytest.raises(OSError, match=f"^{cluster.dashboard} .*{said}"):
+        serve(cluster)
+    with pytest.raises(ClusterError, match=f"^not running after 1 s: Ray's dashboard .*{said}"):
+        await_running(cluster, ("reward",), lambda line: None, 1)
+    cluster = head(answer, RUNNING)  # a head that begins to answer is well
+    await_running(cluster, ("reward",), lambda line: None, 60)
