@@ -32,6 +32,10 @@ from services.rollout.config import RolloutConfig
 
 CPU_BLOCK = 32
 """Tokens of a block of vLLM's KV cache on a CPU (services/rollout/vllm/arguments.py)."""
+OWN_RESOURCES = ("node:127.0.0.1", "node:__internal_head__")
+"""Custom resources that Ray itself gives to a head of `quartet up`, 1 of each; one with GPUs has another, that begins
+with ACCELERATOR and is named after their kind."""
+ACCELERATOR = "accelerator_type:"
 
 
 def unstartable(deployment: Deployment) -> Iterator[str]:
@@ -120,11 +124,15 @@ def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterato
         if float(share or 0) > gpus:
             has = f"{gpus} GPUs" if gpus else "none"
             yield f"{where}.num_gpus: {share:g}, but this machine has {has}"
-        for kind in others or {}:
-            yield (
-                f"{where}.resources.{kind}: a custom resource, which a head of `quartet up` does not have; leave it "
-                "out, or use a Ray cluster of your own (docs/security.md)"
-            )
+        for kind, amount in (others or {}).items():
+            own = kind in OWN_RESOURCES or (gpus and kind.startswith(ACCELERATOR))
+            if own and amount > 1:
+                yield f"{where}.resources.{kind}: {amount:g}, but Ray gives each node 1 of it"
+            if not own:
+                yield (
+                    f"{where}.resources.{kind}: a custom resource, which a head of `quartet up` does not have; leave "
+                    "it out, or use a Ray cluster of your own (docs/security.md)"
+                )
 
 
 def _engine(deployment: Deployment, section: RolloutConfig, where: str, actor: Mapping[str, Any]) -> Iterator[str]:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from ray._common.utils import RESOURCE_CONSTRAINT_PREFIX
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from transformers import LlamaConfig
 
-from orchestrator.commands.checks.startable import beyond_this_machine, unstartable
+from orchestrator.commands.checks.startable import ACCELERATOR, OWN_RESOURCES, beyond_this_machine, unstartable
 from orchestrator.deployment.file import Deployment
 from tests.unit.preflights import args, checked, problems
 
@@ -163,6 +165,29 @@ def test_resources_that_this_machine_does_not_have(raw: dict[str, Any], tmp_path
         "applications.rollout: ray_actor_options.num_gpus: 0.5, but this machine has none",
     ]
     assert [line.partition(":")[0] for line in told(3, 1)] == ["orchestrator.policy.resources.policy"]
+
+
+def test_the_resources_that_ray_gives_to_every_head_are_taken(raw: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+
+    def told(gpus: int) -> list[str]:
+        path.write_text(yaml.safe_dump(raw))
+        return list(beyond_this_machine(Deployment.load(path), 8, gpus))
+
+    spec = ResourceAndLabelSpec(num_cpus=1, num_gpus=0, resources={}).resolve(True, "127.0.0.1")
+    given = [name for name in spec.to_resource_dict() if ":" in name]
+    assert sorted(OWN_RESOURCES) == sorted(given)
+    assert RESOURCE_CONSTRAINT_PREFIX == ACCELERATOR
+    resources = ask(raw, "rollout", resources={**dict.fromkeys(given, 0.001), "accelerator_type:H100": 0.001})
+    raw["orchestrator"]["policy"]["resources"] = {given[0]: 2}
+    twice = f"orchestrator.policy.resources.{given[0]}: 2, but Ray gives each node 1 of it"
+    assert told(1) == [twice]
+    assert [line.partition(": a ")[0] for line in told(0)] == [
+        twice,
+        "applications.rollout: ray_actor_options.resources.accelerator_type:H100",
+    ]
+    resources["resources"]["node:10.1.2.3"] = 0.001
+    assert any("node:10.1.2.3: a custom resource" in line for line in told(1))
 
 
 def test_a_file_that_can_start_gives_no_reason(raw: dict[str, Any], tmp_path: Path) -> None:
