@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def check(config: ConfigFile) -> None:
     for note in preflight(deployment).notes:
         _say(note)
     head = cluster.running()
-    for line in consequences(head, deployment) if head else []:
+    for line in itertools.chain(*consequences(head, deployment)) if head else []:
         _say(f"after `quartet up` here: {line}")
     _say(f"{config}: fine")
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
@@ -50,8 +51,10 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     if port is not deployment.port:
         local.let_owner_in(deployment.ports["grpc_options.port"])
     if not fresh:
-        _check_kept(ray, deployment)
-        for line in consequences(ray, deployment):
+        refused, told = consequences(ray, deployment)
+        if refused:
+            raise ConfigError("\n".join(refused))
+        for line in told:
             say(line)
     serving.deploy(ray, config)
     serving.await_running(ray, deployment.applications, say, timeout_s)
@@ -68,30 +71,30 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     )
 
 
-def consequences(ray: cluster.Cluster, deployment: Deployment) -> list[str]:
-    """The consequences of deploying the file on the head that runs, a line each; empty if nothing changes."""
+class Consequences(NamedTuple):
+    """The consequences of a file for a head that runs, a line each; nothing if nothing changes."""
+
+    refused: list[str]
+    """Reasons for which the head cannot take the file."""
+    told: list[str]
+    """The changes, and the runs that notice them."""
+
+
+def consequences(ray: cluster.Cluster, deployment: Deployment) -> Consequences:
+    """The consequences of deploying the file on the head that runs."""
     try:
         described = cluster.serve(ray)
     except OSError as error:
-        return [f"what will change is not known, as Ray's dashboard does not answer ({error})"]
+        # Whether Serve can be reached at all is seen when it is given the file.
+        return Consequences([], [f"what will change is not known, as Ray's dashboard does not answer ({error})"])
     if refused := kept(described, deployment.raw):
-        return refused
+        return Consequences(refused, [])
     found = changes(described["applications"], deployment.raw.get("applications") or [])
     lines = [str(change) for change in found]
     if any(change.restarts for change in found):
         run = asyncio.run(_training(deployment.orchestrator))
         lines += [f"run {run} is training with these services; {_MEANWHILE}"] if run else []
-    return lines
-
-
-def _check_kept(ray: cluster.Cluster, deployment: Deployment) -> None:
-    """Raises ConfigError if the file changes the ports, which Serve keeps while it runs."""
-    try:
-        refused = kept(cluster.serve(ray), deployment.raw)
-    except OSError:
-        return  # whether Serve can be reached at all is seen when it is given the file
-    if refused:
-        raise ConfigError("\n".join(refused))
+    return Consequences([], lines)
 
 
 async def _training(config: OrchestratorConfig) -> str:

@@ -140,7 +140,7 @@ def scale(quartet: Quartet, scaling: dict[str, Any]) -> list[str]:
     quartet.raw["applications"][0]["deployments"][0] |= scaling
     path = quartet.folder / "scaled.yaml"
     path.write_text(yaml.safe_dump(quartet.raw))
-    said = consequences(quartet.cluster, Deployment.load(path, check_services=True))
+    said = consequences(quartet.cluster, Deployment.load(path, check_services=True)).told
     serving.deploy(quartet.cluster, path)
     return said
 

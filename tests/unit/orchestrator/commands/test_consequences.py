@@ -1,7 +1,7 @@
 """The consequences that `quartet up` names before it changes services that run."""
 
 import asyncio
-import re
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import yaml
 from orchestrator.clients import Services
 from orchestrator.commands import lease, up
 from orchestrator.commands.up import consequences
-from orchestrator.deployment import cluster
+from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import scalable
 from services.common.config.base import ConfigError
+from services.common.security import local
 from services.common.wire.errors import DeadlineExceeded, Unavailable
 from tests.gpu_requests import load
 from tests.unit.virtual_time import in_virtual_time
@@ -56,7 +57,7 @@ def test_a_change_that_only_scales_does_not_ask_who_trains(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = running(monkeypatch, "demo-1")
-    assert consequences(HEAD, deployment) == [
+    assert consequences(HEAD, deployment).told == [
         "rollout: from 2 replicas to 1 replica; those that stay are not restarted"
     ]
     assert asked == []
@@ -66,12 +67,12 @@ def test_a_restart_under_a_run_is_told_plainly(deployment: Deployment, monkeypat
     [reference] = [entry for entry in deployment.raw["applications"] if entry["name"] == "reference"]
     reference["args"]["dtype"] = "bfloat16"
     running(monkeypatch, "demo-1")
-    scaled, restarted, run = consequences(HEAD, deployment)
+    scaled, restarted, run = consequences(HEAD, deployment).told
     assert scaled.startswith("rollout: from 2 replicas to 1 replica")
     assert restarted.startswith("reference: its 0 replicas will be restarted, because of args.dtype")
     assert run.startswith("run demo-1 is training with these services; it waits for restarted replicas, ")
     running(monkeypatch, "")
-    assert consequences(HEAD, deployment) == [scaled, restarted]
+    assert consequences(HEAD, deployment) == ([], [scaled, restarted])
 
 
 def test_a_dashboard_that_does_not_answer_is_told(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_a_dashboard_that_does_not_answer_is_told(deployment: Deployment, monkey
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(cluster, "serve", silent)
-    assert consequences(HEAD, deployment) == [
+    assert consequences(HEAD, deployment).told == [
         "what will change is not known, as Ray's dashboard does not answer (timed out)"
     ]
 
@@ -87,12 +88,45 @@ def test_a_dashboard_that_does_not_answer_is_told(deployment: Deployment, monkey
 def test_ports_that_serve_would_keep_are_refused(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     deployment.raw["grpc_options"]["port"] = 19500
     refused = "grpc_options.port: 19500, but Serve runs with 19000 and keeps it; `quartet down` first"
-    assert consequences(HEAD, deployment) == [refused]
-    with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
-        up._check_kept(HEAD, deployment)
+    assert consequences(HEAD, deployment) == ([refused], [])
     monkeypatch.setattr(cluster, "serve", lambda ray: {"grpc_options": None, "applications": {}})  # nothing deployed
-    up._check_kept(HEAD, deployment)
-    assert consequences(HEAD, deployment) == []
+    assert consequences(HEAD, deployment) == ([], [])
+
+
+@pytest.mark.parametrize("port", [19000, 19500])
+def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    deployment.raw["grpc_options"]["port"] = port
+    asked, said, deployed = list[Cluster](), list[str](), list[Path]()
+    describe = cluster.serve
+
+    def counted(ray: Cluster) -> dict[str, Any]:
+        asked.append(ray)
+        return describe(ray)
+
+    class Deployed(Exception):
+        """The end of the test: the file has been given to Serve."""
+
+    def deploy(ray: Cluster, config: Path) -> None:
+        deployed.append(config)
+        raise Deployed
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # `up` changes it, for the head
+    monkeypatch.setattr(Deployment, "load", lambda path, check_services: deployment)
+    monkeypatch.setattr(cluster, "running", lambda: HEAD)
+    monkeypatch.setattr(cluster, "start", lambda say: HEAD)
+    monkeypatch.setattr(cluster, "check_environment", lambda ray, wanted: None)
+    monkeypatch.setattr(cluster, "serve", counted)
+    monkeypatch.setattr(up, "_check_startable", lambda deployment: None)
+    monkeypatch.setattr(local, "let_owner_in", lambda port: None)
+    monkeypatch.setattr(serving, "deploy", deploy)
+    refused = port == 19500
+    with pytest.raises(ConfigError, match="keeps it") if refused else pytest.raises(Deployed):
+        up.up(deployment.path, 60, said.append)
+    assert asked == [HEAD]
+    assert deployed == ([] if refused else [deployment.path])
+    assert len(said) == (0 if refused else 1)
 
 
 class Silent:
