@@ -116,7 +116,7 @@ class TwoRanks:
 
     def _group(self, world_size: int) -> Group:
         place = {"rank": SENDER, "world_size": world_size, "membership": self._membership}
-        return Group(self._store, wire(self._device), **place, timeout_s=self._stall_s)
+        return Group(self._store, wire(self._device, self._stall_s), **place, timeout_s=self._stall_s)
 
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -138,10 +138,10 @@ class TwoRanks:
             self._process.kill()
 
 
-def wire(device: str) -> Wire:
+def wire(device: str, stall_s: float) -> Wire:
     """NCCL's on a GPU; on a CPU gloo's, through a device of its own all the same."""
     where = torch.device(device)
-    return nccl_wire(where) if where.type == "cuda" else Wire(gloo_wire(HOST).form, where)
+    return nccl_wire(where, stall_s) if where.type == "cuda" else Wire(gloo_wire(HOST).form, where)
 
 
 def member(pipe: Connection, port: int, device: str, size: int, stall_s: float) -> None:
@@ -151,7 +151,7 @@ def member(pipe: Connection, port: int, device: str, size: int, stall_s: float) 
     pipe.send("ready")
     while True:
         membership = pipe.recv()
-        group = Group(store, wire(device), rank=1, world_size=2, membership=membership, timeout_s=stall_s)
+        group = Group(store, wire(device, stall_s), rank=1, world_size=2, membership=membership, timeout_s=stall_s)
         for _ in range(ROUNDS):
             group.broadcast(data)
         group.close()

@@ -92,7 +92,7 @@ class GroupReceiver:
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
         self.close()
-        wire, senders = make_wire(joining.backend, joining.host, self._device), len(joining.senders)
+        wire, senders = make_wire(joining.backend, joining.host, self._device, joining.stall_s), len(joining.senders)
         for sender, (address, number) in enumerate(joining.senders):
             joining_s = joining.joining_s
             if joining_s <= 0:

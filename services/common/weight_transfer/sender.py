@@ -166,7 +166,7 @@ def make_sender(
         return SharedSender.gpu(manifest, device, sender=sender, senders=senders, cuda=cuda)
     return GroupSender(
         manifest,
-        make_wire(backend, host, device),
+        make_wire(backend, host, device, stall_s),
         host=host,
         stall_s=stall_s,
         sender=sender,

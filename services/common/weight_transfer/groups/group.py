@@ -4,6 +4,7 @@ Every change of the members forms a new group under its own prefix of one long-l
 milliseconds, and a late member of an older group finds no peers there. Gloo and NCCL differ only in their Wire.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,14 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, Store
 
+log = logging.getLogger("quartet")
+
 SENDER = 0
 """The learner's rank in every group."""
 ABANDONED = "abandoned"
 """Key that the sender sets in a membership's part of the store when it gives the membership up."""
+ABORT_S = 2.0
+"""Seconds in which an abort usually ends; a thread is left with one that takes longer."""
 
 Form = Callable[[Store, int, int, timedelta], Any]
 """Makes one of torch's process groups from a store, this member's rank, the number of members and the timeout."""
@@ -96,8 +101,7 @@ class Group:
         if thread.is_alive() or failures:
             # Before the abort, which makes an operation without an answer fail as well.
             reason = failures[0] if failures else f"no answer in {seconds:g} s"
-            # In a thread too, since an abort waits for the operation.
-            threading.Thread(target=self.close, daemon=True, name="push abort").start()
+            self.close()
             raise RuntimeError(f"the group did not form: {reason}")
 
     def broadcast(self, data: torch.Tensor) -> None:
@@ -146,13 +150,36 @@ class Group:
         return bool(self._meeting.check([ABANDONED]))
 
     def close(self) -> None:
-        """Leaves the group; pending operations fail on all members."""
+        """Leaves the group; pending operations fail on all members. Returns within ABORT_S.
+
+        NCCL's abort waits for a communicator that is forming, so it runs in a thread that can be abandoned: it ends
+        when the communicator is given up (`nccl_wire`).
+        """
         # Taken first, so that a second call, from any thread, does not abort the group again.
         group, self._group = self._group, None
-        if group is not None:
-            # Gloo closes its connections, by which the other members notice, only when the group is freed. A
-            # propagating exception may keep this object and its frames alive, so they must not hold the group.
-            group.abort()
+        if group is None:
+            return
+        thread = threading.Thread(target=_abort, args=(group,), daemon=True, name="push abort")
+        # Gloo closes its connections, by which the other members notice, only when the group is freed. A
+        # propagating exception may keep this object and its frames alive, so they must not hold the group.
+        del group
+        thread.start()
+        thread.join(ABORT_S)
+        if thread.is_alive():
+            log.warning(
+                "membership %d of a push was left, but its abort has not ended in %g s: it keeps a thread and, with "
+                "NCCL, memory of the GPU until it does",
+                self.membership,
+                ABORT_S,
+            )
+
+
+def _abort(group: Any) -> None:
+    """Aborts one of torch's process groups. A failure is only noted, as the group is not used again."""
+    try:
+        group.abort()
+    except Exception as error:
+        log.warning("the abort of a push's group failed: %s", error)
 
 
 def turned(rank: int, *, world_size: int, sender: int, senders: int) -> int:

@@ -1,5 +1,6 @@
 """NCCL as the wire of a push: from GPU to GPU, each member on its own GPU."""
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,25 @@ SETTINGS = {
 """Environment variables that torch reads only while it makes a group. The learner's own groups keep torch's
 defaults."""
 
+GIVE_UP = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Environment variable: seconds after which torch gives up a communicator that is forming, 1800 by default. Until
+then its abort waits. Torch reads it once in a process, at the first operation of a group like ours; the groups of
+learners and engines form theirs in another way, and do not read it."""
+MARGIN_S = 5
+"""Seconds by which torch waits longer than the group, whose own deadline says more."""
+
 _making = threading.Lock()
 
 
-def nccl_wire(device: torch.device) -> Wire:
-    """An NCCL wire that reads and writes the memory of `device`, a GPU."""
+def nccl_wire(device: torch.device, stall_s: float) -> Wire:
+    """An NCCL wire that reads and writes the memory of `device`, a GPU.
+
+    Args:
+        device: the GPU.
+        stall_s: longest time in seconds that a group takes to form. The first wire of a process sets how long an
+            abort may wait for it, unless the environment says so already.
+    """
+    os.environ.setdefault(GIVE_UP, str(math.ceil(stall_s) + MARGIN_S))
     return Wire(_form, device)
 
 

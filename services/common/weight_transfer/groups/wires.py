@@ -7,8 +7,8 @@ from services.common.weight_transfer.groups.group import Wire
 from services.common.weight_transfer.groups.nccl import nccl_wire
 
 
-def make_wire(backend: str, host: str, device: torch.device) -> Wire:
-    """The wire of a member with this address and device.
+def make_wire(backend: str, host: str, device: torch.device, stall_s: float) -> Wire:
+    """The wire of a member with this address and device, whose groups form within `stall_s` seconds.
 
     Raises:
         ValueError: the backend has no process groups, or it is NCCL without a GPU.
@@ -16,7 +16,7 @@ def make_wire(backend: str, host: str, device: torch.device) -> Wire:
     if backend == "gloo":
         return gloo_wire(host)
     if backend == "nccl" and device.type == "cuda":
-        return nccl_wire(device)
+        return nccl_wire(device, stall_s)
     if backend == "nccl":
         raise ValueError("weights.backend: nccl, but this process has no GPU")
     raise ValueError(f"weights.backend: {backend!r} is not one of gloo, nccl, ipc and cuda-ipc")

@@ -1,7 +1,9 @@
 """The group as NCCL runs it, on a CPU: through a wire with a device of its own, with gloo or nothing behind it."""
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from torch.distributed import Store
 
+from services.common.weight_transfer.groups import group as group_module
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import SENDER, Group, Wire
-from services.common.weight_transfer.groups.nccl import SETTINGS, environment
+from services.common.weight_transfer.groups.nccl import GIVE_UP, SETTINGS, environment, nccl_wire
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import checksum
@@ -47,6 +50,19 @@ class Stuck:
 
     def abort(self) -> None:
         self.aborts += 1
+        self.aborted.set()
+
+
+class StuckForever(Stuck):
+    """One whose abort hangs too, as NCCL's does while a communicator forms, until torch gives the communicator up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.given_up.wait(60)
         self.aborted.set()
 
 
@@ -140,6 +156,69 @@ def test_a_member_that_dies_after_the_roll_was_called_does_not_hold_the_others_u
     assert stuck.aborts == 1
 
 
+def left_behind() -> list[tuple[str, bool]]:
+    """Names of the threads of groups, and whether the process may end without them."""
+    return sorted((thread.name, thread.daemon) for thread in threading.enumerate() if thread.name.startswith("push"))
+
+
+def test_a_failed_join_whose_abort_hangs_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(group_module, "ABORT_S", 0.2)
+    stuck = StuckForever()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the group did not form: no answer in 1 s$"):
+        alone(stuck)
+    assert time.monotonic() - start < TIMEOUT_S + 20
+    assert left_behind() == [("push abort", True), ("push group", True)]
+    [line] = logged
+    assert line.startswith("membership 1 of a push was left, but its abort has not ended in 0.2 s")
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+    assert stuck.aborts == 1
+
+
+def test_a_group_whose_abort_hangs_is_left_in_time_and_once(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(group_module, "ABORT_S", 0.2)
+    behind = Answering()
+    group = alone(behind)
+    behind.stuck = stuck = StuckForever()
+    start = time.monotonic()
+    group.close()
+    assert 0.1 < time.monotonic() - start < 20
+    assert left_behind() == [("push abort", True)]
+    group.close()
+    assert (behind.aborts, stuck.aborts, len(logged)) == (1, 1, 1)
+    with pytest.raises(RuntimeError, match="this member has left the group"):
+        group.broadcast(torch.zeros(3, dtype=torch.uint8))
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+
+
+class Refusing(Answering):
+    """One whose abort fails, as NCCL's does at the end of its own deadline."""
+
+    def abort(self) -> None:
+        raise RuntimeError("NCCL timeout in abort")
+
+
+def test_an_abort_that_fails_is_told_and_the_group_is_left(logged: list[str]) -> None:
+    group = alone(Refusing())
+    group.close()
+    assert logged == ["the abort of a push's group failed: NCCL timeout in abort"]
+    assert left_behind() == []
+    group.close()
+
+
+def _until(came: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not came():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
     behind = Answering()
     group = alone(behind)
@@ -197,11 +276,19 @@ def test_a_sender_holds_copies_of_its_weights_and_none_of_its_tensors() -> None:
 
 
 def test_torchs_settings_are_ours_only_while_our_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     first, second = SETTINGS
     monkeypatch.setenv(first, "theirs")
     monkeypatch.delenv(second, raising=False)
     with environment(SETTINGS):
         assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
     assert (os.environ[first], os.environ.get(second)) == ("theirs", None)
+
+
+def test_torch_gives_up_a_communicator_soon_after_the_group_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of half an hour would keep a thread and the communicator's memory for as long."""
+    monkeypatch.setenv(GIVE_UP, "")  # so that it is restored
+    monkeypatch.delenv(GIVE_UP)
+    nccl_wire(CPU, stall_s=59.5)
+    assert os.environ[GIVE_UP] == "65"
+    nccl_wire(CPU, stall_s=3)  # torch has read it
+    assert os.environ[GIVE_UP] == "65"
