@@ -181,6 +181,7 @@ class EmulatedRank:
     """A rank whose critic learns nothing. One call at a time, as a rank's process takes them."""
 
     death = ""
+    stopped = False
 
     def __init__(self, sleep: Sleep) -> None:
         self._sleep, self._turn = sleep, asyncio.Lock()

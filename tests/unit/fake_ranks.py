@@ -16,6 +16,7 @@ class FakeRank:
         self.called: list[tuple[Any, ...]] = []
         self.killed = 0
         self.death = ""
+        self.stopped = False
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         self.called.append((method, *arguments, *options.values()))

@@ -19,6 +19,7 @@ class SpawnedRank:
     """A RankProcess."""
 
     death = ""
+    stopped = False
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._pipe, end = FORKED.Pipe()

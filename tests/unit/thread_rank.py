@@ -14,6 +14,7 @@ class ThreadRank:
     """A RankProcess without the process. One thread: calls take turns, each sees one set of weights."""
 
     death = ""
+    stopped = False
 
     def __init__(self, timeout_s: float) -> None:
         self.rank: Rank | None = Rank(0, 1, timeout_s)

@@ -10,6 +10,11 @@ from services.common.wire.errors import DeadlineExceeded, Internal, ServiceError
 
 GRACE_S = 5.0
 """Seconds that the other ranks may take to finish after one rank failed; then they count as stuck."""
+LOOK_S = 0.5
+"""Seconds between two looks at the processes whose answer is awaited."""
+STOPPED_LOOKS = 6
+"""Looks in a row that find a process stopped by a signal, after which it counts as dead. Looks are counted and not
+seconds, since this process may have been stopped meanwhile too."""
 
 
 Arguments = ParamSpec("Arguments")
@@ -44,6 +49,11 @@ class RankProcess(Protocol):
     @property
     def death(self) -> str:
         """The way in which the process ended; empty while it lives, or where only a call would tell."""
+
+    @property
+    def stopped(self) -> bool:
+        """True while the process is stopped by a signal such as SIGSTOP; False also where that cannot be seen. One
+        that computes, loads or waits is not stopped, however long it takes."""
 
     def kill(self) -> None:
         """Ends the process at once; does nothing if it has ended."""
@@ -182,7 +192,7 @@ class RankGroup:
         calls = [asyncio.ensure_future(rank.call(method, *arguments, **options)) for rank in ranks]
         for call in calls:
             call.add_done_callback(_noted)
-        _, waiting = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        waiting = await self._answered(calls, ranks, what, timeout_s)
         failures = _failures(calls)
         if failures and waiting and not any(isinstance(error, RankDied) for error in failures.values()):
             # A rank whose peer died fails at once, often before the death is known.
@@ -192,6 +202,23 @@ class RankGroup:
         if failures or stuck:
             raise self._verdict(f"{self._name}.{what}", failures, stuck, timeout_s, ends)
         return [call.result() for call in calls]
+
+    async def _answered(
+        self, calls: Sequence[asyncio.Future[Any]], ranks: Sequence[RankProcess], what: str, timeout_s: float
+    ) -> set[asyncio.Future[Any]]:
+        """The calls that are open when all others have an answer, one has failed, or time is up. RanksLost if a
+        process is stopped: it would answer none of its calls, and nothing else notices."""
+        clock = asyncio.get_running_loop().time
+        end, looks = clock() + timeout_s, [0] * len(ranks)
+        while True:
+            left = end - clock()
+            done, waiting = await asyncio.wait(calls, timeout=min(left, LOOK_S), return_when=asyncio.FIRST_EXCEPTION)
+            if not waiting or left <= LOOK_S or any(call.cancelled() or call.exception() for call in done):
+                return waiting
+            looks = [seen + 1 if rank.stopped else 0 for seen, rank in zip(looks, ranks, strict=True)]
+            if max(looks) >= STOPPED_LOOKS:
+                rank, count = looks.index(max(looks)), len(self._ranks)
+                raise self._end(f"{self._name}.{what}: rank {rank} of {count} died: a signal has stopped its process")
 
     def _verdict(
         self, what: str, failures: dict[int, BaseException], stuck: list[int], timeout_s: float, ends: bool

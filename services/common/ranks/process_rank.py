@@ -16,9 +16,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from services.common.models.device import VISIBLE, default_device
 from services.common.ranks.group import RankDied
 from services.common.ranks.ranks import Rank
+from services.common.ranks.stopped import is_stopped
 
 EOF_S = 5.0
 """Seconds that a process may take to end after its pipe broke."""
@@ -36,6 +39,7 @@ class ProcessRank:
         command = [sys.executable, "-P", "-m", __name__, str(end.fileno()), str(timeout_s)]
         self._process = subprocess.Popen(command, pass_fds=[end.fileno()], env=_environment())
         end.close()
+        self._seen = psutil.Process(self._process.pid)
         # Batches are large, so one thread beside the event loop sends them, in order.
         self._line = ThreadPoolExecutor(1, "to the rank")
         self._calls: dict[int, Call] = {}
@@ -61,6 +65,11 @@ class ProcessRank:
     def death(self) -> str:
         """The way in which the process ended; empty while it lives."""
         return self._death
+
+    @property
+    def stopped(self) -> bool:
+        """True while a signal has stopped the process."""
+        return is_stopped(self._seen)
 
     def _send(self, number: int, *call: Any) -> None:
         try:

@@ -85,6 +85,12 @@ class Rank:
         self._parts: dict[str, Any] = {}
         """The objects whose methods a rank runs, found by the names of their classes."""
 
+    def place(self) -> tuple[str, int]:
+        """Ray's id of the node that this process is on, and its process id there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def open(self, host: str | None = None) -> tuple[str, int] | None:
         """Opens, on rank 0, the store through which all ranks find one another, on `host` or Ray's address of this
         node.

@@ -1,13 +1,17 @@
 """A rank as a Ray actor."""
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import Any
 
+import psutil
 import ray
 
 from services.common.config.learner import LearnerConfig
 from services.common.ranks.group import RankDied, RankGroup
 from services.common.ranks.ranks import Rank
+from services.common.ranks.stopped import is_stopped
 
 CONTROL_GROUP = "beside"
 """The actor's concurrency group for methods that run beside training."""
@@ -31,9 +35,14 @@ class RayRank:
             )
             .remote(rank, config.ranks, config.rank_timeout_s)
         )
+        self._placed: asyncio.Task[psutil.Process | None] | None = None
+        """The actor's process, once it is known."""
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         """Sends the call to the actor, as RankProcess describes."""
+        if self._placed is None:
+            self._placed = asyncio.ensure_future(self._process())
+            self._placed.add_done_callback(lambda placed: placed.cancelled() or placed.exception())
         called = getattr(self._actor, method)
         if method == "run_beside":
             called = called.options(concurrency_group=CONTROL_GROUP)
@@ -44,8 +53,33 @@ class RayRank:
         """Empty: Ray tells of an actor's death with the next call."""
         return ""
 
+    @property
+    def stopped(self) -> bool:
+        """True while a signal has stopped the actor's process; False also for one on another machine, and before the
+        actor has begun."""
+        process = self._here
+        return process is not None and is_stopped(process)
+
+    @property
+    def _here(self) -> psutil.Process | None:
+        """The actor's process, if it is known and on this machine."""
+        placed = self._placed
+        if placed is None or not placed.done() or placed.cancelled() or placed.exception():
+            return None
+        return placed.result()
+
+    async def _process(self) -> psutil.Process | None:
+        """The actor's process; None if it is on another machine."""
+        asked = self._actor.place.options(concurrency_group=CONTROL_GROUP).remote()
+        node, pid = await _answer(asked)
+        return psutil.Process(pid) if node == ray.get_runtime_context().get_node_id() else None
+
     def kill(self) -> None:
         """Kills the actor; does nothing if it has ended."""
+        if self.stopped and (process := self._here):
+            # Ray first asks a process to end, and gives it seconds, in which its GPU is not free.
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         ray.kill(self._actor)
 
 

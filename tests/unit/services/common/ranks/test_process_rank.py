@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.ranks.group import RankDied, RankGroup, RanksLost
+from services.common.ranks.group import LOOK_S, STOPPED_LOOKS, RankDied, RankGroup, RanksLost
 from services.common.ranks.process_rank import ProcessRank
 from services.common.ranks.ranks import Ranks
 from services.common.wire.errors import InvalidArgument
@@ -53,6 +53,15 @@ class Trainer:
     def searched(self) -> float:
         """Objects that a search for garbage looks at, for each that it does not."""
         return len(gc.get_objects()) / gc.get_freeze_count()
+
+    def hold(self, seconds: float) -> float:
+        """Computes while no other thread of the process runs."""
+        interval, began = sys.getswitchinterval(), time.monotonic()
+        sys.setswitchinterval(3600)
+        while time.monotonic() - began < seconds:
+            pass
+        sys.setswitchinterval(interval)
+        return time.monotonic() - began
 
     def fail(self, how: str) -> Any:
         if how == "odd":
@@ -142,6 +151,34 @@ async def test_a_group_notices_that_its_rank_died_between_two_calls(mortal: Proc
     await until(lambda: mortal.death)
     with pytest.raises(RanksLost, match=r"^critic: rank 0 of 1 died: its process ended with exit code -9$"):
         group.check()
+
+
+async def test_a_group_notices_that_its_rank_stands_still(mortal: ProcessRank) -> None:
+    pid, group = await mortal.call("run", "Trainer.pid"), RankGroup("critic", [mortal])
+    began = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    lost = r"^critic.note: rank 0 of 1 died: a signal has stopped its process$"
+    with pytest.raises(RanksLost, match=lost):
+        await group.call(Trainer.note, 600, 1)
+    assert time.monotonic() - began < 30
+    with pytest.raises(RanksLost, match=lost):
+        group.check()
+    await until(lambda: mortal.death)
+
+
+async def test_a_rank_that_computes_or_waits_for_long_does_not_stand_still(rank: ProcessRank) -> None:
+    """Neither does one that was stopped for less than the looks that count."""
+    pid = await rank.call("run", "Trainer.pid")
+    group, seconds = RankGroup("critic", [rank]), LOOK_S * (STOPPED_LOOKS + 3)
+    noting = asyncio.ensure_future(group.call(Trainer.note, 60, 1, seconds=seconds))
+    await asyncio.sleep(LOOK_S)
+    os.kill(pid, signal.SIGSTOP)
+    assert rank.stopped
+    await asyncio.sleep(LOOK_S * STOPPED_LOOKS / 2)
+    os.kill(pid, signal.SIGCONT)
+    assert await noting == [0, 1]
+    assert not rank.stopped
+    assert await group.call(Trainer.hold, 60, seconds=seconds) >= seconds
 
 
 async def test_a_group_that_is_stopped_has_given_all_its_memory_back(mortal: ProcessRank) -> None:
