@@ -1,6 +1,7 @@
 """The model behind the critic service: its ranks, the steps they trained, and their checkpoints."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -18,13 +19,21 @@ from services.critic.root import Root
 from services.critic.staged import BatchPart, StagedBatch, digest
 from services.critic.trainer import CriticTrainer
 
+log = logging.getLogger("quartet")
+
+STARTS_OTHERS = "the critic has lost its ranks and starts others"
+
 StartRanks = Callable[[CriticConfig], RankGroup]
 """Makes a critic's ranks, which have no model yet."""
 
 
 class CriticModel:
-    """Drives the critic's ranks. Every method raises Unavailable after a rank was lost, until Serve has replaced the
-    replica, and while a checkpoint is being restored. Methods with a lease raise LeaseLost if another is in force."""
+    """Drives the critic's ranks. Methods with a lease raise LeaseLost if another is in force.
+
+    A rank that is lost takes the training with it. New ranks then start with the model that this critic first started
+    with, in place of all old ones; until they have, and while a checkpoint is being restored, every method that needs
+    them raises Unavailable. A run finds the critic off its timeline and restores its last checkpoint.
+    """
 
     def __init__(self, config: CriticConfig, application: str, start_ranks: StartRanks | None = None) -> None:
         """`application` is the critic's name, which tells apart critics that share a root."""
@@ -38,14 +47,24 @@ class CriticModel:
         self._start_ranks = start_ranks or ranks_of
         self._ranks = self._start_ranks(config)
         self._taken = self._written = ""
+        self._unused = False
+        """True while the ranks hold the model as they loaded it, so that a checkpoint can be restored into them."""
         self._restoring = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
+        """The start of new ranks in place of lost ones."""
+        self._failure = ""
+        """Reason for which new ranks did not start; empty while none have failed."""
+        self._pasts = 0
+        """Times that the training up to then was given up."""
         self.turn = asyncio.Lock()
         """Lock for everything that changes the state or depends on it."""
 
     async def start(self) -> tuple[int, int]:
         """Loads the model; returns the entries of its vocabulary and its longest sequence in tokens."""
         await self._ranks.start(CriticTrainer, self._config, timeout_s=self._config.rank_timeout_s)
-        return await self._run(CriticTrainer.limits)
+        limits = await self._run(CriticTrainer.limits)
+        self._unused = True
+        return limits
 
     @property
     def last_step(self) -> int:
@@ -58,20 +77,69 @@ class CriticModel:
         return self._at.timeline
 
     def check(self) -> None:
-        """Raises RanksLost if a rank has died or is stuck."""
-        if not self._restoring.locked():
-            self._ranks.check()
+        """Begins with new ranks if one has died or is stuck. Raises the error of new ones that did not start: Serve
+        then replaces the replica."""
+        if self._failure:
+            raise RanksLost(self._failure)
+        if not self._is_changing:
+            try:
+                self._ranks.check()
+            except RanksLost as error:
+                self._renew(error)
 
     def expect_ranks(self) -> None:
-        """Raises Unavailable if a rank has died or is stuck; a few health checks later Serve replaces the replica."""
+        """Raises Unavailable if a rank has died or is stuck, and until others have taken their place."""
         try:
             self.check()
         except RanksLost as error:
             raise Unavailable(f"{error}; its replica will be replaced") from None
+        if self._renewing is not None:
+            raise Unavailable(STARTS_OTHERS)
 
     def stop(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks, for good."""
+        self._failure = self._failure or "critic: stopped"
+        if self._renewing is not None:
+            self._renewing.cancel()
         self._ranks.stop()
+
+    @property
+    def _is_changing(self) -> bool:
+        """True while new ranks take the place of old ones."""
+        return self._restoring.locked() or self._renewing is not None
+
+    def _renew(self, reason: RanksLost) -> None:
+        """Gives up what was trained, and begins to start new ranks."""
+        log.warning("the critic starts new ranks, without its training: %s", reason)
+        self._give_up_past()
+        self._renewing = asyncio.ensure_future(self._renewed())
+
+    async def _renewed(self) -> None:
+        try:
+            async with self._restoring:
+                await self._begin_again()
+        except Exception as error:
+            log.error("the critic's new ranks did not start: %s", error)
+            self._failure = str(error)
+        finally:
+            self._renewing = None
+
+    def _give_up_past(self) -> None:
+        self._once.restored(0)
+        self._staged = StagedBatch(self._config.train_limits)
+        self._at, self._taken, self._written = Moment(), "", ""
+        self._pasts += 1
+
+    async def _begin_again(self) -> None:
+        """Ends the ranks and starts new ones."""
+        self._ranks.stop()  # first: there may be no memory for both
+        ranks = self._start_ranks(self._config)
+        try:
+            await ranks.start(CriticTrainer, self._config, timeout_s=self._config.rank_timeout_s)
+        except BaseException:
+            ranks.stop()
+            raise
+        self._ranks, self._unused, self._failure = ranks, True, ""
 
     def expect(self, lease: common_pb2.Lease, min_step: int | None) -> int:
         """The step of the weights.
@@ -136,11 +204,15 @@ class CriticModel:
         self.fence.check(lease)
         if last_step is not None:
             self._expect(lease, last_step, step)
-        action = partial(self._train, Moment(lease.number, step), parts, **schedule)
+        action = partial(self._train, self._pasts, Moment(lease.number, step), parts, **schedule)
         return await self._once.run(step, inputs, action, lambda: self.fence.check(lease))
 
-    async def _train(self, moment: Moment, parts: Sequence[BatchPart], **schedule: int) -> dict[str, float]:
+    async def _train(
+        self, past: int, moment: Moment, parts: Sequence[BatchPart], **schedule: int
+    ) -> dict[str, float]:
         async with self.turn:
+            if past != self._pasts:  # while it waited for the step before
+                raise Unavailable(f"step: {moment.number} follows on training that is lost")
             try:
                 for index, part in enumerate(parts):  # one by one: the event loop waits while one is written down
                     await self._ask(CriticTrainer.take, part, index)
@@ -179,12 +251,12 @@ class CriticModel:
         self._written = name
 
     async def restore_checkpoint(self, lease: common_pb2.Lease, name: str) -> int:
-        """Resumes from a checkpoint with new ranks, since DeepSpeed restores only a model that was never trained;
-        returns the last step that the checkpoint holds.
+        """Resumes from a checkpoint, with new ranks unless theirs are unused, since DeepSpeed restores only a model
+        that was never trained; returns the last step that the checkpoint holds.
 
         Raises:
             InvalidArgument: the checkpoint does not exist or has another layout. If that is noticed only while it is
-                loaded, the previous state is lost too, and Serve replaces the replica.
+                loaded, the previous state is lost too, and the critic begins with new ranks.
         """
         self.fence.check(lease)
         folder = self._root.place(name)
@@ -198,14 +270,18 @@ class CriticModel:
     async def _restore(self, lease: common_pb2.Lease, folder: str, step: int) -> None:
         async with self._restoring:
             self.fence.check(lease)  # again, after waiting for another restoration
-            self._ranks.stop()
-            ranks, timeout_s = self._start_ranks(self._config), self._config.rank_timeout_s
-            await self._answer(ranks.start(CriticTrainer, self._config, timeout_s=timeout_s))
-            await self._answer(ranks.call(Snapshots.restore, timeout_s, folder))
+            unused, self._unused = self._unused, False
+            self._give_up_past()
+            try:
+                if not unused:
+                    await self._answer(self._begin_again())
+                    self._unused = False
+                await self._answer(self._ranks.call(Snapshots.restore, self._config.rank_timeout_s, folder))
+            except BaseException:
+                self._ranks.stop()
+                raise
             self._once.restored(step)
-            self._staged = StagedBatch(self._config.train_limits)
             self._at = Moment(lease.number, step)
-            self._ranks, self._taken, self._written = ranks, "", ""
 
     def _expect(self, lease: common_pb2.Lease, *steps: int) -> None:
         """Raises unless one of these steps of the lease's timeline was begun last. A later one does not do here: what
@@ -223,13 +299,21 @@ class CriticModel:
     async def _ask(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Answer:
+        self._unused = False
         return await self._answer(self._ranks.call(method, self._config.rank_timeout_s, *arguments, **options))
 
     async def _answer(self, call: Awaitable[Answer]) -> Answer:
         try:
             return await call
         except RanksLost as error:
-            fate = "a checkpoint is being restored" if self._restoring.locked() else "its replica will be replaced"
+            if self._failure:
+                fate = "its replica will be replaced"
+            elif self._restoring.locked() and self._renewing is None:
+                fate = "a checkpoint is being restored"
+            else:
+                fate = STARTS_OTHERS
+                if self._renewing is None:
+                    self._renew(error)
             raise Unavailable(f"{error}; {fate}") from None
         except RankFailed as error:
             # Not a ServiceError, so that `translated` does not show its text to the caller.

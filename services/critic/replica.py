@@ -36,9 +36,10 @@ from services.critic.values import ValuesCall
 @serve.deployment(
     name="Critic",
     max_ongoing_requests=MOST_ONGOING,
-    # Three checks in a row have to fail, and there is no other replica meanwhile.
-    health_check_period_s=2,
-    health_check_timeout_s=5,
+    # Three checks in a row have to fail, and there is no other replica meanwhile. The model computes in other
+    # processes, so that this one always answers soon.
+    health_check_period_s=1,
+    health_check_timeout_s=2,
     graceful_shutdown_timeout_s=10,
 )
 class Critic(HealthMixin):
@@ -76,7 +77,8 @@ class Critic(HealthMixin):
             critic.stop()
 
     async def check_health(self) -> None:
-        """Raises if a rank has died or is stuck; Serve then replaces the replica, and its training is lost."""
+        """Raises if calls hang, or if ranks that should have taken the place of lost ones did not start; Serve then
+        replaces the replica."""
         self._critic.check()
         self._batcher.check()
 
@@ -167,8 +169,7 @@ class Critic(HealthMixin):
 
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.CriticInfo:
-        """Describes the model, the last step trained and the lease."""
-        self._critic.expect_ranks()
+        """Describes the model, the last step trained and the lease, also while ranks start."""
         return pb.CriticInfo(
             model=self._model,
             last_step=self._critic.last_step,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -147,27 +148,28 @@ async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, a
     assert_same(again, straight)
 
 
-@pytest.mark.exhaustive  # in `make test` its replica dies; the group notices by units
-async def test_a_critics_rank_that_dies(quartet: Quartet, straight: Run, again: Run) -> None:
-    """The replica lives on, and is replaced because its health check fails."""
+@pytest.mark.exhaustive  # in `make test` its replica dies; for a critic without Serve: tests/unit/services/critic
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
+async def test_a_critics_rank_that_is_lost(
+    quartet: Quartet, straight: Run, again: Run, number: signal.Signals
+) -> None:
+    """Its replica starts another one, into which the run restores the critic."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     replica = named(quartet, "ray::ServeReplica:critic")
     [rank] = [child for child in replica.children(recursive=True) if "process_rank" in " ".join(child.cmdline())]
-    fork_of(rank).kill()
+    lost = fork_of(rank)
+    lost.send_signal(number)
     again.wait(again.interrupted(1), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
-    await eventually(partial(ended, replica), PATIENCE_S)
+    await eventually(partial(ended, lost), PATIENCE_S)
+    assert named(quartet, "ray::ServeReplica:critic") == replica
     assert_same(again, straight)
 
 
-@pytest.mark.exhaustive  # for the run a learner that died; the wait before: tests/unit/orchestrator/policy
+@pytest.mark.exhaustive  # for the run a learner that died; how it is noticed: tests/unit/services/common/ranks
 async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
-    """SIGSTOP: it answers nothing and does not die either."""
-    raw = yaml.safe_load(again.config.read_text())
-    raw["orchestrator"]["timeouts"] = {"train_s": 5}
-    raw["orchestrator"]["checkpoint"] |= {"timeout_s": 5}  # it may freeze while one is taken
-    again.config.write_text(yaml.safe_dump(raw))
+    """SIGSTOP: it answers nothing and does not die either. The deadlines of its calls are ten minutes."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     frozen = named(quartet, "ray::Rank")
@@ -179,11 +181,9 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
 
 @pytest.mark.exhaustive  # in `make test` it dies there
 async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
-    """The replicas' connections to it stay open; every attempt of the push ends at its own deadlines."""
+    """The replicas' connections to it stay open, and a bucket may take a minute to come."""
     raw = yaml.safe_load(again.config.read_text())
-    raw["orchestrator"]["weights"] = {"timeout_s": 20, "stall_s": 3, "attempts": 2}
-    raw["orchestrator"]["timeouts"] = {"train_s": 20}
-    raw["orchestrator"]["checkpoint"] |= {"timeout_s": 20}
+    raw["orchestrator"]["weights"] = {"timeout_s": 60, "stall_s": 60, "attempts": 2}
     again.config.write_text(yaml.safe_dump(raw))
     engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
