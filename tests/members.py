@@ -192,6 +192,8 @@ class Fleet:
         self.stopping: set[str] = set()
         """Members that are told nothing more, as a replica that Serve stops; they live on for a while."""
         self.phases: list[str] = []
+        self.slow_s = 0.0
+        """Time that the next commit takes besides its own."""
 
     async def add(self, *names: str) -> None:
         made = [MemberProcess(name, self._backend, self._device) for name in names]
@@ -206,6 +208,9 @@ class Fleet:
         if hook := self.before.pop(name, None):
             await hook()
         message = pb.WeightPhase(timeout_s=timeout_s, lease=LEASE, members=members, **phase)
+        if name == "commit":
+            slow_s, self.slow_s = self.slow_s, 0.0
+            await asyncio.sleep(slow_s)
         answers = [member.carry_out(message) for name, member in self.members.items() if name not in self.stopping]
         return await reports_of(message, answers)
 

@@ -12,6 +12,14 @@ from services.rollout.client import RolloutClient
 
 log = logging.getLogger("quartet")
 
+ASK_EVERY_S = 1.0
+"""Seconds during a phase before its members are asked whether they still answer, and between an answer and the next
+question."""
+ANSWER_S = 2.0
+"""Seconds that they have to answer, which takes no work; whoever passes the question on waits a second more."""
+MISSED = 2
+"""Questions in a row that a member leaves without an answer, after which it counts as frozen."""
+
 
 class Missing(Unavailable):
     """Members did not answer a phase, or could not carry it out."""
@@ -67,8 +75,9 @@ class Replicas:
             await pause()
 
     async def phase(self, members: Collection[str], timeout_s: float, **phase: Any) -> list[pb.WeightReport]:
-        """Carries out one phase on all members; Missing unless each succeeds."""
-        reports = await self._rollout.update_weights(timeout_s, members=members, **phase)
+        """Carries out one phase on all members; Missing unless each succeeds. One that stands still is found long
+        before a deadline that allows for the work."""
+        reports = await self._heard(timeout_s, members, **phase)
         # Replicas that have come since report that they are not members; only members count.
         failures = [f"{r.replica}: {r.error}" for r in reports if not r.ok and r.replica in members]
         missing = set(members) - {report.replica for report in reports}
@@ -76,6 +85,37 @@ class Replicas:
         if failures:
             raise Missing("; ".join(failures), missing)
         return [report for report in reports if report.replica in members]
+
+    async def _heard(self, timeout_s: float, members: Collection[str], **phase: Any) -> list[pb.WeightReport]:
+        """The reports on a phase; Missing as soon as members stand still."""
+        carrying = asyncio.ensure_future(self._rollout.update_weights(timeout_s, members=members, **phase))
+        watching = asyncio.ensure_future(self._silent(members))
+        try:
+            await asyncio.wait({carrying, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if carrying.done():
+                return carrying.result()
+            silent = watching.result()
+            raise Missing(f"{', '.join(sorted(silent))}: stands still during {next(iter(phase))}", silent)
+        finally:
+            for task in (carrying, watching):
+                task.cancel()
+            await asyncio.gather(carrying, watching, return_exceptions=True)
+
+    async def _silent(self, members: Collection[str]) -> frozenset[str]:
+        """Asks the members until some have stopped to answer; these. A replica that is busy with a phase answers
+        without its engine, which may take as long as the phase has."""
+        missed: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            try:
+                reports = await self._rollout.update_weights(ANSWER_S, members=members, discover=pb.Discover())
+            except ServiceError:
+                missed = {}  # the proxy or Serve is silent, which says nothing about members
+                continue
+            heard = {report.replica for report in reports}
+            missed = {name: missed.get(name, 0) + 1 for name in members if name not in heard}
+            if silent := [name for name, times in missed.items() if times >= MISSED]:
+                return frozenset(silent)
 
     async def prepare(self, members: Collection[str], prepare: pb.Prepare) -> None:
         """Carries out prepare. Waiting for requests to finish may take as long as a transfer; forming a group may
@@ -114,9 +154,9 @@ class Replicas:
             log.warning("replicas keep their memory during the update: %s", "; ".join(failures))
 
     async def score(self, members: Collection[str], probe: pb.Probe) -> list[pb.WeightReport]:
-        """The members' scores of the probe's sequences; empty if the call fails."""
+        """The members' scores of the probe's sequences; empty if the call fails or a member stands still."""
         try:
-            return await self._rollout.update_weights(self._config.timeout_s, members=members, probe=probe)
+            return await self._heard(self._config.timeout_s, members, probe=probe)
         except ServiceError as error:
             log.warning("probe: %s", error)
             return []

@@ -15,6 +15,7 @@ import pytest
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushReport, WeightPusher
+from orchestrator.push.replicas import ANSWER_S, ASK_EVERY_S, MISSED
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.registry import Applicant, Ticket
@@ -34,7 +35,12 @@ class Stage:
     """Three members at version 1, and the pusher that brought them there."""
 
     def __init__(
-        self, backend: str, stall_s: float = STALL_S, timeout_s: float = TIMEOUT_S, control_s: float = CONTROL_S
+        self,
+        backend: str,
+        stall_s: float = STALL_S,
+        timeout_s: float = TIMEOUT_S,
+        control_s: float = CONTROL_S,
+        commit_s: float = COMMIT_S,
     ) -> None:
         self.backend = backend
         self.place = Place(machine(), ("GPU-0",) if backend == "cuda-ipc" else ())
@@ -48,7 +54,7 @@ class Stage:
             timeout_s=timeout_s,
             stall_s=stall_s,
             control_s=control_s,
-            commit_s=COMMIT_S,
+            commit_s=commit_s,
             attempts=3,
             patience_s=30,
         )
@@ -92,7 +98,7 @@ FAULTS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 PHASES = ["discover", "prepare", "transfer", "commit"]
 SILENCE_S = {"discover": CONTROL_S, "prepare": STALL_S + CONTROL_S, "transfer": TIMEOUT_S, "commit": COMMIT_S}
 """A dead member's connections break at once. A frozen one is found by the silence of its phase, which has a deadline
-of its own."""
+of its own, or sooner by questions meanwhile."""
 
 
 MORE = pytest.mark.exhaustive
@@ -139,6 +145,35 @@ async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fau
         assert report.seconds < actual + 15
         assert await stage.fleet.versions() == {"a": 2, "c": 2}
         assert (await stage.push(3)).attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "phase"),
+    # What gloo has begun to send is lost at stall_s, which is not work's but a bucket's deadline.
+    [("ipc", "commit"), pytest.param("ipc", "transfer", marks=MORE), pytest.param("gloo", "commit", marks=MORE)],
+)
+async def test_a_member_that_freezes_is_not_waited_for_as_long_as_the_work_may_take(backend: str, phase: str) -> None:
+    """A large model's transfer and commit have deadlines of minutes. A member that stands still is found by its
+    silence to questions that take no work."""
+    async with three(backend, stall_s=120, timeout_s=240, commit_s=240) as stage:
+        stage.fleet.before = {phase: stage.send("b", signal.SIGSTOP)}
+        report = await stage.push(2)
+        assert (report.attempts, report.replicas) == (2, ("a", "c"))
+        assert report.seconds < 60
+        assert await stage.fleet.versions() == {"a": 2, "c": 2}
+
+
+async def test_a_phase_that_takes_long_is_no_silence() -> None:
+    """Its members are asked many times meanwhile, and answer."""
+    async with three("ipc", commit_s=60) as stage:
+
+        async def slow() -> None:
+            stage.fleet.slow_s = (ASK_EVERY_S + ANSWER_S) * (MISSED + 1)
+
+        stage.fleet.before = {"commit": slow}
+        report = await stage.push(2)
+        assert (report.attempts, report.replicas) == (1, ("a", "b", "c"))
+        assert stage.fleet.phases.count("discover") > MISSED + 1
 
 
 async def test_a_member_that_serve_is_stopping_does_not_hold_the_others_up_until_a_bucket_is_late() -> None:
