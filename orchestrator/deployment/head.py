@@ -80,9 +80,13 @@ def _environment() -> dict[str, str]:
         # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
         CALLBACK_VARIABLE: CALLBACK,
         # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # The same for one that stands still, whose checks have no answer; the default is 10 s.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "4",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        # Serve's controller then waits for a proxy that stands still to end by itself; the default is 5 s.
+        "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "0.5",
+        # A replica that is ill gets no time to end its calls, in which its GPU would not be free for another.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Calls go to the replica with the shorter queue. Lengths older than this are asked for again, and a replica
         # that does not say gets no calls. At Serve's own 10 s a frozen one goes on getting them for as long.
         "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1",

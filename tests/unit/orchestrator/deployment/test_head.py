@@ -1,12 +1,33 @@
 """The environment that all processes of a head inherit."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from orchestrator.deployment.head import _environment
 from services.common.config.functions import VARIABLE
+
+READS = """
+from ray.serve._private import constants
+print(
+    constants.PROXY_HEALTH_CHECK_PERIOD_S,
+    constants.PROXY_HEALTH_CHECK_TIMEOUT_S,
+    constants.PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S,
+    constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD,
+    constants.RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS,
+)
+"""
+
+
+def test_serve_finds_a_proxy_that_stands_still_within_ten_seconds() -> None:
+    """A variable that Ray has renamed would say nothing."""
+    told = subprocess.run([sys.executable, "-c", READS], env=_environment(), capture_output=True, text=True)
+    period_s, timeout_s, shutdown_s, checks, forced = told.stdout.split()
+    assert int(checks) * (float(period_s) + float(timeout_s)) + float(shutdown_s) < 10, told.stderr
+    assert forced == "True"
 
 
 @pytest.mark.parametrize("given", [None, "/mine"])
