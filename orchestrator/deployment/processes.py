@@ -44,6 +44,12 @@ def end(members: Sequence[psutil.Process], patience_s: float) -> None:
     _alive_after(members, patience_s)
 
 
+def stopped(members: Sequence[psutil.Process]) -> dict[int, str]:
+    """Process id -> title of the processes that a signal has stopped."""
+    halted = [process for process in members if _told(process.status) == psutil.STATUS_STOPPED]
+    return {process.pid: " ".join(_told(process.cmdline) or ()) for process in halted}
+
+
 def _is_daemon(process: psutil.Process) -> bool:
     """True if it shuts down in order on SIGTERM."""
     return _told(process.name) in _TERMINATED_DAEMONS or "ray.scripts.scripts" in (_told(process.cmdline) or ())

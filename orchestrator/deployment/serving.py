@@ -6,6 +6,7 @@ import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestrator.deployment import processes
 from orchestrator.deployment.applications import failure_of, hindrance, status_of
 from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applications, ask
 from orchestrator.deployment.file import SERVE_KEYS
@@ -62,11 +63,26 @@ def await_running(
     while waiting := _awaited(cluster, names):
         now = clock()
         if waiting != said or now - said_at >= SAY_EVERY_S:
-            say(f"waiting for {waiting}" + (f", {now - began:.0f} s so far" if waiting == said else ""))
+            again = f", {now - began:.0f} s so far{_halted(cluster, names)}" if waiting == said else ""
+            say(f"waiting for {waiting}{again}")
             said, said_at = waiting, now
         if now - began > timeout_s:
-            raise ClusterError(f"not running after {timeout_s:g} s: {waiting}; {_logs(cluster)}")
+            halted = _halted(cluster, names)
+            raise ClusterError(f"not running after {timeout_s:g} s: {waiting}{halted}; {_logs(cluster)}")
         time.sleep(_LOOK_EVERY_S)
+
+
+def _halted(cluster: Cluster, names: tuple[str, ...]) -> str:
+    """A clause on replicas that a signal has stopped, for which Serve waits without end while they start; empty if
+    there are none."""
+    stopped = processes.stopped(cluster.processes())
+    told = [
+        f"; a signal has stopped process {pid} of {name}, which Serve replaces after `kill -9 {pid}`"
+        for pid, title in stopped.items()
+        for name in names
+        if title.startswith(f"ray::ServeReplica:{name}:")
+    ]
+    return "".join(told)
 
 
 def _logs(cluster: Cluster) -> str:

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -171,3 +173,27 @@ def test_an_answer_that_is_not_serves_is_a_dashboard_that_does_not_answer(
         await_running(cluster, ("reward",), lambda line: None, 1)
     cluster = head(answer, RUNNING)  # a head that begins to answer is well
     await_running(cluster, ("reward",), lambda line: None, 60)
+
+
+def test_a_replica_that_a_signal_has_stopped_while_it_starts_is_named(head: Heads) -> None:
+    """Serve waits for its constructor without end."""
+    cluster = head(STARTING)
+    title = "ray::ServeReplica:reward:Reward"
+    command = ["bash", "-c", f"exec -a {title} sleep 600"]
+    with subprocess.Popen(command, env=os.environ | {MARK: SECRET}) as process:
+        try:
+            while psutil.Process(process.pid).cmdline()[:1] != [title]:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGSTOP)
+            while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            said: list[str] = []
+            clock = itertools.count(0, 6.0)
+            with pytest.raises(ClusterError, match=f"a signal has stopped process {process.pid} of reward"):
+                await_running(cluster, ("reward",), said.append, 30, lambda: float(next(clock)))
+            assert said[1].endswith(
+                f"; a signal has stopped process {process.pid} of reward, which Serve replaces after "
+                f"`kill -9 {process.pid}`"
+            )
+        finally:
+            process.kill()
