@@ -16,7 +16,7 @@ ASK_EVERY_S = 1.0
 """Seconds during a phase before its members are asked whether they still answer, and between an answer and the next
 question."""
 ANSWER_S = 2.0
-"""Seconds that they have to answer, which takes no work; whoever passes the question on waits a second more."""
+"""Seconds that they have to answer, which takes no work; the replica that passes the question on waits one more."""
 MISSED = 2
 """Questions in a row that a member leaves without an answer, after which it counts as frozen."""
 

@@ -153,7 +153,7 @@ async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, a
 async def test_a_critics_rank_that_is_lost(
     quartet: Quartet, straight: Run, again: Run, number: signal.Signals
 ) -> None:
-    """Its replica starts another one, into which the run restores the critic."""
+    """The replica starts another one, into which the run restores the critic."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     replica = named(quartet, "ray::ServeReplica:critic")

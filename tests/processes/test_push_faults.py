@@ -164,7 +164,7 @@ async def test_a_member_that_freezes_is_not_waited_for_as_long_as_the_work_may_t
 
 
 async def test_a_phase_that_takes_long_is_no_silence() -> None:
-    """Its members are asked many times meanwhile, and answer."""
+    """The members are asked many times meanwhile, and answer."""
     async with three("ipc", commit_s=60) as stage:
 
         async def slow() -> None:
