@@ -167,7 +167,7 @@ class Discover(_message.Message):
     def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("membership", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming", "manifest", "backend")
+    __slots__ = ("membership", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming", "manifest", "backend", "stage_on_gpu")
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class Prepare(_message.Message):
     STREAMING_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_ON_GPU_FIELD_NUMBER: _ClassVar[int]
     membership: int
     senders: _containers.RepeatedCompositeFieldContainer[Rendezvous]
     world_size: int
@@ -195,7 +196,8 @@ class Prepare(_message.Message):
     streaming: bool
     manifest: bytes
     backend: str
-    def __init__(self, membership: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ..., manifest: _Optional[bytes] = ..., backend: _Optional[str] = ...) -> None: ...
+    stage_on_gpu: bool
+    def __init__(self, membership: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ..., manifest: _Optional[bytes] = ..., backend: _Optional[str] = ..., stage_on_gpu: bool = ...) -> None: ...
 
 class Rendezvous(_message.Message):
     __slots__ = ("address", "port")

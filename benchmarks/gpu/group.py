@@ -60,7 +60,7 @@ class TwoRanks:
 
     def __init__(self, device: str, mib: int, stall_s: float) -> None:
         self._device, self._stall_s = device, stall_s
-        self._data = torch.randint(0, 255, (mib << 20,), dtype=torch.uint8)
+        self._data = torch.randint(0, 255, (mib << 20,), dtype=torch.uint8, device=device)
         self._store = serve_store(HOST, stall_s)
         self._membership = 0
         self._process: Any = None
@@ -73,7 +73,7 @@ class TwoRanks:
             group.broadcast(self._data)
         rate = ROUNDS * len(self._data) / 2**30 / (time.perf_counter() - began)
         group.close()
-        right = self._answer() == hashlib.sha256(self._data.numpy()).hexdigest()
+        right = self._answer() == hashlib.sha256(self._data.cpu().numpy()).hexdigest()
         return {"join_s": took, "gib_s": rate, "right": str(right)}
 
     def absent(self) -> dict[str, Cell]:
@@ -147,7 +147,7 @@ def wire(device: str, stall_s: float) -> Wire:
 def member(pipe: Connection, port: int, device: str, size: int, stall_s: float) -> None:
     """Joins the memberships that it is told, and receives."""
     os.environ["NCCL_HOSTID"] = "member"
-    store, data = reach_store(HOST, port, stall_s), torch.zeros(size, dtype=torch.uint8)
+    store, data = reach_store(HOST, port, stall_s), torch.zeros(size, dtype=torch.uint8, device=device)
     pipe.send("ready")
     while True:
         membership = pipe.recv()
@@ -155,7 +155,7 @@ def member(pipe: Connection, port: int, device: str, size: int, stall_s: float) 
         for _ in range(ROUNDS):
             group.broadcast(data)
         group.close()
-        pipe.send(hashlib.sha256(data.numpy()).hexdigest())
+        pipe.send(hashlib.sha256(data.cpu().numpy()).hexdigest())
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
     for part in (parts["critic"], raw["orchestrator"]["policy"]):
         part |= {"dtype": "float32", "zero_stage": 0, "colocate": False}
     raw["orchestrator"]["policy"] |= {"num_gpus": 0, "num_cpus": 0.2}
+    raw["orchestrator"]["weights"]["backend"] = "ipc"
     for application in raw["applications"]:
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.2}
 

@@ -209,6 +209,11 @@ class OrchestratorConfig(Config):
         senders = self.weights.senders
         if senders > self.policy.ranks:
             raise ValueError(f"weights.senders ({senders}) must not exceed policy.ranks ({self.policy.ranks})")
+        if self.weights.stage == "gpu" and self.weights.backend not in ("auto", "nccl"):
+            raise ValueError(
+                f"weights.stage: gpu is for weights that NCCL brings; weights.backend {self.weights.backend} has its "
+                "own place for them; leave it out"
+            )
         if self.weights.streaming and self.weights.backend in ("ipc", "cuda-ipc"):
             backend = self.weights.backend
             raise ValueError(

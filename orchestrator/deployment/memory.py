@@ -145,6 +145,7 @@ def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int) -> int:
 
 def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
+    weights = deployment.orchestrator.weights
     parts = []
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
@@ -155,6 +156,8 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
                 continue
             workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else 1
             size = service_bytes(section, gpu, shape_at)
+            if isinstance(section, RolloutConfig) and weights.stage == "gpu":
+                size += copy_bytes(section, shape_at)  # of weights received and not committed
             one = Footprint(name, share / workers, size, *released(section, shape_at))
             parts += [one] * workers * _replicas(entry)
     learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
@@ -162,10 +165,15 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     for name, config in learners.items():
         if config.num_gpus:
             size = learner_bytes(config, shape_at(config.model), logits=name == "policy")
-            if name == "policy" and deployment.orchestrator.weights.backend == "cuda-ipc":
-                size += shape_at(config.model).parameters * BYTES[config.dtype]  # the copy that replicas read
+            if name == "policy" and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
+                size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent
             parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at))] * config.ranks
     return parts
+
+
+def copy_bytes(config: LearnerConfig | RolloutConfig, shape_at: Callable[[str], ModelSize]) -> int:
+    """Memory of a push's copy of the weights."""
+    return shape_at(config.model).parameters * BYTES[config.dtype]
 
 
 def _replicas(entry: Mapping[str, Any]) -> int:

@@ -112,6 +112,7 @@ class Policy:
             bucket_bytes=weights.bucket_mib << 20,
             stall_s=weights.stall_s,
             senders=weights.senders,
+            on_gpu=weights.stage == "gpu",
         )
         return await self._told(call)
 

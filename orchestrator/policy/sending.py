@@ -25,14 +25,25 @@ class WeightSending:
             self._place = Place(machine() if has_room(size) else "", (uuid,) if uuid else ())
         return self._place
 
-    def rendezvous(self, backend: str, *, host: str, bucket_bytes: int, stall_s: float, senders: int = 1) -> int:
+    def rendezvous(
+        self,
+        backend: str,
+        *,
+        host: str,
+        bucket_bytes: int,
+        stall_s: float,
+        senders: int = 1,
+        on_gpu: bool = False,
+    ) -> int:
         """Makes the backend's sender on first use, on a sending rank; returns the port for the next group."""
         if self._sender is not None and backend != self._backend:
             self._sender.close()
             self._sender = None  # frees its memory before the new sender allocates
         if self._sender is None:
             manifest, rank = self._made_manifest(bucket_bytes), self._learner.ranks.rank
-            self._sender = make_sender(backend, manifest, host=host, stall_s=stall_s, sender=rank, senders=senders)
+            self._sender = make_sender(
+                backend, manifest, host=host, stall_s=stall_s, sender=rank, senders=senders, on_gpu=on_gpu
+            )
             self._backend = backend
         return self._sender.rendezvous()
 

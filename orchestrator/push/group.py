@@ -103,6 +103,7 @@ class PushGroup:
             bucket_bytes=self._config.bucket_mib << 20,
             stall_s=self._config.stall_s,
             streaming=self._config.streaming,
+            stage_on_gpu=self._config.stage == "gpu",
             manifest=self.manifest,
             backend=self.backend,
         )

@@ -37,6 +37,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "pipeline": ("--case", "reward-bound", "--seconds", "0.5", "--rounds", "1", "--steps", "1"),
     "products": ("--rounds", "1"),
     "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
+    "push_copies": ("--mib", "1", "--bucket-mib", "1"),
     "push_network": ("--mib", "1", "--replicas", "1", "--senders", "1", "--rounds", "1", "--bucket-mib", "1"),
     "push_serve": ("--rounds", "1"),
     "rollout": ("--rounds", "1", "--prompts", "4"),
@@ -46,7 +47,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "vs_trl": ("--case", "demo", "--rounds", "1", "--updates", "2"),
 }
 """Module below benchmarks -> its arguments."""
-QUICK = {"door_cost", "pipeline", "push"}
+QUICK = {"door_cost", "pipeline", "push", "push_copies"}
 """The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""

@@ -64,7 +64,7 @@ class SharedSender:
         """Writes the weights of this push. A reader of the previous ones notices that they changed."""
         self._segment.begin()
         # A digest on the GPU waits for the copies into its bucket, so that all are written at the end.
-        self._digests = {number: self._digest(self._buckets[number]) for number in self._buckets.fill(weights)}
+        self._digests = {number: self._digest(self._buckets[number]) for number, _ in self._buckets.fill(weights)}
         self._segment.end()
 
     def send(self, push: int) -> dict[int, bytes]:

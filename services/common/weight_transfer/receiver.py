@@ -6,22 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from services.common.weight_transfer.groups.group import Group, turned
+from services.common.weight_transfer.groups.group import Group, Wire, turned
 from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedBuckets
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import find_store
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
+from services.common.weight_transfer.memory.device_digest import device_digest
 from services.common.weight_transfer.memory.device_memory import Cuda
 
 LOOK_S = 0.5
 """Seconds between two looks of a member whether the sender has abandoned the group."""
+
+Wires = Callable[[str, str, torch.device, float], Wire]
+"""Makes the wire of a backend for a member with this address and device, and with `stall_s`, as `make_wire` does."""
 
 Bucket = tuple[range, torch.Tensor]
 """The numbers of a bucket's tensors in the manifest, and its bytes: uint8, [bytes of the bucket]."""
@@ -48,6 +53,8 @@ class Joining:
     """Time at which the others stop waiting for the group to form, in seconds of time.monotonic() on the worker's
     machine, which its replica shares. A worker that comes to it late, as it was busy, gives up then too, and is free
     for the next attempt instead of always one behind."""
+    on_gpu: bool = False
+    """True to stage what NCCL receives in memory of the worker's GPU, False in host memory."""
 
     @property
     def joining_s(self) -> float:
@@ -78,12 +85,27 @@ class Receiver(Protocol):
         """Leaves the group; memory that is kept from push to push stays."""
 
 
-class GroupReceiver:
-    """Receives from process groups, by gloo or NCCL, into host memory. A group that breaks closes all of them."""
+CARRIERS = 2
+"""Buckets of each sender on the GPU at a time, if they are staged in host memory: one arrives while the one before is
+copied."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device` is the model's device."""
-        self._device = device
+
+class GroupReceiver:
+    """Receives from process groups, by gloo or NCCL, into a staging area. A group that breaks closes all of them.
+
+    NCCL brings the buckets to the GPU, where they are hashed, and where they stay if they are staged there. Otherwise
+    each is copied to host memory while the next one arrives.
+    """
+
+    def __init__(
+        self, device: torch.device, wires: Callable[[str, str, torch.device, float], Wire] = make_wire
+    ) -> None:
+        """`device` is the model's device; `wires` makes the wire of a backend, as `make_wire` does."""
+        self._device, self._wires = device, wires
+        self._carrying: torch.device | None = None
+        """The GPU to which the groups bring the buckets; None: they bring them to host memory."""
+        self._staging: torch.device | None = None
+        """The GPU in whose memory they are staged; None: in host memory."""
         self._groups: list[Group] = []
         self._left = threading.Event()
         """Set when this member leaves its groups."""
@@ -92,7 +114,11 @@ class GroupReceiver:
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
         self.close()
-        wire, senders = make_wire(joining.backend, joining.host, self._device, joining.stall_s), len(joining.senders)
+        wire = self._wires(joining.backend, joining.host, self._device, joining.stall_s)
+        senders = len(joining.senders)
+        self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
+        if staging != self._staging:
+            self._staged, self._staging = None, staging
         for sender, (address, number) in enumerate(joining.senders):
             joining_s = joining.joining_s
             if joining_s <= 0:
@@ -105,26 +131,57 @@ class GroupReceiver:
         threading.Thread(target=_heed, args=(self._groups, self._left), name="push abandoned", daemon=True).start()
 
     def receive(self, manifest: Manifest) -> str:
-        """Receives all buckets into host memory; hashes one while the next one arrives."""
+        """Receives all buckets into the staging area; hashes and stages one while the next one arrives."""
         self._expect_groups()
         if self._staged is None or self._staged.manifest != manifest:
             self._staged = None  # frees the old memory before the new is allocated
-            self._staged = Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
+            self._staged = self._area(manifest)
         buckets, groups, senders = self._staged, self._groups, len(self._groups)
 
         def line(sender: int) -> dict[int, Future[bytes]]:
-            digests = {}
-            for number in buckets.numbers[sender::senders]:
-                groups[sender].broadcast(buckets[number])
-                digests[number] = hasher.submit(digest, buckets[number])
+            digests: dict[int, Future[bytes]] = {}
+            numbers = buckets.numbers[sender::senders]
+            carriers = self._carriers(max((len(buckets[number]) for number in numbers), default=0))
+            for turn, number in enumerate(numbers):
+                arriving = buckets[number]
+                if carriers:
+                    if turn >= len(carriers):
+                        digests[numbers[turn - len(carriers)]].result()  # then its carrier is free
+                    arriving = carriers[turn % len(carriers)][: len(arriving)]
+                groups[sender].broadcast(arriving)
+                digests[number] = stagers.submit(self._staged_from, arriving, buckets[number])
             return digests
 
-        with ThreadPoolExecutor(senders, "hash") as hasher, ThreadPoolExecutor(senders, "push") as lines:
+        with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
             parts = self._all_or_close([lines.submit(line, sender) for sender in range(senders)])
             return checksum({number: coming.result() for part in parts for number, coming in part.items()})
 
+    def _area(self, manifest: Manifest) -> Buckets:
+        """New memory for all buckets, on the GPU or pinned on the host."""
+        if self._staging is None:
+            return Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
+        memory = torch.empty(Buckets.size(manifest), dtype=torch.uint8, device=self._staging)
+        return Buckets(manifest, memory=memory)
+
+    def _carriers(self, size: int) -> list[torch.Tensor]:
+        """Memory in which buckets of up to `size` bytes arrive, if they are not staged where they arrive."""
+        if self._carrying is None or self._staging is not None:
+            return []
+        return [torch.empty(size, dtype=torch.uint8, device=self._carrying) for _ in range(CARRIERS)]
+
+    def _staged_from(self, arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
+        """Stages a bucket that has arrived; returns its digest."""
+        with _beside_other_work(arrived.device):
+            if arrived is not staged:
+                staged.copy_(arrived, non_blocking=True)
+            return self.digest(arrived)  # on a GPU it waits for the copy as well
+
+    def digest(self, data: torch.Tensor) -> bytes:
+        """A bucket's digest, as the sender computes it: on the GPU to which it was brought, or on the host."""
+        return digest(data) if self._carrying is None else device_digest(data)
+
     def buckets(self) -> Iterator[Bucket]:
-        """The received buckets, in host memory."""
+        """The received buckets, in host memory or on the GPU."""
         assert self._staged is not None
         for number, bucket in enumerate(self._staged.ranges):
             yield bucket, self._staged[number]
@@ -137,7 +194,8 @@ class GroupReceiver:
 
         def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
             # New memory for each bucket: vLLM keeps tensors until their layer is complete.
-            data = torch.empty(sum(manifest.size(index) for index in bucket), dtype=torch.uint8)
+            size = sum(manifest.size(index) for index in bucket)
+            data = torch.empty(size, dtype=torch.uint8, device=self._carrying)
             groups[number % len(groups)].broadcast(data)
             return number, bucket, data
 
@@ -175,6 +233,11 @@ class GroupReceiver:
         for group in self._groups:
             group.close()
         self._groups = []
+
+
+def _beside_other_work(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which a GPU's work waits for no earlier work, such as the arrival of the next bucket."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _heed(groups: Sequence[Group], left: threading.Event) -> None:

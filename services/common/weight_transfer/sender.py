@@ -1,6 +1,7 @@
 """The learner's end of a push: one interface, implemented for process groups and for shared memory."""
 
 import threading
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from services.common.weight_transfer.ipc import SharedSender
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import open_store
 from services.common.weight_transfer.memory.buckets import Buckets, Weights, digest
+from services.common.weight_transfer.memory.device_digest import device_digest
 from services.common.weight_transfer.memory.device_memory import Cuda
 from services.common.weight_transfer.memory.filling import Filling
 
@@ -48,10 +50,16 @@ class Sender(Protocol):
         """Leaves the group."""
 
 
-class GroupSender:
-    """Broadcasts to a process group, by gloo or NCCL, from a copy in host memory, which is kept for later newcomers.
+AHEAD = 2
+"""Packed buckets that stay on the GPU until they are sent, where the sender's copy is in host memory."""
 
-    `send` may run in another thread beside `load`: each bucket is sent as soon as it is full.
+
+class GroupSender:
+    """Broadcasts to a process group, by gloo or NCCL, from a copy that is kept for later newcomers.
+
+    `send` may run in another thread beside `load`: each bucket is sent as soon as it is full. A wire that reads a
+    GPU's memory gets each bucket from where it was packed. If the copy is in host memory, buckets that are sent later
+    than AHEAD others were packed, or to newcomers, are copied back to the GPU.
     """
 
     def __init__(
@@ -64,12 +72,20 @@ class GroupSender:
         sender: int = 0,
         senders: int = 1,
         device: torch.device | None = None,
+        on_gpu: bool = False,
     ) -> None:
-        """Makes the buckets and the store. `device` is the weights' device, as for Buckets."""
+        """Makes the buckets and the store. `device` is the weights' device, as for Buckets; with `on_gpu` the copy is
+        in memory of the wire's GPU, if it has one."""
         self._wire = wire
+        self._digest = digest if wire.device is None else device_digest
         self._stall_s = stall_s
         self._store, self._number = open_store(host, stall_s)
-        self._buckets = Buckets(manifest, sender, senders, device=device)
+        if on_gpu and wire.device is not None:
+            memory = torch.empty(Buckets.size(manifest, sender, senders), dtype=torch.uint8, device=wire.device)
+            self._buckets = Buckets(manifest, sender, senders, memory=memory)
+        else:
+            self._buckets = Buckets(manifest, sender, senders, device=device)
+        self._ahead: deque[tuple[int, torch.Tensor]] = deque(maxlen=AHEAD)
         # Newcomers are served beside the training thread; a push must not overwrite the buckets they are being sent.
         self._in_use = threading.Lock()
         self._filling = Filling()
@@ -95,10 +111,14 @@ class GroupSender:
     def load(self, weights: Weights, push: int) -> None:
         """Copies the weights into the buckets, so that newcomers can get them while the model is being updated."""
         with self._in_use:
+            self._ahead.clear()
             self._filling.begin(push)
             try:
-                for number in self._buckets.fill(weights):
-                    self._digests[number] = digest(self._buckets[number])
+                for number, packed in self._buckets.fill(weights):
+                    carried = self._buckets[number] if self._wire.device is None else packed
+                    self._digests[number] = self._digest(carried)
+                    if carried is not self._buckets[number]:
+                        self._ahead.append((number, carried))
                     self._filling.full(number)
             finally:
                 self._filling.end()
@@ -111,12 +131,21 @@ class GroupSender:
             try:
                 for number in self._buckets.numbers:
                     self._filling.wait(push, number, self._stall_s)
-                    self._group.broadcast(self._buckets[number])
+                    self._group.broadcast(self._carried(number))
             except BaseException:
                 # Members that still wait for a bucket fail when the sender leaves.
                 self.close()
                 raise
+            finally:
+                self._ahead.clear()
         return dict(self._digests)
+
+    def _carried(self, number: int) -> torch.Tensor:
+        """The bytes of a bucket in memory that the wire reads."""
+        ahead = dict(list(self._ahead)).get(number)  # a copy first: `load` adds to it meanwhile
+        if ahead is not None or self._wire.device is None:
+            return self._buckets[number] if ahead is None else ahead
+        return self._buckets[number].to(self._wire.device, non_blocking=True)
 
     def abandon(self, membership: int) -> None:
         """Leaves the group, which also ends a `send` that is waiting for a member."""
@@ -130,7 +159,7 @@ class GroupSender:
         try:
             with self._in_use:
                 for number in self._buckets.numbers:
-                    group.broadcast(self._buckets[number])
+                    group.broadcast(self._carried(number))
         finally:
             group.close()
 
@@ -149,9 +178,11 @@ def make_sender(
     stall_s: float,
     sender: int = 0,
     senders: int = 1,
+    on_gpu: bool = False,
     cuda: Cuda | None = None,
 ) -> Sender:
-    """The sender for a backend. `cuda` is the runtime for GPU memory; None for torch's.
+    """The sender for a backend. `on_gpu` keeps NCCL's copy of the weights on the GPU; `cuda` is the runtime for GPU
+    memory, None for torch's.
 
     Raises:
         ValueError: nccl or cuda-ipc without a GPU, or an unknown backend.
@@ -172,4 +203,5 @@ def make_sender(
         sender=sender,
         senders=senders,
         device=gpu,
+        on_gpu=on_gpu,
     )

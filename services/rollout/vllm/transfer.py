@@ -1,10 +1,10 @@
 """vLLM's side of a push: one transfer engine for all backends.
 
 It stages the weights, then swaps them in: all buckets are kept beside the model until `finish`, so that an
-interrupted transfer leaves the serving weights intact. That takes one more copy of the weights in host memory, kept
-from push to push (with ipc it is the learner's copy). Streaming needs no copy, but an interrupted transfer leaves a
-model that can only receive again. vLLM's own transfer engines load weights before they are verified, and have no
-deadlines.
+interrupted transfer leaves the serving weights intact. That takes one more copy of the weights, in host memory or on
+the GPU, kept from push to push (with ipc and cuda-ipc it is the learner's copy). Streaming needs no copy, but an
+interrupted transfer leaves a model that can only receive again. vLLM's own transfer engines load weights before they
+are verified, and have no deadlines.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from services.common.models.device import gpu_uuid
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import checksum, digest
+from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
@@ -110,7 +110,7 @@ class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInf
     def _load_arriving(self, stream: GroupReceiver, manifest: Manifest) -> str:
         digests = {}
         for number, bucket, data in stream.arriving(manifest):
-            digests[number] = digest(data)
+            digests[number] = stream.digest(data)
             self._loading.load(manifest, [(bucket, data)])
         return checksum(digests)
 

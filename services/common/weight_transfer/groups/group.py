@@ -34,8 +34,7 @@ class Wire:
     form: Form
     """Makes the process group; RuntimeError if the members do not come in time."""
     device: torch.device | None = None
-    """The GPU whose memory the library reads and writes; buckets are copied there and back. None: host memory,
-    without a copy."""
+    """The GPU whose memory the library reads and writes; None: host memory."""
 
 
 class Group:
@@ -70,7 +69,6 @@ class Group:
         self._joining = timedelta(seconds=timeout_s if joining_s is None else joining_s)
         self._rank, self._wire = rank, wire
         self.membership = membership
-        self._carrier = torch.empty(0, dtype=torch.uint8, device=wire.device)
         self._meeting = PrefixStore(f"membership{membership}", store)
         if wire.device is not None:
             self._call_the_roll(world_size)
@@ -90,7 +88,7 @@ class Group:
 
         def first() -> None:
             try:
-                self.broadcast(torch.zeros(1, dtype=torch.uint8))
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._wire.device))
             except Exception as error:
                 failures.append(error)
 
@@ -105,35 +103,23 @@ class Group:
             raise RuntimeError(f"the group did not form: {reason}")
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Sends `data` from the sender to all members, or receives into it. Blocks; RuntimeError on failure."""
+        """Sends `data`, uint8 in memory of the wire's device, from the sender to all members, or receives into it.
+        Blocks; RuntimeError on failure."""
         if self._group is None:
             raise RuntimeError("this member has left the group")
-        carried = self._carried(data)
-        if carried is not data and self._rank == SENDER:
-            carried.copy_(data, non_blocking=True)
         options = BroadcastOptions()
         options.rootRank = SENDER
         options.rootTensor = 0
         options.timeout = self.timeout
         group = self._group
         try:
-            work = group.broadcast([carried], options)
+            work = group.broadcast([data], options)
         finally:
             del group  # `close` explains why
         try:
             work.wait(self.timeout)
         finally:
             del work  # for the same reason: it holds the connections too
-        if carried is not data and self._rank != SENDER:
-            data.copy_(carried)
-
-    def _carried(self, data: torch.Tensor) -> torch.Tensor:
-        """A buffer of this size that the wire can read; reused from bucket to bucket."""
-        if self._wire.device is None:
-            return data
-        if len(self._carrier) < len(data):
-            self._carrier = torch.empty(len(data), dtype=torch.uint8, device=self._wire.device)
-        return self._carrier[: len(data)]
 
     def abandon(self) -> None:
         """Leaves the group as its sender, and lets the members know. Callable from any thread.

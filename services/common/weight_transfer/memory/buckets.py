@@ -19,7 +19,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 """Named tensors in a manifest's order."""
 
 ALIGNMENT = 64
-"""Buckets in shared memory begin at multiples of this many bytes."""
+"""Buckets begin at multiples of this many bytes."""
 DIGEST_CHUNK = 1 << 22
 """Bytes that one thread hashes at a time."""
 DIGEST_THREADS = 8
@@ -43,9 +43,9 @@ class Buckets:
             manifest: the tensors of the push.
             sender: number of the sender whose share this is; with one sender everything.
             senders: bucket b is sent by sender b % senders.
-            memory: uint8, [Buckets.size(manifest, sender, senders)]; None for new memory.
-            device: the weights' device. On a GPU a bucket is packed there and copied to the host at once, and the
-                memory is pinned. None: the CPU.
+            memory: uint8, [Buckets.size(manifest, sender, senders)]; None for new memory of the host.
+            device: the device that the weights come from or go to, if it is not the memory's own. Buckets are packed
+                there and then copied to the host at once; for a GPU the memory is pinned.
         """
         self.manifest = manifest
         self.ranges = list(manifest.buckets())
@@ -73,8 +73,9 @@ class Buckets:
         """The bytes of bucket `number`: uint8, [bytes of the bucket]."""
         return self._data[number]
 
-    def fill(self, weights: Weights) -> Iterator[int]:
-        """Copies the weights in and yields the number of each bucket of this share as soon as it is full.
+    def fill(self, weights: Weights) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copies the weights in and yields each bucket of this share as soon as it is full: its number, and its bytes
+        where they were packed, which is on the weights' device.
 
         Args:
             weights: named tensors in the manifest's order, on any device. All are consumed, also those of other
@@ -98,7 +99,7 @@ class Buckets:
                 if packed is not self._data[number]:
                     # Waits for the work before it on this stream: the gathering of the tensors and their packing.
                     self._data[number].copy_(packed)
-                yield number
+                yield number, packed
 
     def _packed(self, number: int) -> torch.Tensor | None:
         """Buffer in which the tensors of a bucket are packed; None for another sender's bucket."""

@@ -86,6 +86,11 @@ def refusal(section: dict[str, Any]) -> str:
             "orchestrator.sampling: min_new_tokens (9) must not exceed max_new_tokens (8)",
         ),
         (
+            {"weights": {"stage": "gpu", "backend": "ipc"}},
+            "orchestrator: weights.stage: gpu is for weights that NCCL brings; weights.backend ipc has its own place "
+            "for them; leave it out",
+        ),
+        (
             {"weights": {"senders": 2}},
             "orchestrator: weights.senders (2) must not exceed policy.ranks (1)",
         ),

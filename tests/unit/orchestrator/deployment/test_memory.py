@@ -124,7 +124,7 @@ QWEN = {
 
 
 @pytest.mark.parametrize(
-    ("size", "lora", "expected"), [("0.5B", False, 52), ("1.5B", False, 94), ("3B", False, 152), ("7B", True, 122)]
+    ("size", "lora", "expected"), [("0.5B", False, 53), ("1.5B", False, 97), ("3B", False, 158), ("7B", True, 137)]
 )
 def test_the_sums_at_the_head_of_the_file_for_one_gpu(size: str, lora: bool, expected: int, tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
@@ -178,7 +178,7 @@ def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
     ]
 
 
-@pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 27, 44), ("1.5B", 40, 86), ("3B", 56, 144)])
+@pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 28, 45), ("1.5B", 43, 89), ("3B", 62, 150)])
 def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
     (tmp_path / "colocated").mkdir()
@@ -195,14 +195,16 @@ def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_pat
 
 def test_a_push_through_the_gpu_needs_room_for_one_more_copy(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
-    (tmp_path / "ipc").mkdir()
-    copy = tmp_path / "ipc" / file.name
-    copy.write_text(file.read_text().replace("weights: {", "weights: {backend: cuda-ipc, "))
-    sizes = []
-    for path in (file, copy):
-        *_, policy = footprints(load(path, tmp_path), 139 * GIB, lambda folder: QWEN["1.5B"])
-        sizes.append(policy.size)
-    assert sizes[1] - sizes[0] == 2 * QWEN["1.5B"].parameters
+    copy, sizes = 2 * QWEN["1.5B"].parameters, []
+    for backend in ("cuda-ipc", "ipc", "nccl, stage: gpu"):
+        (tmp_path / backend).mkdir()
+        changed = tmp_path / backend / file.name
+        changed.write_text(file.read_text().replace("backend: cuda-ipc", f"backend: {backend}"))
+        rollout, *_, policy = footprints(load(changed, tmp_path), 139 * GIB, lambda folder: QWEN["1.5B"])
+        sizes.append((rollout.size, policy.size))
+    (reading, sending), (least, learning), staged = sizes
+    assert (reading, sending) == (least, learning + copy)
+    assert staged == (least + copy, learning + copy)
 
 
 @pytest.mark.parametrize(

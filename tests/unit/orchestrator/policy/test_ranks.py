@@ -64,7 +64,8 @@ async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> 
     assert await policy.send(4) == checksum(digests)
     await policy.add_newcomers(2, 3)
     assert [methods(rank) for rank in ranks] == [SENDING] * 2 + [[]]
-    assert ranks[0].called[0] == ("run_beside", "WeightSending.rendezvous", "gloo", "127.0.0.1", 2 << 20, 0.5, 2)
+    asked = ("gloo", "127.0.0.1", 2 << 20, 0.5, 2, False)
+    assert ranks[0].called[0] == ("run_beside", "WeightSending.rendezvous", *asked)
     assert ranks[0].called[4] == ("run_beside", "WeightSending.add_newcomers", 2, 3)
 
 

@@ -37,6 +37,7 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
         "host": "10.0.0.2",
         "stall_s": 4,
         "streaming": False,
+        "on_gpu": False,
     }
 
 

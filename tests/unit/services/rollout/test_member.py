@@ -42,6 +42,7 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
         "host": "10.0.0.2",
         "stall_s": 7,
         "streaming": False,
+        "on_gpu": False,
     }
     # The learner waits for stall_s too; later than that it is not there to join.
     assert before + 7 <= engine.calls[0][1].pop("until") <= time.monotonic() + 7

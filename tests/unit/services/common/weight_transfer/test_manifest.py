@@ -74,7 +74,7 @@ def test_fill_and_cut_are_inverse_for_mixed_dtypes_at_odd_offsets() -> None:
     for bucket_bytes in (1, 30, 1000):
         made = Manifest.of(tensors, bucket_bytes)
         packed = Buckets(made)
-        for number in packed.fill(tensors.items()):
+        for number, _ in packed.fill(tensors.items()):
             size = sum(made.size(index) for index in packed.ranges[number])
             assert (packed[number].dtype, len(packed[number])) == (torch.uint8, size)
         actual = dict(packed.tensors())

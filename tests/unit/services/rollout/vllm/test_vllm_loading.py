@@ -10,7 +10,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import Buckets
+from services.common.weight_transfer.memory.buckets import Buckets, digest
 from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
 
@@ -93,6 +93,9 @@ class Breaking:
     def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
         for number, (bucket, data) in enumerate(self.buckets()):
             yield number, bucket, data
+
+    def digest(self, data: torch.Tensor) -> bytes:
+        return digest(data)
 
     def check(self) -> None:
         """Does nothing: no sender writes here."""

@@ -20,11 +20,12 @@ from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.receiver import GroupReceiver, Joining
 from services.common.weight_transfer.sender import GroupSender
+from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-CARRIED = Wire(gloo_wire(HOST).form, CPU)
-"""A wire like NCCL's: buckets are copied to a device and from it."""
+CARRIED = Wire(gloo_wire(HOST).form, DEVICE)
+"""A wire like NCCL's, which reads and writes a device's memory."""
 TIMEOUT_S = 1.0
 PLACE: dict[str, Any] = {"world_size": 2, "membership": 1, "timeout_s": TIMEOUT_S}
 PATIENT: dict[str, Any] = PLACE | {"timeout_s": 60.0}
@@ -92,7 +93,7 @@ def alone(process_group: Any) -> Group:
     return Group(open_store(HOST, TIMEOUT_S)[0], wire, rank=SENDER, world_size=1, membership=1, timeout_s=TIMEOUT_S)
 
 
-def test_what_is_carried_arrives_and_the_carrier_is_kept_from_bucket_to_bucket() -> None:
+def test_what_is_sent_arrives() -> None:
     store, number = open_store(HOST, 60)
     groups: dict[int, Group] = {}
 
@@ -115,7 +116,6 @@ def test_what_is_carried_arrives_and_the_carrier_is_kept_from_bucket_to_bucket()
         groups[0].broadcast(data)
     receiving.join()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(sent, received, strict=True))
-    assert [len(group._carrier) for group in groups.values()] == [200, 200]
     for group in groups.values():
         group.close()
 
@@ -243,36 +243,166 @@ def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
         group.broadcast(torch.zeros(3, dtype=torch.uint8))
 
 
-def test_a_sender_holds_copies_of_its_weights_and_none_of_its_tensors() -> None:
+class Pair:
+    """A sender and a receiver as with NCCL: weights and model on a device, and a wire that reads and writes there."""
+
+    def __init__(self, *, on_gpu: bool, bucket_bytes: int = 16) -> None:
+        self.weights = {f"w{i}": torch.full((4,), float(i), device=DEVICE) for i in range(5)}
+        self.manifest = Manifest.of(self.weights, bucket_bytes)
+        self.sender = GroupSender(self.manifest, CARRIED, host=HOST, stall_s=60, device=DEVICE, on_gpu=on_gpu)
+        self.receiver = GroupReceiver(DEVICE, lambda backend, host, device, stall_s: CARRIED)
+        joining = Joining("nccl", [[HOST, self.sender.rendezvous()]], 1, 2, 1, HOST, 60, on_gpu=on_gpu)
+        thread = threading.Thread(target=self.receiver.join, args=(joining,))
+        thread.start()
+        self.sender.join(1, 2)
+        thread.join()
+
+    def receive(self) -> tuple[threading.Thread, list[str]]:
+        """A thread that receives, and its checksum once it has."""
+        received: list[str] = []
+        thread = threading.Thread(target=lambda: received.append(self.receiver.receive(self.manifest)))
+        thread.start()
+        return thread, received
+
+    def loaded(self) -> dict[str, list[float]]:
+        """The received weights, brought to the device as vLLM's model takes them."""
+        return {
+            name: tensor.tolist()
+            for bucket, data in self.receiver.buckets()
+            for name, tensor in self.manifest.cut(bucket, data.to(DEVICE, non_blocking=True))
+        }
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+EXPECTED = {f"w{i}": [float(i)] * 4 for i in range(5)}
+TOTAL = 5 * 16
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_a_sender_holds_copies_of_its_weights_and_none_of_its_tensors(on_gpu: bool) -> None:
     """Weights that ZeRO 3 gathered for a moment must be free again as soon as their bucket is filled."""
-    weights = {f"w{i}": torch.full((4,), float(i)) for i in range(3)}
-    manifest = Manifest.of(weights, bucket_bytes=16)
-    sender = GroupSender(manifest, CARRIED, host=HOST, stall_s=60)
-    receiver = GroupReceiver(CPU)
-    joining = Joining("gloo", [[HOST, sender.rendezvous()]], 1, 2, 1, HOST, 60)
-    # The receiver's wire is gloo's own; the roll call is the one thing in which they differ.
-    sender._wire = gloo_wire(HOST)
-    thread = threading.Thread(target=receiver.join, args=(joining,))
-    thread.start()
-    sender.join(1, 2)
-    thread.join()
+    pair = Pair(on_gpu=on_gpu)
 
     def gathered() -> Any:
-        for name, tensor in weights.items():
+        for name, tensor in pair.weights.items():
             yield name, tensor
             tensor.fill_(-1)  # DeepSpeed takes its memory back
 
-    sender.load(gathered(), 1)
-    received: list[str] = []
-    thread = threading.Thread(target=lambda: received.append(receiver.receive(manifest)))
-    thread.start()
-    assert checksum(sender.send(1)) == checksum(sender._digests)
+    pair.sender.load(gathered(), 1)
+    thread, received = pair.receive()
+    assert checksum(pair.sender.send(1)) == checksum(pair.sender._digests)
     thread.join()
-    assert received == [checksum(sender._digests)]
-    values = [t.tolist() for bucket, data in receiver.buckets() for _, t in manifest.cut(bucket, data)]
-    assert values == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
-    receiver.close()
-    sender.close()
+    assert received == [checksum(pair.sender._digests)]
+    assert pair.loaded() == EXPECTED
+    pair.close()
+
+
+def sent_at_once(pair: Pair, device: FakeDevice) -> None:
+    """A push in which each bucket is sent as soon as it is packed."""
+    sent = threading.Semaphore(1)
+    broadcast = pair.sender._group.broadcast  # type: ignore[union-attr]
+
+    def told(data: torch.Tensor) -> None:
+        broadcast(data)
+        sent.release()
+
+    pair.sender._group.broadcast = told  # type: ignore[union-attr, method-assign]
+
+    def gathered() -> Any:
+        for weight in pair.weights.items():
+            assert sent.acquire(timeout=60)
+            yield weight
+
+    with device.labelled("sender"):
+        loading = threading.Thread(target=pair.sender.load, args=(gathered(), 1))
+        loading.start()
+        pair.sender.send(1)
+        loading.join()
+
+
+def sent_later(pair: Pair, device: FakeDevice) -> None:
+    """A push that is staged first."""
+    with device.labelled("sender"):
+        pair.sender.load(pair.weights.items(), 1)
+        pair.sender.send(1)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "send", "expected"),
+    [
+        (True, sent_at_once, {}),
+        (True, sent_later, {}),
+        (False, sent_at_once, {"sender": (TOTAL, 0), "replica": (TOTAL, TOTAL)}),
+        # All but the last two buckets come back to be sent.
+        (False, sent_later, {"sender": (TOTAL, TOTAL - 2 * 16), "replica": (TOTAL, TOTAL)}),
+    ],
+)
+def test_bytes_that_a_push_copies_between_host_and_device(
+    on_gpu: bool, send: Any, expected: dict[str, tuple[int, int]]
+) -> None:
+    with FakeDevice().counting() as device:
+        with device.labelled("replica"):
+            pair = Pair(on_gpu=on_gpu)
+            thread, received = pair.receive()
+        send(pair, device)
+        thread.join()
+        with device.labelled("replica"):
+            assert pair.loaded() == EXPECTED
+        assert received == [checksum(pair.sender._digests)]
+        assert all(device.has(data) == on_gpu for _, data in pair.receiver.buckets())
+        pair.close()
+    assert device.copied == {
+        (side, direction): size
+        for side, sizes in expected.items()
+        for direction, size in zip((DOWN, UP), sizes, strict=True)
+        if size
+    }
+
+
+def test_a_bucket_arrives_while_the_one_before_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(on_gpu=False)
+    arrived = threading.Semaphore(0)
+    waited: list[list[bool]] = []
+    broadcast, stage = pair.receiver._groups[0].broadcast, pair.receiver._staged_from
+
+    def told(data: torch.Tensor) -> None:
+        broadcast(data)
+        arrived.release()
+
+    def slowly(data: torch.Tensor, staged: torch.Tensor) -> bytes:
+        if len(waited) < 4:  # the last one is followed by none
+            waited.append([arrived.acquire(timeout=60) for _ in range(2 if not waited else 1)])
+        return stage(data, staged)
+
+    pair.receiver._groups[0].broadcast = told  # type: ignore[method-assign]
+    monkeypatch.setattr(pair.receiver, "_staged_from", slowly)
+    pair.sender.load(pair.weights.items(), 1)
+    thread, received = pair.receive()
+    pair.sender.send(1)
+    thread.join()
+    assert waited == [[True, True], [True], [True], [True]]
+    assert received == [checksum(pair.sender._digests)]
+    assert pair.loaded() == EXPECTED
+    pair.close()
+
+
+def test_a_newcomer_gets_the_copy_while_the_sender_goes_on() -> None:
+    for on_gpu in (False, True):
+        pair = Pair(on_gpu=on_gpu)
+        pair.sender.load(pair.weights.items(), 1)
+        for tensor in pair.weights.values():
+            tensor.fill_(-1)  # the next step
+        joining = Joining("nccl", [[HOST, pair.sender.rendezvous()]], 1, 2, 2, HOST, 60, on_gpu=on_gpu)
+        adding = threading.Thread(target=pair.sender.add_newcomers, args=(2, 2))
+        adding.start()
+        pair.receiver.join(joining)
+        assert pair.receiver.receive(pair.manifest) == checksum(pair.sender._digests)
+        adding.join()
+        assert pair.loaded() == EXPECTED
+        pair.close()
 
 
 def test_torchs_settings_are_ours_only_while_our_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,16 @@ def test_a_bucket_is_packed_on_its_device_and_comes_in_one_copy(sender: int, sen
     manifest = Manifest.of(WEIGHTS, bucket_bytes=32)  # a with b, and c
     packed, plain = Buckets(manifest, sender, senders, device=CPU), Buckets(manifest, sender, senders)
     with Copies() as copies:
-        assert list(packed.fill(WEIGHTS.items())) == packed.numbers
+        on_device = dict(packed.fill(WEIGHTS.items()))
+    assert list(on_device) == packed.numbers
     assert copies.sizes == sizes
-    assert list(plain.fill(WEIGHTS.items())) == plain.numbers
-    assert all(torch.equal(packed[number], plain[number]) for number in packed.numbers)
+    in_memory = dict(plain.fill(WEIGHTS.items()))
+    assert list(in_memory) == plain.numbers
+    for number in packed.numbers:
+        assert torch.equal(packed[number], plain[number])
+        assert torch.equal(on_device[number], plain[number])
+        assert on_device[number].data_ptr() != packed[number].data_ptr()
+        assert in_memory[number].data_ptr() == plain[number].data_ptr()
 
 
 def test_memory_is_pinned_for_as_long_as_its_owner_lives(tmp_path: Path) -> None:
