@@ -14,12 +14,12 @@ import torch
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place, machine
-from services.common.weight_transfer.receiver import Joining, make_receiver
+from services.common.weight_transfer.receiver import Joining
 from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
 from services.rollout.fanout import reports_of
 from services.rollout.member import WeightMember
+from tests.carried import place, receiver_for
 from tests.forked import FORKED
 from tests.sized import VOCABULARY, score
 from tests.unit.fake_cuda import FOLDER, FakeGpu
@@ -33,13 +33,13 @@ READY = b"ready"
 class StagingEngine:
     """Takes weights as our engine for vLLM does, into a dictionary in place of a model."""
 
-    def __init__(self, backend: str, device: torch.device) -> None:
+    def __init__(self, backend: str, device: torch.device, name: str) -> None:
         self.version, self.checksum, self.backend, self.workers = 0, "", backend, 1
         self.vocab_size = VOCABULARY
         self.longest_manifest = 1 << 20
-        self.place = Place(machine(), ("GPU-0",) if backend == "cuda-ipc" else ())
+        self.place = place(backend, name)
         self._device = device
-        self._receiver = make_receiver(backend, device, FakeGpu.of(backend))
+        self._receiver = receiver_for(backend, device, FakeGpu.of(backend))
         self._manifest: Manifest | None = None
         self._model: dict[str, torch.Tensor] = {}
 
@@ -94,7 +94,7 @@ class StagingEngine:
 
 async def serve(answers: socket.socket, name: str, backend: str, device: str) -> None:
     """Answers phases, each a number, a length and its bytes, in any order, until the other end closes."""
-    member = WeightMember(StagingEngine(backend, torch.device(device)), name, HOST)  # type: ignore[arg-type]
+    member = WeightMember(StagingEngine(backend, torch.device(device), name), name, HOST)  # type: ignore[arg-type]
     claim = common_pb2.Claim(ttl_s=600)
     assert (await member.carry_out(pb.WeightPhase(timeout_s=10, lease=LEASE, claim=claim))).ok
     reader, writer = await asyncio.open_unix_connection(sock=answers)

@@ -10,9 +10,9 @@ import torch
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.memory.device_memory import Cuda
-from services.common.weight_transfer.place import Place, machine
-from services.common.weight_transfer.sender import make_sender
+from services.common.weight_transfer.place import Place
 from services.common.wire.errors import Internal
+from tests.carried import place, sender_for
 
 HOST = "127.0.0.1"
 
@@ -35,7 +35,7 @@ class LocalSource:
         self._manifest = Manifest.of(tensors, bucket_bytes)
         self.backend = backend
         self._senders: list[Any] = [
-            make_sender(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders, cuda=cuda)
+            sender_for(backend, self._manifest, host=HOST, stall_s=stall_s, sender=i, senders=senders, cuda=cuda)
             for i in range(senders)
         ]
         self.midway: Callable[[], object] | None = None
@@ -49,8 +49,7 @@ class LocalSource:
         return len(list(self._manifest.buckets()))
 
     async def places(self) -> list[Place]:
-        gpus = ("GPU-0",) if self.backend == "cuda-ipc" else ()
-        return [Place(machine(), gpus)] * len(self._senders)
+        return [place(self.backend, "learner")] * len(self._senders)
 
     async def rendezvous(self, backend: str) -> list[int]:
         assert backend == self.backend

@@ -1,7 +1,8 @@
 """Members of a push that die or freeze at every point of it. Each test prints how long the push took in all.
 
 The members are processes of their own with the replica's real part in a push over real gloo; they are ended with
-SIGKILL and frozen with SIGSTOP. The same through Serve and vLLM, where it takes minutes: test_faults.py.
+SIGKILL and frozen with SIGSTOP. "nccl" is NCCL's code over gloo (tests/carried.py). The same through Serve and vLLM,
+where it takes minutes: test_faults.py.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushReport, WeightPusher
 from orchestrator.push.replicas import ANSWER_S, ASK_EVERY_S, MISSED
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.place import Place, machine
 from services.common.weight_transfer.registry import Applicant, Ticket
 from services.common.wire.errors import Internal, Unavailable
+from tests.carried import place
 from tests.members import LEASE, Fleet, Hook, weights
 from tests.sources import LocalSource
 from tests.unit.fake_cuda import FOLDER, FakeGpu
@@ -43,11 +44,11 @@ class Stage:
         commit_s: float = COMMIT_S,
     ) -> None:
         self.backend = backend
-        self.place = Place(machine(), ("GPU-0",) if backend == "cuda-ipc" else ())
+        self.place = place(backend, "newcomer")
         self.fleet = Fleet(backend)
         # Each tensor a bucket of its own.
         # The digest that a GPU would compute takes a CPU much longer than its own.
-        self._mib = 4 if backend == "cuda-ipc" else MIB
+        self._mib = 4 if backend in ("cuda-ipc", "nccl") else MIB
         options: dict[str, Any] = {"bucket_bytes": self._mib << 17, "stall_s": stall_s, "cuda": FakeGpu.of(backend)}
         self.source = LocalSource(weights(0, self._mib), backend=backend, **options)
         config = WeightsConfig(
@@ -85,7 +86,9 @@ async def three(backend: str, **deadlines: float) -> AsyncIterator[Stage]:
     await stage.fleet.end()
 
 
-@pytest.fixture(params=["gloo", "ipc", pytest.param("cuda-ipc", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    params=["gloo", "ipc", *(pytest.param(its, marks=pytest.mark.exhaustive) for its in ("cuda-ipc", "nccl"))]
+)
 async def stage(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[Stage]:
@@ -104,16 +107,16 @@ of its own, or sooner by questions meanwhile."""
 MORE = pytest.mark.exhaustive
 # Each phase, each fault and each backend; a transfer that a member freezes in has tests of its own below.
 ALWAYS = {("discover", "killed", "gloo"), ("prepare", "frozen", "gloo"), ("commit", "killed", "ipc")}
-ALWAYS |= {("transfer", "killed", "cuda-ipc")}
+ALWAYS |= {("transfer", "killed", "cuda-ipc"), ("transfer", "killed", "nccl")}
 LOST = [
     pytest.param(phase, fault, backend, marks=() if (phase, fault, backend) in ALWAYS else MORE)
     for phase in PHASES
     for fault in FAULTS
-    for backend in ("gloo", "ipc", "cuda-ipc")
+    for backend in ("gloo", "ipc", "cuda-ipc", "nccl")
 ]
 # What does not depend on how bytes travel is tried with either backend before a release.
 either = pytest.mark.parametrize(
-    "stage", ["gloo", *(pytest.param(backend, marks=MORE) for backend in ("ipc", "cuda-ipc"))], indirect=True
+    "stage", ["gloo", *(pytest.param(backend, marks=MORE) for backend in ("ipc", "cuda-ipc", "nccl"))], indirect=True
 )
 
 
@@ -132,12 +135,13 @@ async def test_a_member_lost_before_a_phase_costs_one_attempt_at_most(stage: Sta
     assert await stage.fleet.versions() == {"a": 3, "c": 3}
 
 
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=MORE)])  # ipc has no middle
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fault: str) -> None:
+async def test_a_member_lost_in_the_middle_of_the_transfer_costs_one_attempt(fault: str, backend: str) -> None:
     """The silence is noticed at weights.stall_s, not at the end of the phase. The others answer the abort when their
     own transfers have failed, at stall_s at the latest, which control_s leaves room for."""
     control_s = STALL_S + CONTROL_S
-    async with three("gloo", control_s=control_s) as stage:  # ipc has no middle
+    async with three(backend, control_s=control_s) as stage:
         stage.source.midway = lambda: stage.fleet.members["b"].signal(FAULTS[fault])
         report = await stage.push(2)
         assert (report.attempts, report.replicas) == (2, ("a", "c"))
@@ -267,7 +271,7 @@ async def test_a_newcomer_joins_between_pushes_and_one_that_dies_on_the_way_does
     joining.clear()
     stage.fleet.members["e"].signal(signal.SIGSTOP)
     # Where weights are sent, the sender finds out; shared memory is open to any reader.
-    with pytest.raises(Internal) if stage.backend == "gloo" else nullcontext():
+    with pytest.raises(Internal) if stage.backend in ("gloo", "nccl") else nullcontext():
         await stage.pusher.add_newcomers({"e": Applicant(1, stage.place)}, join)
     stage.fleet.members["e"].signal(signal.SIGKILL)
     await asyncio.gather(*joining, return_exceptions=True)

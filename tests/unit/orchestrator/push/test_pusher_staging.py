@@ -35,7 +35,7 @@ class OneReplica:
     """A rollout client of one replica in this process."""
 
     def __init__(self, backend: str) -> None:
-        self.engine = StagingEngine(backend, torch.device("cpu"))
+        self.engine = StagingEngine(backend, torch.device("cpu"), "replica")
         self.member = WeightMember(self.engine, "a", "127.0.0.1")  # type: ignore[arg-type]
 
     async def update_weights(self, timeout_s: float, members: Any = (), **phase: Any) -> list[pb.WeightReport]:
