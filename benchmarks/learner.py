@@ -36,9 +36,10 @@ from services.common.learner.minibatches import minibatches
 from services.common.learner.shards import Pass
 from services.common.models.device import default_device
 from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal, response_logits
+from services.common.models.loading import load_causal
 from services.common.models.numerics import logprobs_of, masked_sum
 from services.common.models.sequences import pad_pairs, pad_rows
+from tests.response_logits import response_logits
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 console = Console()

@@ -92,13 +92,12 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
 
 def mismatch(model: Any, prompts: list[Any], responses: list[Any], logprobs: list[Any], where: torch.device) -> float:
     """Mean over response tokens of the difference between the engine's log-probs and those of transformers' model."""
-    from services.common.models.loading import response_logits
-    from services.common.models.numerics import logprobs_of
+    from services.common.models.distribution import Distribution
     from services.common.models.sequences import pad_pairs
 
     pairs = pad_pairs(prompts, responses, where)
     with torch.no_grad():
-        rows = pairs.unpad(logprobs_of(response_logits(model, pairs), pairs.response_ids))
+        rows = pairs.unpad(Distribution().asked_of(model, pairs)[0])
     return float(np.abs(np.concatenate(rows) - np.concatenate(logprobs)).mean())
 
 

@@ -28,9 +28,10 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal, response_logits
+from services.common.models.loading import load_causal
 from services.common.models.numerics import logprobs_of, masked_sum
 from services.common.models.sequences import PairTensors, concatenate_pairs
+from tests.response_logits import response_logits
 
 MODULE = "benchmarks.gpu.training"
 OPTIMIZER = OptimizerConfig(learning_rate=1e-6)

@@ -18,7 +18,7 @@ from services.common.learner.minibatches import Means, minibatches, tokens_train
 from services.common.learner.shards import Pass
 from services.common.models.background import in_background
 from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal, load_tokenizer, response_logits
+from services.common.models.loading import load_causal, load_tokenizer
 from services.common.models.numerics import masked_sum
 from services.common.models.sequences import PairTensors
 from services.common.ranks.ranks import Ranks
@@ -113,9 +113,8 @@ class PolicyTrainer:
         for each in self._learner.passes(prompts, responses):
             rows = each.rows
             pairs = self._learner.tensors([prompts[i] for i in rows], [responses[i] for i in rows])
-            logits = response_logits(self._learner.model, pairs)
+            logprobs, _ = distribution.asked_of(self._learner.model, pairs)
             if each.counts:
-                logprobs = distribution.logprobs(logits, pairs)
                 by_row |= dict(zip(rows, pairs.unpad(logprobs), strict=True))
         return self._learner.shared(by_row, [len(response) for response in responses])
 
@@ -188,13 +187,12 @@ class PolicyTrainer:
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
         ppo, mask = self._ppo, micro.mask
-        logits = response_logits(self._learner.model, micro.pairs)
         measured: dict[str, torch.Tensor] = {}
-        if ppo.entropy_coef > 0:
-            new_logprobs, entropies = self._distribution.with_entropy(logits, micro.pairs)
+        new_logprobs, entropies = self._distribution.asked_of(
+            self._learner.model, micro.pairs, entropy=ppo.entropy_coef > 0
+        )
+        if entropies is not None:
             measured["entropy"] = masked_sum(entropies, mask) / micro.tokens
-        else:  # the sum over the vocabulary would take a fifth of the pass
-            new_logprobs = self._distribution.logprobs(logits, micro.pairs)
         if self._keeping and micro.rows:
             self._computed.append((micro, new_logprobs.detach()))
         old_logprobs = self._old_logprobs(micro, new_logprobs)

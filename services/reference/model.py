@@ -10,7 +10,7 @@ import torch
 from services.common.models.distribution import Distribution
 from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.linear import use_onednn
-from services.common.models.loading import load_causal, max_length, response_logits
+from services.common.models.loading import load_causal, max_length
 from services.common.models.offload import Residence
 from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats, Ints
@@ -83,6 +83,6 @@ class FrozenModel:
 
     def _of(self, questions: Sequence[Question], distribution: Distribution) -> list[Floats]:
         def compute(pairs: PairTensors) -> list[Floats]:
-            return pairs.unpad(distribution.logprobs(response_logits(self.model, pairs), pairs))
+            return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
 
         return self._passes.run(compute, questions, distribution)

@@ -29,6 +29,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.pushes": (*TINY, "--rounds", "1"),
     "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
+    "head": ("--rounds", "1", "--largest", "4096"),
     "in_flight": ("--rounds", "1", "--pushes", "1", "--requests", "4", "--tokens", "10"),
     "kept_tokens": ("--case", "demo", "--rounds", "1", "--updates", "2"),
     "lag": ("--seeds", "0", "--lag", "1", "--steps", "2", "--corrections", "none,tis", "--plot", "lag.svg"),

@@ -11,9 +11,11 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.common.config.base import ConfigError
+from services.common.models.head import Asked
 from services.common.models.loading import load_config
 from services.common.models.numerics import by_time, check_logits, shannon, tempered
 from services.common.models.sequences import PairTensors
+from services.common.models.tiles import Softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,24 @@ class Distribution:
     """Fewest tokens of a response: end tokens have probability 0 before this many."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
+
+    def asked_of(self, model: Any, pairs: PairTensors, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """[R, C], the log-probs of the response tokens under `model`, which `load_causal` loaded; and Shannon's
+        entropy of the whole distribution there, [R, C], or None if it is not asked for. Both at least in float32.
+
+        Computed in the model's head without logits (`linear_logprobs`), or from the logits if it has another head.
+        """
+        early = pairs.steps < self.min_new_tokens if self.min_new_tokens and self.end_ids else None
+        softmax = Softmax(self.temperature, size=self.vocabulary, ends=self.end_ids)
+        asked = Asked(
+            softmax, pairs.response_ids, None if early is None else early.expand_as(pairs.response_ids), entropy
+        )
+        answer = model(**pairs.inputs, use_cache=False, logits_to_keep=pairs.predictors, asked=asked)
+        if isinstance(answer, Tensor):
+            return answer[..., 0], answer[..., 1] if entropy else None
+        if entropy:
+            return self.with_entropy(answer.logits, pairs)
+        return self.logprobs(answer.logits, pairs), None
 
     def logprobs(self, logits: Tensor, pairs: PairTensors) -> Tensor:
         """[R, C]: log-probs of the response tokens, at least in float32, from the `logits` [R, C, V] before them."""

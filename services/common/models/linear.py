@@ -19,9 +19,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # as nn.Linear calls it
         """[..., in] -> [..., out]."""
-        single = input.dtype == self.weight.dtype == torch.float32
-        rows = input.numel() // self.in_features
-        if single and input.device.type == "cpu" and rows * self.weight.numel() >= LEAST_PRODUCTS:
+        if _is_large(input, self.weight):
             product: torch.Tensor = _Product.apply(input, self.weight, self.bias)
             return product
         return super().forward(input)
@@ -66,6 +64,18 @@ def _is_faster(cpuinfo: Path) -> bool:
         return False
     said = cpuinfo.read_text()
     return "AuthenticAMD" in said and "avx512f" in said.split()
+
+
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., in] -> [..., out]: input @ weight.T + bias, without a gradient; by oneDNN where OneDnnLinear would be."""
+    if _is_large(input, weight) and _is_faster(CPUINFO):
+        return multiply(input, weight, bias)
+    return nn.functional.linear(input, weight, bias)
+
+
+def _is_large(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    single = input.dtype == weight.dtype == torch.float32 and input.device.type == "cpu"
+    return single and bool(input.numel() // weight.shape[1] * weight.numel() >= LEAST_PRODUCTS)
 
 
 def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

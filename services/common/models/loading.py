@@ -11,8 +11,8 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from services.common.config.base import ConfigError
 from services.common.models.attention import packed, padded
+from services.common.models.head import answer_in_head
 from services.common.models.reading import check_sizes, reading
-from services.common.models.sequences import PairTensors
 
 _KERNELS = ("_attn_implementation", "_experts_implementation")
 """Properties of a configuration that name code: part of transformers, or with a slash a repository of a hub."""
@@ -24,13 +24,15 @@ def load_causal(
     """The language model in `path`, in host memory; with `spread`, its layers divided over all visible GPUs.
 
     A spread model takes its inputs and gives its outputs on the first GPU, and computes on one GPU after the other.
-    A model loaded with `packing` is called on packed pairs.
+    A model loaded with `packing` is called on packed pairs. It answers questions in its head (`answer_in_head`).
 
     Raises:
         ConfigError: the folder holds no language model that loads, the attention is unknown, or the model cannot take
             packed pairs.
     """
-    return _load(AutoModelForCausalLM, path, dtype, attention, packing, "auto" if spread else None)
+    model = _load(AutoModelForCausalLM, path, dtype, attention, packing, "auto" if spread else None)
+    answer_in_head(model)
+    return model
 
 
 def load_config(path: str) -> Any:
@@ -165,9 +167,3 @@ def load_tokenizer(path: str) -> Any:
 def max_length(model: nn.Module) -> int:
     """Longest sequence the model takes, in tokens."""
     return int(getattr(model.config, "max_position_embeddings", 1 << 30))  # type: ignore[arg-type]
-
-
-def response_logits(model: Any, pairs: PairTensors) -> torch.Tensor:
-    """[R, C, V]: for each column the logits that predict its response token."""
-    logits: torch.Tensor = model(**pairs.inputs, logits_to_keep=pairs.predictors, use_cache=False).logits
-    return logits

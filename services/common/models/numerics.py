@@ -101,6 +101,11 @@ def check_logits(logits: Tensor, temperature: float) -> None:
     """ValueError unless logits are [B, T, V], and the temperature is more than 0 and finite."""
     if logits.dim() != 3:
         raise ValueError(f"logits must be [B, T, V], got {list(logits.shape)}")
+    check_temperature(temperature)
+
+
+def check_temperature(temperature: float) -> None:
+    """ValueError unless the temperature is more than 0 and finite."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be > 0 and finite, got {temperature}: greedy has no log-probs")
 

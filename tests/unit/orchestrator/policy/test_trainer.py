@@ -12,7 +12,9 @@ import torch
 from orchestrator.config.algorithm import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from services.common.models import distribution as modelled
+from services.common.models import head, tiles
 from services.common.models.numerics import shannon
+from services.common.models.tiles import linear_logprobs
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
@@ -168,6 +170,12 @@ def test_the_whole_distribution_is_added_up_only_for_a_bonus(
     assert counted.call_count == 0
     make_trainer(policy_folder, entropy_coef=0.1).train(batch, seed=0)
     assert counted.call_count == 1
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", 1)
+    counted = Mock(side_effect=linear_logprobs)
+    monkeypatch.setattr(head, "linear_logprobs", counted)
+    for coefficient in (0.0, 0.1):
+        make_trainer(policy_folder, entropy_coef=coefficient).train(batch, seed=0)
+    assert [call.kwargs["entropy"] for call in counted.call_args_list] == [False, True]
 
 
 def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Path, batch: PolicyBatch) -> None:

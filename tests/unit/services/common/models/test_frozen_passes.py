@@ -12,7 +12,7 @@ from services.common.models.attention import packed
 from services.common.models.attention.prefixes import Past
 from services.common.models.distribution import Distribution
 from services.common.models.frozen_passes import FrozenPasses
-from services.common.models.loading import load_causal, response_logits
+from services.common.models.loading import load_causal
 from services.common.models.scalar import load_scalar
 from services.common.models.sequences import PairTensors
 from services.common.wire.codec import Floats
@@ -53,7 +53,7 @@ class Counted:
     def _compute(self, pairs: PairTensors) -> list[Floats]:
         self.tokens += pairs.input_ids.numel()
         with torch.inference_mode():
-            return pairs.unpad(DISTRIBUTION.logprobs(response_logits(self.model, pairs), pairs))
+            return pairs.unpad(DISTRIBUTION.asked_of(self.model, pairs)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

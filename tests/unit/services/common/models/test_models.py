@@ -23,12 +23,13 @@ from transformers.utils import is_flash_attn_2_available
 from services.common.config.base import ConfigError
 from services.common.models.attention.packed import packed_attention
 from services.common.models.attention.padded import NAME as PADDED
-from services.common.models.loading import load_body, load_causal, load_tokenizer, max_length, response_logits
+from services.common.models.loading import load_body, load_causal, load_tokenizer, max_length
 from services.common.models.scalar import ScalarModel, load_scalar, load_value
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
 from tests.families import FAMILIES
 from tests.models import EOS, MAX_LENGTH, PAD, make_policy, make_tokenizer
+from tests.response_logits import response_logits
 
 PROMPTS = [[1, 5, 6, 7], [1, 8], [9]]
 RESPONSES = [[10, EOS], [11, PAD, 12, PAD], [PAD]]
