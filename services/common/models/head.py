@@ -20,7 +20,7 @@ class Asked:
     early: Tensor | None
     """[R, C] bool, True where `softmax.ends` have probability 0; None: nowhere."""
     entropy: bool
-    """Whether the entropy is asked for too."""
+    """True if the entropy is asked for too."""
 
 
 class LogprobHead(nn.Linear):
@@ -88,8 +88,8 @@ class _States:
 
 @torch.no_grad()
 def _cap(model: Any, head: nn.Linear) -> tuple[bool, float | None]:
-    """Whether the model's logits are its head's, capped or not, and the cap: the model is called on states that are
-    drawn, in place of its decoder's."""
+    """Finds out, by a call on states that are drawn in place of the decoder's, if the model's logits are its head's,
+    capped or not; returns True if so, and the cap."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
     cap = getattr(config, "final_logit_softcapping", None)
     drawn = torch.randn(1, 1, head.in_features, generator=torch.Generator().manual_seed(0))

@@ -100,7 +100,7 @@ def linear_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What a tile's scores depend on besides states and weights."""
+    """The parts on which a tile's scores depend besides states and weights."""
 
     softmax: Softmax
     ids: Tensor

@@ -61,7 +61,7 @@ def test_each_family_answers_as_from_its_logits(name: str, tmp_path: Path) -> No
 
 
 def answers(model: Any) -> tuple[bool, bool]:
-    """Whether the model's head is a LogprobHead, and whether it computes the log-probs."""
+    """Returns True twice if the model's head is a LogprobHead, and if it computes the log-probs."""
     pairs = pairs_for(False)
     asked: list[heads.Asked] = []
 

@@ -27,7 +27,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_gradients_are_those_of_finite_differences(tile: int | None, entropy: bool, cap: float | None) -> None:
-    """Of states, weights and bias; with padding (9, 10) and ends that come too early (2, 3, 4) among the ids."""
+    """Checks states, weights and bias; with padding (9, 10) and ends that come too early (2, 3, 4) among the ids."""
     torch.manual_seed(0)
     softmax = Softmax(0.7, cap=cap, size=9, ends=(2, 3, 4, 20))
 
