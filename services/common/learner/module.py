@@ -22,7 +22,7 @@ from services.common.learner.tensor_parallel import (
     total_norm,
     whole_shape,
 )
-from services.common.models.device import default_device
+from services.common.models.device import default_device, on_device
 from services.common.models.linear import use_onednn
 from services.common.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from services.common.ranks.ranks import Ranks, start_distributed
@@ -198,7 +198,7 @@ class TrainedModule:
         for index, row in rows.items():
             flat[ends[index] - lengths[index] : ends[index]] = row
         # All ranks but one hold zeros, so that the sum is exactly that rank's value.
-        values = self._data.sums(torch.from_numpy(flat).to(self.device)).cpu().numpy()
+        values = self._data.sums(on_device(flat, self.device)).cpu().numpy()
         return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def shapes(self) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -20,6 +21,18 @@ def gpu_count() -> int:
 def share_cores() -> bool:
     """True on a machine without GPUs, where all models compute on the same cores."""
     return not torch.cuda.is_available()
+
+
+def on_device(array: np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The array as a tensor on the device, where it gets `dtype`: narrow numbers are copied and widened there.
+
+    Neither side waits for the other: from pinned memory a GPU copies in the order of its stream, and torch keeps the
+    pinned memory until then. From other memory the host would wait for all that the GPU was given before.
+    """
+    host = torch.from_numpy(array)
+    if torch.device(device).type != "cpu":
+        host = host.pin_memory().to(device, non_blocking=True)
+    return host if dtype is None else host.to(dtype)
 
 
 def gpu_uuid(device: torch.device) -> str:

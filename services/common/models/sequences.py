@@ -10,6 +10,7 @@ import torch
 
 from services.common.models.attention.padded import whole_mask
 from services.common.models.attention.prefixes import Past
+from services.common.models.device import on_device
 from services.common.wire.codec import Ints
 
 Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
@@ -93,7 +94,7 @@ class PairTensors:
         device = self.action_mask.device
         if self.boundaries is None:
             return pad_rows(rows, self.width, device)
-        return torch.from_numpy(np.concatenate(rows).astype(np.float32))[None].to(device)
+        return on_device(np.concatenate(rows).astype(np.float32), device)[None]
 
     def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
         """The entries of `values` [R, C] at response tokens, as B float32 arrays."""
@@ -118,24 +119,24 @@ def pad_pairs(
     each response."""
     seen = _seen(responses, last)
     wide_p, wide_t = _longest(prompts), _longest(responses)
-    input_ids = np.zeros((len(prompts), wide_p + _longest(seen)), np.int64)
-    attention, response_ids = np.zeros_like(input_ids), np.zeros((len(prompts), wide_t), np.int64)
+    input_ids = np.zeros((len(prompts), wide_p + _longest(seen)), np.int32)
+    attention, response_ids = np.zeros_like(input_ids), np.zeros((len(prompts), wide_t), np.int32)
     for row, (prompt, begun, response) in enumerate(zip(prompts, seen, responses, strict=True)):
         tokens = slice(wide_p - len(prompt), wide_p + len(begun))
         input_ids[row, tokens] = np.concatenate([prompt, begun])
         attention[row, tokens] = 1
         response_ids[row, : len(response)] = response
-    positions = np.maximum(attention.cumsum(1) - 1, 0)
+    positions = np.maximum(attention.cumsum(1, np.int32) - 1, 0)
     lengths = tuple(len(response) for response in responses)
     return PairTensors(
-        input_ids=torch.from_numpy(input_ids).to(device),
+        input_ids=on_device(input_ids, device, torch.int64),
         attention_mask=whole_mask(attention.shape, device)
         if attention.all()
-        else torch.from_numpy(attention).to(device),
-        position_ids=torch.from_numpy(positions).to(device),
+        else on_device(attention, device, torch.int64),
+        position_ids=on_device(positions, device, torch.int64),
         predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
-        response_ids=torch.from_numpy(response_ids).to(device),
-        action_mask=torch.from_numpy(np.arange(wide_t) < np.asarray(lengths)[:, None]).to(device),
+        response_ids=on_device(response_ids, device, torch.int64),
+        action_mask=on_device(np.arange(wide_t) < np.asarray(lengths)[:, None], device),
         lengths=lengths,
         steps=torch.arange(wide_t, device=device)[None],
     )
@@ -161,22 +162,22 @@ def concatenate_pairs(
     """
     pairs = list(zip(prompts, _seen(responses, last), strict=True))
     starts, earlier = (past.starts, past.steps) if past else ([0] * len(pairs), [0] * len(pairs))
-    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int64)
+    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int32)
     pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
     ends = list(accumulate(pair_lengths))
     lengths = tuple(len(response) for response in responses)
     prompt_ends = [end - len(response) - 1 for end, (_, response) in zip(ends, pairs, strict=True)]
     predictors = _counted(prompt_ends, lengths)
     return PairTensors(
-        input_ids=torch.from_numpy(ids)[None].to(device),
+        input_ids=on_device(ids, device, torch.int64)[None],
         attention_mask=None,
-        position_ids=torch.from_numpy(_counted(starts, pair_lengths))[None].to(device),
-        predictors=torch.from_numpy(predictors).to(device),
-        response_ids=torch.from_numpy(np.concatenate(responses).astype(np.int64))[None].to(device),
+        position_ids=on_device(_counted(starts, pair_lengths), device, torch.int64)[None],
+        predictors=on_device(predictors, device, torch.int64),
+        response_ids=on_device(np.concatenate(responses).astype(np.int32), device, torch.int64)[None],
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
-        steps=torch.from_numpy(_counted(earlier, lengths))[None].to(device),
-        boundaries=torch.from_numpy(np.asarray([0, *ends], np.int32)).to(device),
+        steps=on_device(_counted(earlier, lengths), device, torch.int64)[None],
+        boundaries=on_device(np.asarray([0, *ends], np.int32), device),
         pair_lengths=pair_lengths,
         past=past,
     )
@@ -192,7 +193,10 @@ def _longest(rows: Sequence[Ints]) -> int:
 
 def _counted(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
     """Consecutive numbers from each start on, as many as its length, all end to end."""
-    return np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    counted = [
+        np.arange(start, start + length, dtype=np.int32) for start, length in zip(starts, lengths, strict=True)
+    ]
+    return np.concatenate(counted)
 
 
 def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -200,7 +204,7 @@ def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str 
     padded = np.zeros((len(rows), width), np.float32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
-    return torch.from_numpy(padded).to(device)
+    return on_device(padded, device)
 
 
 def length_batches(

@@ -1,4 +1,5 @@
-"""Counts the waits of training and forward passes for the device: a GPU that is waited for runs out of work."""
+"""Counts the waits of training and forward passes for the device, in both directions, and the bytes copied to it: a
+GPU that is waited for runs out of work."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,10 @@ import torch
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.models import tiles
 from services.common.models.distribution import Distribution
+from services.common.models.loading import load_causal
+from services.common.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from services.reference.config import ReferenceConfig
@@ -19,7 +23,7 @@ from services.reference.model import FrozenModel, Question
 from tests import plain
 from tests.families import FAMILIES, PADDED
 from tests.models import EOS, WORDS
-from tests.unit.device_waits import device_waits
+from tests.unit.device_waits import Copies, device_waits
 
 PROMPTS, RESPONSES = plain.random_pairs(6, seed=4, longest=20)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
@@ -89,6 +93,61 @@ def test_a_forward_pass_waits_for_its_result(folder: Path, distribution: Distrib
         assert waits == {"numpy": passes}
 
 
+def micro_batch(packing: bool) -> tuple[PairTensors, list[torch.Tensor]]:
+    """The tensors of a policy's micro-batch on a device: the pairs, and four numbers of each response token."""
+    pairs = pair_tensors(PROMPTS, RESPONSES, torch.device("meta"), packing=packing, last=False)
+    rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in RESPONSES]
+    return pairs, [pairs.spread(rows) for _ in range(4)] + [pairs.trained([row > 0 for row in rows])]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_micro_batch_is_copied_to_the_device_without_a_wait(packing: bool) -> None:
+    with device_waits() as waits:
+        pairs, others = micro_batch(packing)
+    assert not waits
+    assert {tensor.device.type for tensor in (pairs.input_ids, pairs.steps, *others)} == {"meta"}
+
+
+def test_the_bytes_of_a_packed_micro_batch() -> None:
+    """At the least the host sends each token's id and five numbers of each response token, of four bytes: it also
+    sends each token's position, and of each response token its id again, its column and its index, and the
+    boundaries. Padding is additional."""
+    tokens = sum(len(p) + len(r) - 1 for p, r in zip(PROMPTS, RESPONSES, strict=True))
+    answers = sum(len(response) for response in RESPONSES)
+    sent = {}
+    for packing in (True, False):
+        copies = Copies()
+        with device_waits(copies):
+            micro_batch(packing)
+        sent[packing] = copies.bytes
+    least = 4 * tokens + 20 * answers
+    assert sent[True] == least + 4 * tokens + 12 * answers + 4 * (len(PROMPTS) + 1)
+    assert least < sent[True] < 1.8 * least
+    assert sent[False] > sent[True]
+
+
+@pytest.mark.parametrize("distribution", [WHOLE, MASKED])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_pass_on_the_device_copies_nothing_more_to_it(
+    folder: Path, packing: bool, distribution: Distribution
+) -> None:
+    """Forward and backward pass, with the vocabulary in tiles."""
+    model: Any = load_causal(str(folder), "float32", packing=packing)
+    model.to("meta")
+    with device_waits():
+        pairs, _ = micro_batch(packing)
+    copies = Copies()
+    with device_waits(copies) as waits, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiles.TILE_ELEMENTS, "cuda", 1)
+        patch.setattr(tiles, "LEAST_WIDTH", 13)
+        logprobs, entropies = distribution.asked_of(model, pairs, entropy=True)
+        assert entropies is not None
+        (logprobs.sum() + entropies.sum()).backward()
+    assert not waits
+    assert copies.bytes == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_what_waits_is_counted() -> None:
     data = torch.arange(6.0)
     with device_waits() as waits:
@@ -103,3 +162,21 @@ def test_what_waits_is_counted() -> None:
         data.numpy()
     expected = {"_local_scalar_dense": 4, "index": 1, "nonzero": 1, "tolist": 1, "tensor": 1, "numpy": 1}
     assert waits == expected
+
+
+def test_copies_to_the_device_wait_unless_they_are_pinned_and_told_not_to() -> None:
+    data, there, copies = torch.arange(6.0), torch.zeros(6, device="meta"), Copies()
+    with device_waits(copies) as waits:
+        data.to("meta")
+        data.to("meta", non_blocking=True)
+        data.pin_memory().to("meta")
+        there.copy_(data)
+        there.copy_(data, non_blocking=True)
+    assert waits == {"to device": 5}
+    with device_waits(copies) as waits:
+        data.pin_memory().to("meta", non_blocking=True)
+        there.copy_(data.pin_memory(), non_blocking=True)
+        there.to(torch.float64)
+        data.to(torch.float64)
+    assert not waits
+    assert copies.bytes == 7 * 24
