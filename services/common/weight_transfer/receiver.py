@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -149,7 +148,8 @@ class GroupReceiver:
                         digests[numbers[turn - len(carriers)]].result()  # then its carrier is free
                     arriving = carriers[turn % len(carriers)][: len(arriving)]
                 groups[sender].broadcast(arriving)
-                digests[number] = stagers.submit(self._staged_from, arriving, buckets[number])
+                stage = partial(self._staged_from, arriving, buckets[number])
+                digests[number] = stagers.submit(_beside(arriving.device, stage))
             return digests
 
         with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
@@ -171,10 +171,9 @@ class GroupReceiver:
 
     def _staged_from(self, arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
         """Stages a bucket that has arrived; returns its digest."""
-        with _beside_other_work(arrived.device):
-            if arrived is not staged:
-                staged.copy_(arrived, non_blocking=True)
-            return self.digest(arrived)  # on a GPU it waits for the copy as well
+        if arrived is not staged:
+            staged.copy_(arrived, non_blocking=True)
+        return self.digest(arrived)  # on a GPU it waits for the copy as well
 
     def digest(self, data: torch.Tensor) -> bytes:
         """A bucket's digest, as the sender computes it: on the GPU to which it was brought, or on the host."""
@@ -235,9 +234,21 @@ class GroupReceiver:
         self._groups = []
 
 
-def _beside_other_work(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which a GPU's work waits for no earlier work, such as the arrival of the next bucket."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+def _beside(device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:
+    """The work for another thread: on a GPU it comes after all that was given to this thread's stream so far, and
+    beside all that will be, such as the arrival of the next bucket."""
+    if device.type != "cuda":
+        return work
+    before = torch.cuda.Event()
+    before.record(torch.cuda.current_stream(device))
+
+    def done() -> bytes:
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(before)
+        with torch.cuda.stream(stream):
+            return work()
+
+    return done
 
 
 def _heed(groups: Sequence[Group], left: threading.Event) -> None:

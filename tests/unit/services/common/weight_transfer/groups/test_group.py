@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.common.weight_transfer.groups.nccl import GIVE_UP, SETTINGS, envir
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.receiver import GroupReceiver, Joining
+from services.common.weight_transfer.receiver import GroupReceiver, Joining, _beside
 from services.common.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 
@@ -387,6 +388,56 @@ def test_a_bucket_arrives_while_the_one_before_is_staged(monkeypatch: pytest.Mon
     assert received == [checksum(pair.sender._digests)]
     assert pair.loaded() == EXPECTED
     pair.close()
+
+
+def test_a_gpu_stages_a_bucket_once_it_is_there_and_beside_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order in which CUDA is told; there is none here to keep it."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            told.append(f"another stream of {device}")
+
+        def wait_event(self, event: "Event") -> None:
+            told.append("waits for it")
+
+    class Event:
+        def record(self, stream: str) -> None:
+            told.append(f"mark {stream}")
+
+    @contextmanager
+    def using(stream: Stream) -> Iterator[None]:
+        told.append("in")
+        yield
+        told.append("out")
+
+    fakes = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": using,
+        "current_stream": lambda device: "the arrivals' stream",
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def work() -> bytes:
+        told.append("work")
+        return b"digest"
+
+    done = _beside(torch.device("cuda", 1), work)
+    told.append("the next bucket")
+    assert done() == b"digest"
+    assert told == [
+        "mark the arrivals' stream",
+        "the next bucket",
+        "another stream of cuda:1",
+        "waits for it",
+        "in",
+        "work",
+        "out",
+    ]
 
 
 def test_a_newcomer_gets_the_copy_while_the_sender_goes_on() -> None:
