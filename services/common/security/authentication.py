@@ -43,12 +43,17 @@ class Directory:
             Unauthenticated: the call has neither, or the policy does not know it, or the certificate has expired or
                 was withdrawn.
         """
-        name = self._of_certificate(auth_context) or self._of_token(metadata)
+        token = _token(metadata)
+        name = self._of_certificate(auth_context) or self._of_token(token)
         if name is None:
+            reason = (
+                "no client certificate or bearer token that the policy names came with the call"
+                if token is None
+                else "the policy does not name the bearer token that came with the call, or no longer"
+            )
             raise Unauthenticated(
-                "no client certificate or bearer token that the policy names came with the call; set "
-                "QUARTET_CREDENTIALS to the file of a caller's credentials, or call from the folder in "
-                "which `quartet up` ran"
+                f"{reason}; set QUARTET_CREDENTIALS to the file of a caller's credentials, or call from the folder "
+                "in which `quartet up` ran"
             )
         return Caller(name, self.policy.identities[name].role)
 
@@ -73,17 +78,22 @@ class Directory:
             return name
         return None
 
-    def _of_token(self, metadata: Iterable[tuple[str, Any]]) -> str | None:
-        given = next((value for key, value in metadata if key == AUTHORIZATION), None)
-        if not isinstance(given, str) or not given.startswith(_BEARER):
+    def _of_token(self, token: str | None) -> str | None:
+        if token is None:
             return None
-        proof = digest(given.removeprefix(_BEARER))
+        proof = digest(token)
         match = None
         # Every digest is compared, each in constant time, so that the time reveals nothing about the tokens.
         for known, name in self._by_token:
             if hmac.compare_digest(known, proof):
                 match = name
         return match
+
+
+def _token(metadata: Iterable[tuple[str, Any]]) -> str | None:
+    """The bearer token that came with a call."""
+    given = next((value for key, value in metadata if key == AUTHORIZATION), None)
+    return given.removeprefix(_BEARER) if isinstance(given, str) and given.startswith(_BEARER) else None
 
 
 @lru_cache(maxsize=256)

@@ -52,11 +52,19 @@ class Keys:
                 for 10 minutes, and the token before until the next one is made, so that callers can change over.
 
         Raises:
-            ConfigError: the folder holds something other than keys, or its policy uses the other kind of proof.
+            ConfigError: the folder holds something other than keys, its policy uses the other kind of proof, or a
+                client of which keys are to be withdrawn is not in it.
         """
         for name in clients:
             check_name(name)
         before = self._before(hosts, tokens)
+        listed = {} if before is None else before.identities
+        # With a slip in its name, the keys that leaked would stay valid, and the command end as if they did not.
+        if withdraw and (others := [name for name in clients if name not in listed]):
+            raise ConfigError(
+                f"--withdraw: {self.policy} has no caller {', '.join(others)}; its callers are "
+                f"{', '.join(sorted(listed)) or 'none'}"
+            )
         make_private(self.folder)
         authority = Authority.open(self.folder / "ca")
         if hosts:

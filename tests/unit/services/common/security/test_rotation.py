@@ -270,7 +270,9 @@ async def test_a_withdrawn_token_is_refused_at_the_next_call(tmp_path: Path) -> 
         for caller in (channel, other):
             assert (await outcome(ask(caller, "Reward/Score")))[0] is StatusCode.OK
         file.write_text(leaked)
-        assert (await outcome(ask(channel, "Reward/Score")))[0] is StatusCode.UNAUTHENTICATED
+        code, reason = await outcome(ask(channel, "Reward/Score"))
+        assert code is StatusCode.UNAUTHENTICATED
+        assert reason.startswith("the policy does not name the bearer token that came with the call, or no longer; ")
 
 
 def test_a_certificate_that_expires_during_a_session_is_refused(tmp_path: Path) -> None:

@@ -75,7 +75,10 @@ def test_keys_are_withdrawn_from_callers_that_are_named(tmp_path: Path) -> None:
     before = (tmp_path / "policy.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"^--withdraw: name the callers"):
         list(make_keys(tmp_path, [], ["::1"], tokens=False, days=1, withdraw=True))
+    with pytest.raises(ConfigError, match=r"^--withdraw: .*policy\.yaml has no caller mee; its callers are me$"):
+        list(make_keys(tmp_path, ["me=trainer", "mee=trainer"], [], tokens=False, days=1, withdraw=True))
     assert (tmp_path / "policy.yaml").read_bytes() == before
+    assert not (tmp_path / "clients" / "mee").exists()
 
 
 def test_a_folder_of_keys_that_cannot_be_made_is_named(tmp_path: Path) -> None:
