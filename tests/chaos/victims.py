@@ -1,13 +1,13 @@
 """The processes of a quartet and its run, by kind."""
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import psutil
 
 from orchestrator.deployment import cluster as ray_cluster
 from tests.cluster import Quartet
-from tests.preloaded import fork_of
+from tests.preloaded import all_of, fork_of
 
 SERVED = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
 """Application -> deployment."""
@@ -52,11 +52,11 @@ def victims(quartet: Quartet, kind: str, replica: int | None) -> list[int]:
     assert replica is not None
     with contextlib.suppress(psutil.NoSuchProcess):
         if kind == "engine":
-            return _children(replica, "spawn_main")[:1]
+            return _children(replica, "spawn_main")
         if kind == "rollout and engine":
-            return [*_children(replica, "spawn_main")[:1], replica]
+            return [*_children(replica, "spawn_main"), replica]
         if kind == "critic rank":
-            return _children(replica, "process_rank")[:1]
+            return _children(replica, "process_rank", all_of)
         return [replica]
     return []
 
@@ -71,9 +71,13 @@ def titled(quartet: Quartet, title: str) -> list[int]:
     return found
 
 
-def _children(pid: int, word: str) -> list[int]:
+def _children(
+    pid: int, word: str, which: Callable[[psutil.Process], list[psutil.Process]] = lambda child: [fork_of(child)]
+) -> list[int]:
+    """Process ids of the first child with this word in its command, as `which` gives them."""
     children = psutil.Process(pid).children(recursive=True)
-    return [fork_of(child).pid for child in children if word in " ".join(child.cmdline())]
+    found = [child for child in children if word in " ".join(child.cmdline())]
+    return [process.pid for child in found[:1] for process in which(child)]
 
 
 def _lives(pid: int) -> bool:

@@ -18,7 +18,7 @@ from protos import rollout_pb2 as pb
 from services.common.folders import MARKER
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.commands import PATIENCE_S, finished
-from tests.preloaded import fork_of
+from tests.preloaded import all_of, fork_of
 from tests.runs import STEPS, Run, assert_same
 
 
@@ -159,7 +159,9 @@ async def test_a_critics_rank_that_is_lost(
     replica = named(quartet, "ray::ServeReplica:critic")
     [rank] = [child for child in replica.children(recursive=True) if "process_rank" in " ".join(child.cmdline())]
     lost = fork_of(rank)
-    lost.send_signal(number)
+    for part in all_of(rank):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            part.send_signal(number)
     again.wait(again.interrupted(1), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     await eventually(partial(ended, lost), PATIENCE_S)

@@ -53,6 +53,13 @@ def make_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="pre-", dir=os.environ.get("RAY_TMPDIR")))
 
 
+def all_of(process: psutil.Process) -> list[psutil.Process]:
+    """What stands for one process: the fork that a launcher waits for and the launcher, or the process itself. A
+    signal that stops the process has to reach each of them."""
+    fork = fork_of(process)
+    return [process] if fork == process else [fork, process]
+
+
 def fork_of(process: psutil.Process) -> psutil.Process:
     """The fork that a launcher waits for; any other process itself."""
     name, _, pid = process.name().partition(" ")

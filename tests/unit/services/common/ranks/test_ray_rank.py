@@ -1,13 +1,19 @@
 """Errors of a rank that is a Ray actor: those of its method, and those that say that it is lost."""
 
 import asyncio
+import signal
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import ray
 from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from services.common.ranks.group import RankDied
-from services.common.ranks.ray_rank import _answer
+from services.common.ranks.ray_rank import RayRank, _answer
+from services.common.ranks.stopped import is_stopped
 from services.common.wire.errors import InvalidArgument
+from tests.unit.waiting import until
 
 
 async def raising(error: Exception) -> None:
@@ -36,3 +42,46 @@ async def test_an_error_of_its_method_is_raised_as_it_is() -> None:
     with pytest.raises(InvalidArgument) as caught:
         await _answer(raising(RayTaskError("run", "Traceback", cause)))
     assert caught.value is cause
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("node", "stopped"), [("here", True), ("elsewhere", False)])
+async def test_a_process_that_a_signal_has_stopped_is_seen_on_this_machine_only(
+    monkeypatch: pytest.MonkeyPatch, node: str, stopped: bool
+) -> None:
+    """A process id says nothing about another machine's processes."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    killed: list[object] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+
+    async def place() -> tuple[str, int]:
+        return node, process.pid
+
+    async def run() -> int:
+        return 7
+
+    rank = object.__new__(RayRank)
+    remote = SimpleNamespace(remote=place)
+    rank._actor = SimpleNamespace(place=SimpleNamespace(options=lambda **_: remote), run=SimpleNamespace(remote=run))
+    rank._placed = None
+    try:
+        assert not rank.stopped  # it has not begun
+        assert await rank.call("run") == 7
+        await until(lambda: rank._placed and rank._placed.done())
+        assert not rank.stopped
+        process.send_signal(signal.SIGSTOP)
+        if stopped:
+            await until(lambda: rank.stopped)
+            rank.kill()
+            assert await process.wait() == -signal.SIGKILL
+        else:
+            await until(lambda: is_stopped(psutil.Process(process.pid)))
+            assert not rank.stopped
+            rank.kill()
+            assert process.returncode is None
+        assert killed == [rank._actor]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
