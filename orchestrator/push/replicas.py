@@ -154,9 +154,11 @@ class Replicas:
             log.warning("replicas keep their memory during the update: %s", "; ".join(failures))
 
     async def score(self, members: Collection[str], probe: pb.Probe) -> list[pb.WeightReport]:
-        """The members' scores of the probe's sequences; empty if the call fails or a member stands still."""
+        """The members' scores of the probe's sequences; empty if the call fails or a member stands still. Others, which
+        hold other weights, would disprove one that took the push."""
         try:
-            return await self._heard(self._config.timeout_s, members, probe=probe)
+            reports = await self._heard(self._config.timeout_s, members, probe=probe)
+            return [report for report in reports if report.replica in members]
         except ServiceError as error:
             log.warning("probe: %s", error)
             return []

@@ -190,6 +190,26 @@ async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: Fak
     assert "computes with other weights than were pushed" in told
 
 
+async def test_a_newcomer_is_not_compared_with_a_replica_that_missed_the_push(source: FakeSource) -> None:
+    """It would be refused for ever, and with it the only replica that could serve the run, if all that took the push
+    have died since."""
+    fleet = Fleet(source, a=1)
+    pusher = make_pusher(fleet, prover=make_prover(source))
+    fleet.afterwards = {"discover": lambda: fleet.add(late=1)}
+    assert (await pusher.push(1)).replicas == ("a",)
+    fleet.remove("a")
+    fleet.engines["late"].off_by = 0.25  # it holds older weights
+    fleet.add(b=1)
+    taken: dict[str, Ticket] = {}
+
+    async def deliver(tickets: dict[str, Ticket | None]) -> None:
+        taken.update({name: ticket for name, ticket in tickets.items() if ticket})
+
+    await pusher.add_newcomers({"b": Applicant(1, Place("m"))}, deliver)
+    assert await _receive(fleet.members["b"], taken["b"], fleet.lease) == ""
+    assert fleet.versions == {"late": 0, "b": 1}
+
+
 async def test_a_push_without_proof_costs_the_learner_nothing(source: FakeSource) -> None:
     asked = []
 
