@@ -13,6 +13,7 @@ import ray
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
+from orchestrator.commands.halted import ending_halted_ranks
 from orchestrator.commands.lease import Hold, holding
 from orchestrator.commands.patience import Patience, described, patience_of, reasons
 from orchestrator.commands.restarts import Restarts, is_loss
@@ -217,7 +218,8 @@ class Run:
 
     async def _policy(self, attempt: int) -> Policy:
         try:
-            return await Policy.start(self._config, self.inputs.distribution)
+            async with ending_halted_ranks(running()):
+                return await Policy.start(self._config, self.inputs.distribution)
         except ResourceExhausted as error:
             if attempt == 0:
                 raise
