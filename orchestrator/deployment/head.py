@@ -80,7 +80,7 @@ def _environment() -> dict[str, str]:
         # Makes the gRPC proxy listen on QUARTET_GRPC_HOST, 127.0.0.1 when unset.
         CALLBACK_VARIABLE: CALLBACK,
         # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         # The same for one that stands still, whose checks have no answer; the default is 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
         # Serve's controller then waits for a proxy that stands still to end by itself; the default is 5 s.
