@@ -154,8 +154,8 @@ class Replicas:
             log.warning("replicas keep their memory during the update: %s", "; ".join(failures))
 
     async def score(self, members: Collection[str], probe: pb.Probe) -> list[pb.WeightReport]:
-        """The members' scores of the probe's sequences; empty if the call fails or a member stands still. Others, which
-        hold other weights, would disprove one that took the push."""
+        """The members' scores of the probe's sequences; empty if the call fails or a member stands still. Other
+        replicas hold other weights, by which one that took the push would be disproved."""
         try:
             reports = await self._heard(self._config.timeout_s, members, probe=probe)
             return [report for report in reports if report.replica in members]
