@@ -54,7 +54,7 @@ def make_folder() -> Path:
 
 
 def all_of(process: psutil.Process) -> list[psutil.Process]:
-    """What stands for one process: the fork that a launcher waits for and the launcher, or the process itself. A
+    """The fork that a launcher waits for and the launcher, which stand for one process, or the process itself. A
     signal that stops the process has to reach each of them."""
     fork = fork_of(process)
     return [process] if fork == process else [fork, process]
