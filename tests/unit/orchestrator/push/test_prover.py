@@ -191,7 +191,7 @@ async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: Fak
 
 
 async def test_a_newcomer_is_not_compared_with_a_replica_that_missed_the_push(source: FakeSource) -> None:
-    """It would be refused for ever, and with it the only replica that could serve the run, if all that took the push
+    """The newcomer would be refused for ever, the only replica that could serve the run if all that took the push
     have died since."""
     fleet = Fleet(source, a=1)
     pusher = make_pusher(fleet, prover=make_prover(source))
