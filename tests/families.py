@@ -19,12 +19,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.models import BOS, EOS, MAX_LENGTH, PAD, WORDS, make_tokenizer
+from tests.models import BOS, EOS, MAX_LENGTH, PAD, ROWS, WORDS, make_tokenizer
 
 ENDS = [EOS, 5, 6]
 """Several ends of a text, as in chat models."""
-PADDED = 96
-"""Entries of a vocabulary that is larger than its tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Family:
     def config(self, **more: Any) -> Any:
         """The configuration of a model, with `more` options."""
         ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": self.ends}
-        return AutoConfig.for_model(self.kind, **{"vocab_size": len(WORDS)} | ids | self.options | more)
+        return AutoConfig.for_model(self.kind, **{"vocab_size": ROWS} | ids | self.options | more)
 
     def _save(self, model: Any, folder: Path) -> Path:
         with torch.no_grad():
@@ -111,8 +109,8 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 FAMILIES = {
     "llama3": Family("llama", _SHAPE | _HEADS | {"rope_parameters": _LLAMA3_ROPE}, ends=ENDS),
-    "qwen2.5": Family("qwen2", _SHAPE | {"tie_word_embeddings": True, "vocab_size": PADDED}),
-    "qwen3": Family("qwen3", _SHAPE | _HEADS | {"vocab_size": PADDED}, tokenizer=make_plain_tokenizer),
+    "qwen2.5": Family("qwen2", _SHAPE | {"tie_word_embeddings": True}),
+    "qwen3": Family("qwen3", _SHAPE | _HEADS, tokenizer=make_plain_tokenizer),
     "qwen3-moe": Family(
         "qwen3_moe",
         _SHAPE
@@ -137,7 +135,7 @@ FAMILIES = {
         },
         packs=False,
     ),
-    "phi3": Family("phi3", _SHAPE | {"vocab_size": PADDED, "resid_pdrop": 0.1, "embd_pdrop": 0.1}, ends=ENDS),
+    "phi3": Family("phi3", _SHAPE | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}, ends=ENDS),
     "mistral": Family("mistral", _SHAPE | _HEADS | {"sliding_window": 16}, packs=False),
     "gpt2": Family(
         "gpt2",

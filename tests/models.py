@@ -1,4 +1,5 @@
-"""Models that fit a test: 64 words, hidden size 64, two heads of 32 (vLLM's CPU attention wants no less), two layers.
+"""Models that fit a test: 64 words, 335 rows, hidden size 64, two heads of 32 (vLLM's CPU attention wants no less),
+two layers.
 
 Their weights are wide and their biases and norms random, so that logits differ clearly between tokens and no
 parameter can be mislaid without changing the output. Imported as `tests.models`: a plain `models` would be the
@@ -24,6 +25,8 @@ from transformers import (
 
 PAD, BOS, EOS, UNK = range(4)
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", *(f"w{index}" for index in range(4, 64)))
+ROWS = len(WORDS) + 271
+"""Rows of the embeddings and the head: more than tokens, as in published models (Qwen 2.5: 271 more)."""
 MAX_LENGTH = 128
 REWARD_MEAN, REWARD_STD = 0.25, 2.0
 
@@ -71,7 +74,7 @@ def make_reward(folder: Path, seed: int = 0, *, labels: int = 1) -> Path:
 
 def _shape() -> dict[str, Any]:
     return {
-        "vocab_size": len(WORDS),
+        "vocab_size": ROWS,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,

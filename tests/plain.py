@@ -28,26 +28,36 @@ def language_model(folder: Path | str) -> Any:
 
 @torch.inference_mode()
 def logprobs(
-    model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], temperature: float = 1.0
+    model: Any,
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    temperature: float = 1.0,
+    vocabulary: int | None = None,
 ) -> list[Floats]:
-    """Log softmax(logits / temperature) at each response token; [T] for each pair."""
+    """Log softmax(logits / temperature) at each response token; [T] for each pair. Only the first
+    `vocabulary` logits count; None for all."""
     answers = []
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(_row(prompt, response)).logits[0, len(prompt) - 1 : -1]
-        every = (logits / temperature).log_softmax(-1).numpy()
+        every = (logits[:, :vocabulary] / temperature).log_softmax(-1).numpy()
         answers.append(every[np.arange(len(response)), response])
     return answers
 
 
 @torch.inference_mode()
 def greedy(model: Any, prompts: Sequence[Ints], max_new_tokens: int) -> list[list[int]]:
-    """The tokens of largest logit for each prompt, until and with the end of the text."""
+    """The tokens of largest logit for each prompt, until and with the end of the text. Padding is left out."""
     answers = []
+    padding = list(range(len(WORDS), model.config.vocab_size)) or None
     for prompt in prompts:
         row = _row(prompt)
         # Without a mask transformers would leave out the prompt's pad tokens.
         whole = model.generate(
-            row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=max_new_tokens
+            row,
+            attention_mask=torch.ones_like(row),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            suppress_tokens=padding,
         )
         answers.append(whole[0, len(prompt) :].tolist())
     return answers

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.gpu.models import make, shape
+from benchmarks.gpu.models import make, tokens
 from benchmarks.gpu.results import Results, alone
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     engine = await VLLMEngine.start(config)
     figures: dict[str, Any] = {"start_s": time.perf_counter() - began}
     draw = np.random.default_rng(0)
-    asked = [draw.integers(2, shape(size).vocab_size, int(prompt)).astype(np.int32) for _ in range(int(prompts))]
+    asked = [draw.integers(2, tokens(size), int(prompt)).astype(np.int32) for _ in range(int(prompts))]
     sampling = Sampling(max_new_tokens=int(new), ignore_eos=True)
     for _ in range(2):
         began = time.perf_counter()
@@ -80,7 +80,7 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     where, some = torch.device(device), samples[:8]
     model = load_causal(config.model, config.dtype).to(where).eval()
     figures["mismatch"] = mismatch(
-        model, asked[:8], [s.response_ids for s in some], [s.logprobs for s in some], where
+        model, asked[:8], [s.response_ids for s in some], [s.logprobs for s in some], where, tokens(size)
     )
     for backend in ("ipc", "cuda-ipc") if where.type == "cuda" else ("ipc",):
         times = await pushed(engine, model, backend)
@@ -90,14 +90,17 @@ async def one(given: str, size: str, prompts: str, prompt: str, new: str, device
     print(json.dumps(figures), flush=True)
 
 
-def mismatch(model: Any, prompts: list[Any], responses: list[Any], logprobs: list[Any], where: torch.device) -> float:
-    """Mean over response tokens of the difference between the engine's log-probs and those of transformers' model."""
+def mismatch(
+    model: Any, prompts: list[Any], responses: list[Any], logprobs: list[Any], where: torch.device, vocabulary: int
+) -> float:
+    """Mean difference between the engine's log-probs of response tokens and those of transformers' model, over the
+    first `vocabulary` rows of its head."""
     from services.common.models.distribution import Distribution
     from services.common.models.sequences import pad_pairs
 
     pairs = pad_pairs(prompts, responses, where)
     with torch.no_grad():
-        rows = pairs.unpad(Distribution().asked_of(model, pairs)[0])
+        rows = pairs.unpad(Distribution(vocabulary=vocabulary).asked_of(model, pairs)[0])
     return float(np.abs(np.concatenate(rows) - np.concatenate(logprobs)).mean())
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.models FOLDER [--size 0.5B] [--dtype bfloat16]
 
-writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`, with a tokenizer of as many tokens as the
-model has rows, since a policy may sample any of them.
+writes a policy and a reward model, `FOLDER/policy` and `FOLDER/reward`. Their tokenizer has 271 tokens fewer than
+they have rows, as Qwen2.5's, so that the engine masks padding as it does with published models.
 """
 
 import string
@@ -23,6 +23,8 @@ SIZES = {
     "7B": (152_064, 3584, 18_944, 28, 28, 4, False),
 }
 """Qwen2.5's, and one to try the scripts with: words, width, width of the MLP, layers, heads, groups, tied."""
+PADDING = 271
+"""Rows of the embeddings that no token has."""
 PAD, EOS = 0, 1
 LETTERS = string.ascii_letters
 
@@ -45,6 +47,11 @@ def shape(size: str) -> Qwen2Config:
     )
 
 
+def tokens(size: str) -> int:
+    """Number of tokens that the tokenizer of a size knows; their ids are the first."""
+    return int(shape(size).vocab_size) - PADDING
+
+
 def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = False, seed: int = 0) -> Path:
     """Writes one with its tokenizer to `folder`; returns `folder`."""
     torch.manual_seed(seed)
@@ -55,7 +62,7 @@ def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = Fal
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = kind(config).to(getattr(torch, dtype))
     model.cpu().save_pretrained(folder)
-    tokenizer(config.vocab_size).save_pretrained(folder)
+    tokenizer(tokens(size)).save_pretrained(folder)
     return folder
 
 

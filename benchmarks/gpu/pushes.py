@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ import torch
 import typer
 
 from benchmarks.gpu.engine import mismatch, pushed
-from benchmarks.gpu.models import make, shape
+from benchmarks.gpu.models import make, tokens
 from benchmarks.gpu.results import Results, alone
 
 MODULE = "benchmarks.gpu.pushes"
@@ -65,12 +64,12 @@ def print_side(side: str, folder: str, size: str, rounds: str, device: str, dtyp
     config = RolloutConfig.parse(given | {"kv_cache_mib": 1024 if device == "cuda" else 64}, "engine")
     model = load_causal(folder, dtype).to(where).eval()
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(2, shape(size).vocab_size, PROMPT).astype(np.int32) for _ in range(PROMPTS)]
+    prompts = [draw.integers(2, tokens(size), PROMPT).astype(np.int32) for _ in range(PROMPTS)]
     change(model)
     if side in OURS:
-        figures = asyncio.run(_ours(config, model, prompts, side, int(rounds), where))
+        figures = asyncio.run(_ours(config, model, prompts, side, int(rounds), where, tokens(size)))
     else:
-        figures = _theirs(config, model, prompts, side.endswith("packed"), int(rounds), where)
+        figures = _theirs(config, model, prompts, side.endswith("packed"), int(rounds), where, tokens(size))
     gib = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
     print(json.dumps({"gib": round(gib, 2), **figures}), flush=True)
 
@@ -84,7 +83,7 @@ def change(model: Any) -> None:
 
 
 async def _ours(
-    config: Any, model: Any, prompts: list[Any], backend: str, rounds: int, where: torch.device
+    config: Any, model: Any, prompts: list[Any], backend: str, rounds: int, where: torch.device, vocabulary: int
 ) -> dict[str, float]:
     from services.rollout.sample import Sampling
     from services.rollout.vllm.engine import VLLMEngine
@@ -95,11 +94,12 @@ async def _ours(
     samples = await asyncio.gather(*(engine.generate(i, ids, sampling, i) for i, ids in enumerate(prompts)))
     engine.shutdown()
     ids, logprobs = [sample.response_ids for sample in samples], [sample.logprobs for sample in samples]
-    return {"push_s": push_s, "commit_s": commit_s, "mismatch": mismatch(model, prompts, ids, logprobs, where)}
+    difference = mismatch(model, prompts, ids, logprobs, where, vocabulary)
+    return {"push_s": push_s, "commit_s": commit_s, "mismatch": difference}
 
 
 def _theirs(
-    config: Any, model: Any, prompts: list[Any], packed: bool, rounds: int, where: torch.device
+    config: Any, model: Any, prompts: list[Any], packed: bool, rounds: int, where: torch.device, vocabulary: int
 ) -> dict[str, float]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # a process cannot open its own handles
     from vllm import LLM, SamplingParams
@@ -125,40 +125,25 @@ def _theirs(
         np.asarray([entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)])
         for output in outputs
     ]
-    return {"push_s": median(times[1:]), "mismatch": mismatch(model, prompts, ids, logprobs, where)}
+    return {"push_s": median(times[1:]), "mismatch": mismatch(model, prompts, ids, logprobs, where, vocabulary)}
 
 
 class VllmTrainer:
-    """vLLM's own trainer for its ipc engine: that of 0.32, or of 0.26 if that is installed. It calls the
-    engine through the four methods of vLLM's clients, which are here those of an LLM in this process."""
+    """vLLM's own trainer for its ipc engine. It calls the engine through the four methods of vLLM's clients, here
+    those of an LLM in this process."""
 
     def __init__(self, llm: Any, model: Any, *, packed: bool) -> None:
-        from vllm.distributed.weight_transfer import ipc_engine
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-        self._llm, self._model, self._packed = llm, model, packed
-        self._module: Any = ipc_engine
-        self._trainer: Any = None
-        if hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):
-            from vllm.distributed.weight_transfer.base import ModuleSource
-
-            info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=packed)
-            made = ipc_engine.IPCTrainerWeightTransferEngine
-            self._trainer = made.trainer_init(info, client=self, source=ModuleSource(model))
-        else:
-            self.init_weight_transfer_engine({})
+        self._llm = llm
+        info, source = IPCTrainerInitInfo(rank=0, packed=packed), ModuleSource(model)
+        self._trainer: Any = IPCTrainerWeightTransferEngine.trainer_init(info, client=self, source=source)
 
     def push(self) -> None:
         """One push, after which the engine samples with the model's weights."""
         self._llm.reset_prefix_cache()
-        if self._trainer is not None:
-            self._trainer.send_weights()
-            return
-        self.start_weight_update()
-        arguments = self._module.IPCTrainerSendWeightsArgs(
-            send_mode=lambda info: self.update_weights(asdict(info)), packed=self._packed
-        )
-        self._module.IPCWeightTransferEngine.trainer_send_weights(iter(self._model.named_parameters()), arguments)
-        self.finish_weight_update()
+        self._trainer.send_weights()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Makes the engine ready to receive."""

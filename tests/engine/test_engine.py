@@ -15,7 +15,7 @@ from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
-from tests.models import make_policy
+from tests.models import WORDS, make_policy
 from tests.pushing import TIMEOUT_S, ModelSource, make_pusher, perturbed, push
 
 PROMPTS, _ = plain.random_pairs(12, seed=11, longest=30)
@@ -38,7 +38,8 @@ class Loaded:
         assert await self.greedy() == plain.greedy(self.model, PROMPTS, GREEDY.max_new_tokens)
         for temperature in (1.0, 0.7):
             samples = await self.engine.generate(PROMPTS, Sampling(max_new_tokens=40, temperature=temperature))
-            expected = plain.logprobs(self.model, PROMPTS, [s.response_ids for s in samples], temperature)
+            responses = [s.response_ids for s in samples]
+            expected = plain.logprobs(self.model, PROMPTS, responses, temperature, len(WORDS))
             assert plain.furthest([sample.logprobs for sample in samples], expected) < 1e-4
             assert {sample.spans for sample in samples} == {((version, 0, len(s.response_ids)),) for s in samples}
 

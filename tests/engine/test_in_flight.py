@@ -69,7 +69,7 @@ async def test_only_requests_in_flight_may_keep_what_old_weights_computed(
 
     def distance(sample: Sample, prompt: Ints, only: int) -> Floats:
         """|log-ratio| of the engine to a version, of the tokens that it sampled."""
-        [own] = plain.logprobs(models[only], [prompt], [sample.response_ids])
+        [own] = plain.logprobs(models[only], [prompt], [sample.response_ids], vocabulary=len(WORDS))
         parts = [np.abs(sample.logprobs - own)[s:e] for version, s, e in sample.spans if version == only]
         return np.concatenate([np.zeros(1, np.float32), *parts])
 

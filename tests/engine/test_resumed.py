@@ -108,7 +108,7 @@ async def test_a_response_that_goes_on_is_the_one_that_it_would_have_been(
 
     def distance(sample: Sample, version: int) -> Floats:
         """|log-ratio| of the engine to a version, of the tokens that it sampled."""
-        [own] = plain.logprobs(models[version], [PROMPTS[sample.index]], [sample.response_ids])
+        [own] = plain.logprobs(models[version], [PROMPTS[sample.index]], [sample.response_ids], vocabulary=len(WORDS))
         parts = [np.abs(sample.logprobs - own)[s:e] for v, s, e in sample.spans if v == version]
         return np.concatenate([np.zeros(1, np.float32), *parts])
 

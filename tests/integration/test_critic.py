@@ -14,7 +14,7 @@ from services.common.wire.errors import FailedPrecondition, InvalidArgument
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, pairs
-from tests.models import MAX_LENGTH, WORDS
+from tests.models import MAX_LENGTH, ROWS
 from tests.pushing import hold_critic
 
 PAIRS = plain.random_pairs(12, seed=3)
@@ -39,7 +39,7 @@ async def last_step(quartet: Quartet) -> int:
 async def test_info_describes_the_model(quartet: Quartet) -> None:
     info = await quartet.critic.info(30)
     assert info.initialised_from == str(quartet.reward)
-    assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
+    assert (info.model.vocab_size, info.model.max_length) == (ROWS, MAX_LENGTH)
 
 
 async def test_values_are_those_of_the_saved_model(quartet: Quartet) -> None:

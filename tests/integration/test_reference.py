@@ -14,7 +14,7 @@ from services.common.wire.identity import model_hash
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE
-from tests.models import MAX_LENGTH, WORDS
+from tests.models import MAX_LENGTH, ROWS, WORDS
 
 METHOD = "/quartet.v1.Reference/Logprobs"
 
@@ -27,7 +27,7 @@ async def ask(quartet: Quartet, **fields: object) -> reference_pb2.LogprobsRespo
 async def test_info_describes_the_model(quartet: Quartet) -> None:
     model = (await quartet.reference.info(30)).model
     assert (model.name, model.dtype) == (quartet.policy.name, "float32")
-    assert (model.vocab_size, model.max_length) == (len(WORDS), MAX_LENGTH)
+    assert (model.vocab_size, model.max_length) == (ROWS, MAX_LENGTH)
     assert model.model_hash == model_hash(quartet.policy)
 
 
@@ -35,14 +35,14 @@ async def test_info_describes_the_model(quartet: Quartet) -> None:
 async def test_logprobs_are_those_of_transformers(quartet: Quartet, temperature: float) -> None:
     prompts, responses = plain.random_pairs(40)
     actual = await quartet.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
-    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, temperature)
+    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, temperature, len(WORDS))
     assert plain.furthest(actual, expected) < 1e-4
 
 
 async def test_temperature_is_one_unless_given(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(4)
     reply = await ask(quartet, pairs=pack_pairs(prompts, responses))
-    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses)
+    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, vocabulary=len(WORDS))
     assert plain.furthest([unpack_floats(reply.ref_logprobs, "ref_logprobs")], [np.concatenate(expected)]) < 1e-4
 
 
@@ -58,14 +58,14 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
         )
     )
     for pair, temperature, actual in zip(pairs, temperatures, answers, strict=True):
-        assert plain.furthest(actual, plain.logprobs(model, *pair, temperature)) < 1e-4
+        assert plain.furthest(actual, plain.logprobs(model, *pair, temperature, len(WORDS))) < 1e-4
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     """Batched by length inside, answered in the order asked."""
     prompts, responses = plain.random_pairs(20)
     actual = await quartet.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
-    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses)
+    expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, vocabulary=len(WORDS))
     assert plain.furthest(actual, expected * 100) < 1e-4
 
 

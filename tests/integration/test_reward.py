@@ -17,7 +17,7 @@ from services.reward.client import RewardClient
 from tests import plain
 from tests.cluster import SERVICES, Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE, pairs
-from tests.models import EOS, MAX_LENGTH, WORDS
+from tests.models import EOS, MAX_LENGTH, ROWS
 
 METHOD = "/quartet.v1.Reward/Score"
 Texts = reward_pb2.TextPairs
@@ -29,7 +29,7 @@ async def ask(quartet: Quartet, application: str = "reward", **fields: Any) -> r
 
 async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
     info = await quartet.services.reward.info(30)
-    assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
+    assert (info.model.vocab_size, info.model.max_length) == (ROWS, MAX_LENGTH)
     assert info.scorer.name == f"model:{quartet.reward.name}"
     assert info.scorer.model_hash == model_hash(quartet.reward)
 

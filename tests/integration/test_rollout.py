@@ -14,7 +14,7 @@ from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually, refused
 from tests.integration.malformed import ONE, Sequences
-from tests.models import EOS, MAX_LENGTH, WORDS
+from tests.models import EOS, MAX_LENGTH, ROWS, WORDS
 from tests.pushing import hold, push_model
 
 PROMPTS, _ = plain.random_pairs(40, seed=7, longest=20)
@@ -36,7 +36,7 @@ async def test_info_describes_model_and_load(quartet: Quartet) -> None:
     replicas = (await quartet.replicas()).values()
     assert len(replicas) == 2
     for info in replicas:
-        assert (info.model.vocab_size, info.model.max_length) == (len(WORDS), MAX_LENGTH)
+        assert (info.model.vocab_size, info.model.max_length) == (ROWS, MAX_LENGTH)
         assert (info.running, info.weight_backend, info.workers) == (0, "auto", 1)
         assert info.policy_version >= 1
     assert len({info.weights_checksum for info in replicas}) == 1
@@ -53,7 +53,7 @@ async def test_logprobs_are_the_references(quartet: Quartet, base: Any, temperat
     responses, actual = [s.response_ids for s in samples], [s.logprobs for s in samples]
     reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=temperature, timeout_s=60)
     assert plain.furthest(actual, reference) < 1e-4
-    assert plain.furthest(actual, plain.logprobs(base, PROMPTS, responses, temperature)) < 1e-4
+    assert plain.furthest(actual, plain.logprobs(base, PROMPTS, responses, temperature, len(WORDS))) < 1e-4
 
 
 async def test_every_sample_says_how_it_ended_and_which_weights_made_it(quartet: Quartet) -> None:

@@ -130,7 +130,7 @@ def test_services_on_another_machine_are_left_to_what_they_say(raw: dict[str, An
     [
         (
             {"hidden_size": 128},
-            "sizes differ: model.embed_tokens.weight float32[64, 64] pushed, float32[64, 128] here",
+            "sizes differ: model.embed_tokens.weight float32[335, 64] pushed, float32[335, 128] here",
         ),
         ({"num_hidden_layers": 3}, "the push lacks model.layers.2.self_attn.q_proj.weight"),
         ({"num_hidden_layers": 1}, "this replica's model lacks model.layers.1.self_attn.q_proj.weight"),

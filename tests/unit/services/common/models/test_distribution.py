@@ -16,8 +16,8 @@ from services.common.wire.identity import vocabulary_size
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from tests import plain
-from tests.families import ENDS, FAMILIES, PADDED
-from tests.models import EOS, WORDS, make_policy, make_tokenizer
+from tests.families import ENDS, FAMILIES
+from tests.models import EOS, ROWS, WORDS, make_policy, make_tokenizer
 
 PROMPTS, RESPONSES = plain.random_pairs(6, seed=8, longest=12)
 VOCABULARY = 8
@@ -121,7 +121,7 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
     folder = FAMILIES["qwen2.5"].make(tmp_path / "policy")
     distribution = Distribution(0.9, vocabulary=len(WORDS), min_new_tokens=3, end_ids=(EOS,))
     model = plain.language_model(folder)
-    assert model.config.vocab_size == PADDED
+    assert model.config.vocab_size == ROWS
     frozen = FrozenModel(ReferenceConfig(model=str(folder), dtype="float32"), torch.device("cpu"))
     reference = frozen.logprobs([Question(p, r, distribution) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
     actual = learner_logprobs(folder, distribution)

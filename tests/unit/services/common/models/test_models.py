@@ -28,7 +28,7 @@ from services.common.models.scalar import ScalarModel, load_scalar, load_value
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
 from tests.families import FAMILIES
-from tests.models import EOS, MAX_LENGTH, PAD, make_policy, make_tokenizer
+from tests.models import EOS, MAX_LENGTH, PAD, ROWS, make_policy, make_tokenizer
 from tests.response_logits import response_logits
 
 PROMPTS = [[1, 5, 6, 7], [1, 8], [9]]
@@ -59,7 +59,7 @@ def test_response_logits_equal_those_without_padding(kind: str, last: bool, tmp_
     folder = make_policy(tmp_path / kind, kind=kind, tied=True)  # type: ignore[arg-type]
     model = load_causal(str(folder), "float32").eval().requires_grad_(False)
     actual = response_logits(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES), last=last))
-    assert actual.shape == (3, 4, 64)
+    assert actual.shape == (3, 4, ROWS)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(actual[row, : len(response)], alone, atol=1e-5, rtol=0)
@@ -73,7 +73,7 @@ def test_packed_logits_equal_those_of_each_sequence_alone(kind: str, last: bool,
     model = load_causal(str(folder), "float32", packing=True).eval().requires_grad_(False)
     pairs = concatenate_pairs(arrays(PROMPTS), arrays(RESPONSES), last=last)
     actual = response_logits(model, pairs)
-    assert actual.shape == (1, 7, 64)
+    assert actual.shape == (1, 7, ROWS)
     for piece, prompt, response in zip(actual[0].split(pairs.lengths), PROMPTS, RESPONSES, strict=True):
         alone = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(piece, alone, atol=1e-5, rtol=0)

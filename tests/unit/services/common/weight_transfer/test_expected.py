@@ -58,7 +58,7 @@ def test_a_tied_head_may_come_too(tmp_path: Path) -> None:
     [
         (
             {"hidden_size": 128},
-            "sizes differ: model.embed_tokens.weight float32[64, 128] pushed, float32[64, 64] here, ",
+            "sizes differ: model.embed_tokens.weight float32[335, 128] pushed, float32[335, 64] here, ",
         ),
         (
             {"num_hidden_layers": 3},
@@ -66,7 +66,7 @@ def test_a_tied_head_may_come_too(tmp_path: Path) -> None:
         ),
         ({"num_hidden_layers": 1}, "the push lacks model.layers.1.self_attn.q_proj.weight, "),
         ({"num_key_value_heads": 1}, "k_proj.weight float32[32, 64] pushed, float32[64, 64] here"),
-        ({"vocab_size": 65}, "lm_head.weight float32[65, 64] pushed, float32[64, 64] here"),
+        ({"vocab_size": 65}, "lm_head.weight float32[65, 64] pushed, float32[335, 64] here"),
     ],
 )
 def test_another_model_is_refused_and_weights_are_named_on_both_sides(
@@ -81,7 +81,7 @@ def test_another_model_is_refused_and_weights_are_named_on_both_sides(
 
 def test_another_arithmetic_is_refused(policy_folder: Path) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"embed_tokens.weight bfloat16\[64, 64\] pushed, float32\[64, 64\] here"
+        InvalidArgument, match=r"embed_tokens.weight bfloat16\[335, 64\] pushed, float32\[335, 64\] here"
     ):
         expected(policy_folder).check(manifest(policy_folder, "bfloat16"))
 
