@@ -6,6 +6,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as GpuLogitsProcessor
 
 from services.common.models.loading import load_tokenizer
 from services.common.wire.identity import vocabulary_size
@@ -14,23 +16,33 @@ BEGUN_KEY = "begun"
 """Name in SamplingParams.extra_args: number of tokens that a response had before its request."""
 
 
-class TokenizerVocabulary(LogitsProcessor):
-    """Gives the padding entries of a model's vocabulary probability 0; published models have some (Qwen 2.5: 271)."""
+class TokenizerVocabulary(LogitsProcessor, GpuLogitsProcessor):
+    """Gives the padding entries of a model's vocabulary probability 0; published models have some (Qwen 2.5: 271).
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    vLLM has two model runners, V1 on a CPU and V2 on a GPU, and each refuses a processor that is not of its own
+    class. This one is of both, since vLLM decides which of them runs only when it has the arguments of the engine.
+    """
+
+    def __init__(self, vllm_config: Any, *_of_runner: Any) -> None:
+        """Reads the size of the vocabulary.
+
+        Args:
+            vllm_config: the engine's configuration.
+            _of_runner: the device and whether memory is pinned, from V1; the requests' state, from V2.
+        """
         self._size = vocabulary_size(load_tokenizer(vllm_config.model_config.tokenizer))
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Changes the logits [requests, V] in place."""
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
+        """Changes the logits [requests, V] in place. V2 also tells of the rows in `ctx`, which change all alike."""
         logits[:, self._size :] = -torch.inf
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        """False: the largest logit may belong to a padding entry."""
+        """False: the largest logit may belong to a padding entry. V1 asks for it."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Does nothing, since the processor keeps no state."""
+        """Does nothing, since the processor keeps no state. V1 calls it before each step."""
 
 
 class RunnerRequests(dict[str, Any]):
