@@ -1,0 +1,112 @@
+"""Held outputs under the asynchronous scheduling of a GPU: a batch is queued before the one before it is read. And in
+step, as on a CPU."""
+
+from pathlib import Path
+
+import pytest
+
+from services.rollout.vllm import scheduler as scheduler_module
+from tests.unit.queued_engine import EACH, QueuedEngine
+
+NEW = 12
+
+
+@pytest.fixture(params=["V1", "V2", "in step"])
+def engine(request: pytest.FixtureRequest, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> QueuedEngine:
+    """One of each kind, whose responses are held until something else sends them."""
+    monkeypatch.setattr(scheduler_module, "PARTS_S", 3600.0)
+    made = QueuedEngine(policy_folder, v2=request.param == "V2", queued=request.param != "in step")
+    assert made.core.batch_queue_size == (1 if request.param == "in step" else 2)
+    return made
+
+
+def whole(received: list[tuple[str, list[int], list[float], str, bool]], name: str) -> list[int]:
+    """Tokens of a response, each with its log-prob, and labelled with the weights that sampled it."""
+    tokens: list[int] = []
+    for asked, ids, logprobs, version, _ in received:
+        if asked == name:
+            assert {token // EACH for token in ids} <= {int(version)}
+            assert logprobs == [-float(token) for token in ids]
+            tokens += ids
+    return tokens
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_pause_sends_all_that_was_sampled_with_the_old_weights(engine: QueuedEngine, cleared: bool) -> None:
+    for name, prompt in (("a", 3), ("b", 40)):
+        engine.ask(name, prompt, NEW)
+    engine.turn(5)
+    assert engine.most_queued == engine.core.batch_queue_size - 1  # a full queue is read at once
+    assert engine.received() == []
+    turns = engine.pause(clear_cache=cleared)
+    assert turns <= 3
+    assert not engine.core.batch_queue
+    before = engine.received()
+    sampled = {name: len(whole(before, name)) for name in "ab"}
+    assert sampled == {name: engine.workers._sampled[name] for name in "ab"}
+    assert all(0 < count < NEW for count in sampled.values())
+    # Nothing moves during the pause, and new requests wait.
+    engine.ask("c", 5, NEW)
+    engine.turn(5)
+    assert engine.received() == []
+    engine.change_weights(1)
+    engine.resume()
+    engine.turn(60)
+    after = engine.received()
+    for name in "abc":
+        old = sampled.get(name, 0)
+        assert whole(before + after, name) == [*range(old), *range(EACH + old, EACH + NEW)]
+        assert [last for asked, *_, last in after if asked == name] == [True]
+    assert not engine.core.has_work()
+    assert engine.free_blocks() == engine.free
+
+
+def test_pauses_may_follow_one_another_at_every_step(engine: QueuedEngine) -> None:
+    received = []
+    for name, prompt in (("a", 3), ("b", 40), ("c", 1)):
+        engine.ask(name, prompt, NEW)
+    for version in range(1, 40):
+        engine.turn(version % 4)
+        engine.pause(clear_cache=version % 2 == 0)
+        received += engine.received()
+        engine.change_weights(version)
+        engine.resume()
+    engine.turn(60)
+    received += engine.received()
+    for name in "abc":
+        assert [token % EACH for token in whole(received, name)] == list(range(NEW))
+    assert engine.free_blocks() == engine.free
+
+
+def test_what_is_aborted_leaves_nothing_held_and_no_other_response_changed(engine: QueuedEngine) -> None:
+    for name in "abc":
+        engine.ask(name, 4, NEW)
+    engine.turn(5)
+    engine.abort("a")
+    engine.turn(2)
+    engine.pause(clear_cache=True)
+    received = engine.received()
+    assert {name for name, *_ in received} == {"b", "c"}
+    # As a push with `in_flight: abort` does.
+    engine.abort("b")
+    engine.change_weights(1)
+    engine.resume()
+    engine.turn(60)
+    received += engine.received()
+    assert [name for name, *_, last in received if last] == ["c"]
+    assert [token % EACH for token in whole(received, "c")] == list(range(NEW))
+    assert engine.core.scheduler._held == {}
+    assert not engine.core.has_work()
+    assert engine.free_blocks() == engine.free
+
+
+def test_an_abort_of_all_ends_a_pause_that_still_waits(engine: QueuedEngine) -> None:
+    engine.ask("a", 4, NEW)
+    engine.turn(5)
+    engine.abort("a")
+    assert engine.pause(clear_cache=True) <= 3
+    assert engine.received() == []
+    engine.resume()
+    engine.ask("b", 4, NEW)
+    engine.turn(60)
+    assert whole(engine.received(), "b") == list(range(NEW))
