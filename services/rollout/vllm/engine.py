@@ -23,7 +23,6 @@ from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.requests import Requests
-from services.rollout.vllm.versions import WeightVersions
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
@@ -46,8 +45,7 @@ class VLLMEngine:
         self.backend: str = config.weight_backend
         self.workers = config.tensor_parallel_size
         self.place = Place()
-        self._versions = WeightVersions(llm)
-        self._requests = Requests(llm, self._versions)
+        self._requests = Requests(llm)
         self._resting = False
         """True while generation is paused for the learners."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
@@ -69,7 +67,7 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=UsageContext.LLM_CLASS)
         engine = cls(llm, config)
-        await engine._versions.begin()
+        await llm.update_weight_version("0")
         await llm.collective_rpc("continue_seeds")
         engine.place = Place(machine(), tuple(uuid for uuid in await llm.collective_rpc("gpu") if uuid))
         # An engine that cannot run this model fails at the first token; better now than at the first caller.
@@ -104,7 +102,7 @@ class VLLMEngine:
     async def answer(self) -> None:
         """Returns when the engine's process has answered the simplest request. Raises if it is dead."""
         await self._llm.check_health()
-        await self._versions.answer()
+        await self._llm.get_weight_version()
 
     async def check_health(self) -> None:
         """Raises if the engine or its process is dead, or does not answer."""
@@ -113,7 +111,7 @@ class VLLMEngine:
 
     def running(self) -> int:
         """Number of unfinished requests."""
-        return self._versions.running()
+        return int(self._llm.get_num_unfinished_requests())
 
     def check(self, manifest: Manifest) -> None:
         """Raises InvalidArgument unless the manifest holds exactly the model's weights."""
@@ -130,7 +128,7 @@ class VLLMEngine:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
             self._resting = True
             if self._releases:
-                await self._versions.release_cache()
+                await self._llm.release_kv_cache_memory()
 
     async def pause(self, in_flight: str) -> None:
         """Stops generation between two engine steps and opens a weight update, in place of one that was left open.
@@ -154,7 +152,7 @@ class VLLMEngine:
 
     async def _resume(self) -> None:
         if self._resting and self._releases:
-            await self._versions.restore_cache()
+            await self._llm.wake_up(tags=["kv_cache"])
         self._resting = False
         await self._llm.resume_generation()
 
@@ -175,7 +173,7 @@ class VLLMEngine:
 
     async def commit(self, version: int) -> None:
         """Puts the received weights into service under this version and resumes generation."""
-        await self._versions.finish(version)
+        await self._llm.finish_weight_update(str(version))
         self.version, self.checksum = version, self._received
         # In order of arrival, since a run that resumed from a checkpoint pushes lower versions again.
         self.checksums.pop(version, None)

@@ -15,7 +15,6 @@ from services.common.wire.codec import Floats, Ints
 from services.common.wire.errors import Unavailable
 from services.rollout.sample import FinishReason, Part, Sample, Sampling, VersionSpans, cut, following
 from services.rollout.vllm.sampling import BEGUN_KEY
-from services.rollout.vllm.versions import WeightVersions
 
 FINISHED = frozenset(FinishReason)
 """Reasons of vLLM for which a response is finished; it ends requests for others too."""
@@ -24,9 +23,8 @@ FINISHED = frozenset(FinishReason)
 class Requests:
     """The requests of one engine."""
 
-    def __init__(self, llm: AsyncLLM, versions: WeightVersions) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._versions = versions
         self._numbers = itertools.count()
         self._responding: set[str] = set()
         self.pauses = 0
@@ -49,7 +47,7 @@ class Requests:
             Unavailable: the engine died, or ended the request itself (a push with in_flight: abort); may be repeated.
         """
         given = begun if begun is not None else np.empty(0, np.int32)
-        name, version = f"r{next(self._numbers)}", self._versions.serving
+        name = f"r{next(self._numbers)}"
         prompt = self._prompt(np.concatenate([prompt_ids, given]))
         response, made = None, Part(index, np.empty(0, np.int32), np.empty(0, np.float32), ())
         self._responding.add(name)
@@ -59,7 +57,7 @@ class Requests:
                     response = output.outputs[0]
                     reported = len(made.response_ids)
                     if response.finish_reason not in FINISHED and len(response.token_ids) > reported:
-                        spans = cut(self._spans(name, response, version), reported)
+                        spans = cut(self._spans(name, response), reported)
                         part = Part(index, *_tokens(response, reported), spans)
                         made = following(made, part)
                         report(part)
@@ -70,14 +68,17 @@ class Requests:
         if response is None or response.finish_reason not in FINISHED:
             raise Unavailable("the engine ended the request before it was finished; ask again")
         reported, reason = len(made.response_ids), FinishReason(response.finish_reason)
-        spans = cut(self._versions.spans(response, version), reported)
+        spans = cut(_spans(response.weight_versions), reported)
         return following(made, Sample(index, *_tokens(response, reported), reason, spans))
 
-    def _spans(self, name: str, response: Any, version: int) -> VersionSpans:
-        """The spans of a response that is not finished."""
-        if response.finish_reason is None:
-            return self._versions.spans_so_far(name, response, version)
-        return self._versions.spans(response, version)
+    def _spans(self, name: str, response: Any) -> VersionSpans:
+        """The spans of a response that is not finished; has to be called as soon as its output has come."""
+        if response.finish_reason is not None:
+            return _spans(response.weight_versions)
+        # Handed out with the end of a response, but noted whenever tokens come.
+        processor = self._llm.output_processor
+        [internal] = processor.external_req_ids[name]
+        return _spans(processor.request_states[internal]._weight_version_spans())
 
     async def end(self) -> None:
         """Ends all requests for responses, which report what they have. The engine is paused."""
@@ -129,6 +130,11 @@ def _params(sampling: Sampling, begun: int, seed: int | None) -> SamplingParams:
         output_kind=RequestOutputKind.CUMULATIVE,
         extra_args={BEGUN_KEY: begun} if begun else None,
     )
+
+
+def _spans(noted: Any) -> VersionSpans:
+    """Spans as vLLM notes them; None if no token has come."""
+    return tuple((int(span.version), span.start, span.end) for span in noted or ())
 
 
 def _tokens(response: Any, start: int) -> tuple[Ints, Floats]:

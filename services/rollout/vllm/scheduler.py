@@ -36,13 +36,14 @@ class WholeResponseScheduler(AsyncScheduler):
     weights change only during a pause: tokens of the old weights have to be sent before.
     """
 
+    max_num_active_reqs: int
+    """Number of requests above which none starts."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
         self._sent = time.monotonic()
-        # vLLM 0.26 has one limit for the requests that run; later ones have another for those that start.
-        self._limit = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
-        self._most: int = getattr(self, self._limit)
+        self._most: int = self.max_num_active_reqs
         groups = self.kv_cache_config.kv_cache_groups
         # Each group of layers has blocks of its own; one of them is no request's.
         self._blocks = (self.kv_cache_config.num_blocks - 1) // max(1, len(groups))
@@ -52,7 +53,7 @@ class WholeResponseScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """The work of one step, in which only requests start that fit into the KV cache until they end."""
         if self.waiting and not self._always_fit:
-            setattr(self, self._limit, min(self._most, len(self.running) + self._startable()))
+            self.max_num_active_reqs = min(self._most, len(self.running) + self._startable())
         return super().schedule(*args, **kwargs)
 
     def _startable(self) -> int:

@@ -22,7 +22,6 @@ from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
-from services.rollout.vllm.versions import ReceivingOnly
 
 NAME = "quartet"
 """Name under which plugin.py registers the engine with vLLM."""
@@ -46,7 +45,7 @@ class PackedUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
 
-class QuartetWeightTransferEngine(ReceivingOnly, WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
+class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdateInfo]):
     """Receives and verifies weights, and loads them at the commit."""
 
     init_info_cls = JoiningInfo

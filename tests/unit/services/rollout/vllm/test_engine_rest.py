@@ -1,4 +1,4 @@
-"""An engine that rests while the learners compute: the calls that each of vLLM's versions gets."""
+"""An engine that rests while the learners compute, and the versions of its weights: the calls that vLLM gets."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +8,7 @@ import pytest
 
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.engine import VLLMEngine
-from tests.unit.services.rollout.vllm.test_weight_versions import RecordedEngine, both
-from tests.unit.vllm_signatures import Version
+from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine
 
 PAUSE = ("pause_generation", {"mode": "keep", "clear_cache": True})
 AWAKE = ("wake_up", {"tags": ["kv_cache"]})
@@ -18,8 +17,8 @@ AWAKE = ("wake_up", {"tags": ["kv_cache"]})
 class Llm(RecordedEngine):
     """One that was started with or without the allocator that releases memory; its workers have an old model."""
 
-    def __init__(self, version: Version, *, releases: bool, whole: bool = True) -> None:
-        super().__init__(version)
+    def __init__(self, *, releases: bool, whole: bool = True) -> None:
+        super().__init__()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=releases)
         self._whole = whole
 
@@ -40,24 +39,17 @@ def make(llm: Llm, folder: Path) -> VLLMEngine:
     return engine
 
 
-@both
-async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
-    version: Version, policy_folder: Path
-) -> None:
-    llm = Llm(version, releases=True)
+async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(policy_folder: Path) -> None:
+    llm = Llm(releases=True)
     engine = make(llm, policy_folder)
     await engine.rest()
     await engine.rest()
-    first, *released = llm.calls
-    assert first == PAUSE
-    assert released
-    assert AWAKE not in released
+    assert llm.calls == [PAUSE, "release_kv_cache_memory"]
     llm.calls.clear()
     await engine.pause("wait")
     assert llm.names() == ["close_weight_update", "start_weight_update"]
     await engine.commit(5)
-    *_, awake, resumed = llm.calls
-    assert (awake, resumed) == (AWAKE, "resume_generation")
+    assert llm.calls == [("finish_weight_update", {"weight_version": "5"}), AWAKE, "resume_generation"]
     llm.calls.clear()
     # The next push finds nothing released.
     await engine.pause("keep")
@@ -67,12 +59,9 @@ async def test_the_cache_comes_back_at_the_commit_and_generation_is_paused_once(
     assert "wake_up" not in names
 
 
-@both
 @pytest.mark.parametrize("whole", [True, False])
-async def test_an_abort_ends_the_rest_unless_the_weights_are_lost(
-    version: Version, policy_folder: Path, whole: bool
-) -> None:
-    llm = Llm(version, releases=True, whole=whole)
+async def test_an_abort_ends_the_rest_unless_the_weights_are_lost(policy_folder: Path, whole: bool) -> None:
+    llm = Llm(releases=True, whole=whole)
     engine = make(llm, policy_folder)
     await engine.rest()
     llm.calls.clear()
@@ -80,11 +69,18 @@ async def test_an_abort_ends_the_rest_unless_the_weights_are_lost(
     assert llm.names() == ["abort_weight_update", *(["wake_up", "resume_generation"] if whole else [])]
 
 
-@both
-async def test_an_engine_that_releases_nothing_only_pauses(version: Version, policy_folder: Path) -> None:
-    llm = Llm(version, releases=False)
+async def test_an_engine_that_releases_nothing_only_pauses(policy_folder: Path) -> None:
+    llm = Llm(releases=False)
     engine = make(llm, policy_folder)
     await engine.rest()
     assert llm.calls == [PAUSE]
     await engine.abort()
     assert "wake_up" not in llm.names()
+
+
+async def test_the_engine_is_asked_whether_it_answers_and_how_much_it_does(policy_folder: Path) -> None:
+    llm = Llm(releases=False)
+    engine = make(llm, policy_folder)
+    await engine.check_health()
+    assert llm.calls == ["check_health", "get_weight_version"]
+    assert engine.running() == 2

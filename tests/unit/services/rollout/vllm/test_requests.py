@@ -3,6 +3,7 @@ seeds."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,23 @@ from services.common.wire.errors import Unavailable
 from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.sampling import BEGUN_KEY, RunnerRequests, continue_seeds, continued
-from services.rollout.vllm.versions import WeightVersions
 
 PROMPT = np.asarray([10, 11], np.int32)
 SAMPLING = Sampling(max_new_tokens=9, min_new_tokens=4, stop_token_ids=(3,))
 LOGPROB = -0.25
 
 
+def noted(length: int) -> list[Any] | None:
+    """vLLM's note of the weights that sampled so many tokens."""
+    spans = [SimpleNamespace(version="3", start=0, end=min(length, 2))]
+    if length > 2:
+        spans.append(SimpleNamespace(version="4", start=2, end=length))
+    return spans if length else None
+
+
 class Script:
-    """An engine without a record of versions, whose response has so many tokens at each output: 20, 21 and so on."""
+    """An engine whose response has so many tokens at each output: 20, 21 and so on. The first two are of version 3,
+    the others of version 4."""
 
     def __init__(self, lengths: list[int], end: str) -> None:
         self._lengths, self._end = lengths, end
@@ -30,16 +39,26 @@ class Script:
         self.gate = asyncio.Event()
         self.gate.set()
         self.ended: list[str] = []
+        self.output_processor = self
+        self.external_req_ids: dict[str, list[str]] = {}
+        self.request_states: dict[str, Any] = {}
 
     async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, name))
         for place, length in enumerate(self._lengths, 1):
             if place > 1:
                 await self.gate.wait()
+            self.external_req_ids[name] = [f"{name}-a"]
+            self.request_states[f"{name}-a"] = SimpleNamespace(_weight_version_spans=partial(noted, length))
             ids = list(range(20, 20 + length))
             logprobs = [{token: SimpleNamespace(logprob=LOGPROB)} for token in ids]
             reason = self._end if place == len(self._lengths) else None
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)])
+            if reason is not None:
+                # As vLLM: with the end its state is gone, and its spans come with the output.
+                del self.external_req_ids[name], self.request_states[f"{name}-a"]
+            versions = None if reason is None else noted(length)
+            output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=versions)
+            yield SimpleNamespace(outputs=[output])
 
     async def abort(self, names: list[str]) -> None:
         self.ended += names
@@ -47,12 +66,12 @@ class Script:
 
 async def answered(script: Script, begun: Any = None) -> tuple[Sample, list[list[int]]]:
     parts: list[Part] = []
-    requests = Requests(script, WeightVersions(script))
+    requests = Requests(script)
     try:
         return await requests.respond(5, PROMPT, SAMPLING, 77, begun, parts.append), [_ids(part) for part in parts]
     finally:
         assert all(part.index == 5 for part in parts)
-        assert all(part.spans == ((0, 0, len(part.response_ids)),) for part in parts)
+        assert all(_versions(part) == [3 if token < 22 else 4 for token in _ids(part)] for part in parts)
         assert all(part.logprobs.tolist() == [LOGPROB] * len(part.response_ids) for part in parts)
         script.reported = [_ids(part) for part in parts]  # type: ignore[attr-defined]
 
@@ -62,10 +81,16 @@ def _ids(part: Part | Sample) -> list[int]:
     return ids
 
 
+def _versions(part: Part) -> list[int]:
+    """The version of each token."""
+    return [version for version, start, end in part.spans for _ in range(start, end)]
+
+
 async def test_each_token_is_reported_once_and_the_sample_has_all() -> None:
     sample, parts = await answered(Script([2, 2, 3, 5], "stop"))
     assert parts == [[20, 21], [22]]
-    assert (_ids(sample), sample.finish_reason, sample.spans) == ([20, 21, 22, 23, 24], "stop", ((0, 0, 5),))
+    assert (_ids(sample), sample.finish_reason) == ([20, 21, 22, 23, 24], "stop")
+    assert sample.spans == ((3, 0, 2), (4, 2, 5))
 
 
 async def test_a_response_that_the_engine_ends_is_reported_to_its_last_token() -> None:
@@ -88,7 +113,7 @@ async def test_limits_count_from_the_true_beginning(begun: int, most: int, least
 
 async def test_only_responses_under_way_are_ended() -> None:
     script = Script([2, 3], "stop")
-    requests = Requests(script, WeightVersions(script))
+    requests = Requests(script)
     script.gate.clear()
     reported = asyncio.Event()
     responding = asyncio.create_task(requests.respond(0, PROMPT, SAMPLING, None, None, lambda part: reported.set()))
