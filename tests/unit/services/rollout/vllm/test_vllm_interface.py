@@ -119,3 +119,10 @@ def test_vllm_notes_where_versions_change_before_a_response_ends() -> None:
 def test_vllms_scheduler_starts_requests_by_a_limit_of_their_own() -> None:
     assert "self.max_num_active_reqs" in inspect.getsource(Scheduler.__init__)
     assert "self.max_num_active_reqs" in inspect.getsource(Scheduler.schedule)
+
+
+def test_only_the_older_model_runner_keeps_generators_of_requests() -> None:
+    """The newer one draws by seed and position, so that nothing has to be continued there."""
+    folder = Path(vllm.__path__[0]) / "v1" / "worker"
+    assert "self.requests" in (folder / "gpu_model_runner.py").read_text()
+    assert "self.requests" not in (folder / "gpu" / "model_runner.py").read_text()
