@@ -1,4 +1,4 @@
-"""Pairs that no service can take, and what each must be told. The model: 64 words, 128 tokens."""
+"""Pairs that no service can take, and what each must be told. The model: 335 rows, 128 tokens."""
 
 from protos import common_pb2
 from services.common.wire.codec import pack_ints, pack_sequences
@@ -32,8 +32,8 @@ MALFORMED = {
         Pairs(prompts=Sequences(token_ids=b"12345"), responses=ONE.responses),
         ".prompts.token_ids: 5 bytes",
     ),
-    "id beyond the vocabulary": (pairs([[5]], [[7, 64]]), ".responses.token_ids[1]: 64 is outside the voc"),
-    "negative id": (pairs([[-1]], [[7]]), ".prompts.token_ids[0]: -1 is outside the vocabulary (0 to 63)"),
+    "id beyond the vocabulary": (pairs([[5]], [[7, 335]]), ".responses.token_ids[1]: 335 is outside the voc"),
+    "negative id": (pairs([[-1]], [[7]]), ".prompts.token_ids[0]: -1 is outside the vocabulary (0 to 334)"),
     "prompts without responses": (pairs([[5], [6]], [[7]]), ": 2 prompts but 1 responses"),
     "too long": (pairs([[5], [5] * 100], [[6], [6] * 29]), "[1]: 100 prompt + 29 response tokens exceed"),
 }
