@@ -82,7 +82,7 @@ def _environment() -> dict[str, str]:
         # When a proxy dies, all traffic stops until Serve has missed three of these checks; the default is 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         # The same for one that stands still, whose checks have no answer; the default is 10 s.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
         # Serve's controller then waits for a proxy that stands still to end by itself; the default is 5 s.
         "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "0.5",
         # A replica that is ill gets no time to end its calls, in which its GPU would not be free for another.

@@ -37,9 +37,10 @@ from services.critic.values import ValuesCall
     name="Critic",
     max_ongoing_requests=MOST_ONGOING,
     # Three checks in a row have to fail, and there is no other replica meanwhile. The model computes in other
-    # processes, so that this one always answers soon.
+    # processes, so that this one answers soon; but not while Serve's proxy stands still, which therefore has to be
+    # replaced before (orchestrator/deployment/head.py).
     health_check_period_s=1,
-    health_check_timeout_s=2,
+    health_check_timeout_s=3,
     graceful_shutdown_timeout_s=10,
 )
 class Critic(HealthMixin):
