@@ -1,4 +1,4 @@
-"""Ends ranks of the policy that a signal has stopped before they could say which process they are."""
+"""Ends ranks of the policy and registries of replicas that a signal has stopped while they start."""
 
 import asyncio
 import contextlib
@@ -10,16 +10,19 @@ import psutil
 from orchestrator.deployment import processes
 from orchestrator.deployment.cluster import Cluster
 from services.common.ranks.ranks import Rank
+from services.common.weight_transfer.registry import Registry
 
-TITLE = f"ray::{Rank.__name__}"
-"""The title that Ray gives a rank's process, of this run or of one that was killed, whose place it still takes."""
+TITLES = tuple(f"ray::{kind.__name__}" for kind in (Rank, Registry))
+"""Beginnings of the titles that Ray gives their processes, of this run or of one that was killed, whose place they
+still take."""
 LOOK_S = 2.0
-"""Seconds between two looks at all processes; a rank that is found twice in a row is ended."""
+"""Seconds between two looks at all processes; one that is found twice in a row is ended."""
 
 
 @asynccontextmanager
-async def ending_halted_ranks(head: Cluster | None) -> AsyncIterator[None]:
-    """Ends stopped ranks of the head while this is open. Those on a cluster of one's own are not seen."""
+async def ending_halted(head: Cluster | None) -> AsyncIterator[None]:
+    """Ends stopped ranks and registries of the head while this is open. Those on a cluster of one's own are not
+    seen."""
     watching = asyncio.ensure_future(_watch(head)) if head else None
     try:
         yield
@@ -34,8 +37,8 @@ async def _watch(head: Cluster) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         stopped = await asyncio.to_thread(lambda: processes.stopped(head.processes()))
-        ranks = frozenset(pid for pid, title in stopped.items() if title.startswith(TITLE))
-        for pid in ranks & before:
+        ours = frozenset(pid for pid, title in stopped.items() if title.startswith(TITLES))
+        for pid in ours & before:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(pid).kill()
-        before = ranks
+        before = ours

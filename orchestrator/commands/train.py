@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import ray
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
-from orchestrator.commands.halted import ending_halted_ranks
+from orchestrator.commands.halted import ending_halted
 from orchestrator.commands.lease import Hold, holding
 from orchestrator.commands.patience import Patience, described, patience_of, reasons
 from orchestrator.commands.restarts import Restarts, is_loss
@@ -129,7 +129,12 @@ class Run:
         training begins, `patience` waits for what is being replaced."""
         run, ttl_s, note = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s, self.progress.note
         claimed = holding(self.services, run, patience, ttl_s=ttl_s, take_over=take_over, note=note)
-        opened = registered(self.services.rollout.application, patience)
+
+        async def again(ask: Callable[[float], Awaitable[Any]]) -> Any:
+            async with ending_halted(running()):
+                return await patience(ask)
+
+        opened = registered(self.services.rollout.application, again)
         # Claimed before anything is removed or restored, since another run may be using these services.
         certificates = watching_certificates({*targets_of(self._config).values()}, note)
         async with certificates, claimed as hold, opened as registry:
@@ -218,7 +223,7 @@ class Run:
 
     async def _policy(self, attempt: int) -> Policy:
         try:
-            async with ending_halted_ranks(running()):
+            async with ending_halted(running()):
                 return await Policy.start(self._config, self.inputs.distribution)
         except ResourceExhausted as error:
             if attempt == 0:

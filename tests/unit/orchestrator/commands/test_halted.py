@@ -1,4 +1,4 @@
-"""A rank that a signal has stopped while it starts is ended, and nothing else is."""
+"""A rank or registry that a signal has stopped while it starts is ended, and nothing else is."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.commands.halted import LOOK_S, TITLE, ending_halted_ranks
+from orchestrator.commands.halted import LOOK_S, TITLES, ending_halted
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.processes import MARK
 from tests.unit.waiting import until
@@ -26,14 +26,15 @@ async def titled(title: str, secret: str = SECRET) -> asyncio.subprocess.Process
     return process
 
 
-async def test_a_stopped_rank_of_the_head_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", TITLES)
+async def test_a_stopped_rank_or_registry_of_the_head_is_ended(tmp_path: Path, title: str) -> None:
     head = Cluster(os.getpid(), 0.0, "", "", "", str(tmp_path), SECRET)
-    rank, other, well = await titled(TITLE), await titled("ray::ProxyActor"), await titled(TITLE)
-    foreign = await titled(TITLE, "8" * 64)
+    rank, other, well = await titled(title), await titled("ray::ProxyActor"), await titled(title)
+    foreign = await titled(title, "8" * 64)
     try:
         for process in (rank, other, foreign):
             process.send_signal(signal.SIGSTOP)
-        async with ending_halted_ranks(head), asyncio.timeout(20 * LOOK_S):
+        async with ending_halted(head), asyncio.timeout(20 * LOOK_S):
             assert await rank.wait() == -signal.SIGKILL
         for process in (other, well, foreign):
             assert psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
@@ -45,5 +46,5 @@ async def test_a_stopped_rank_of_the_head_is_ended(tmp_path: Path) -> None:
 
 
 async def test_on_a_cluster_of_ones_own_nothing_is_looked_at() -> None:
-    async with ending_halted_ranks(None):
+    async with ending_halted(None):
         pass
