@@ -63,7 +63,8 @@ async def wrong_services(run: ChaosRun, steps: int) -> list[str]:
     """Replicas that do not hold the last weights, and a critic that did not train every step once."""
     [first, *_] = read_metrics(run.folder / "metrics.jsonl")
     version = int(first["policy/version"]) - 1 + steps
-    reports = await _reports(run)
+    # One whose engine stands still gets no requests, and is about to be replaced.
+    reports = [report for report in await _reports(run) if report.ok]
     wrong = [
         f"{report.replica}: version {report.policy_version}, not {version}"
         for report in reports
