@@ -38,14 +38,14 @@ Weight = Callable[[float, float], float]
 """Weight of a token in the policy's loss from pi and the behaviour's probability of it."""
 
 
-def make_model(folder: Path, seed: int, *, scale: float = 0.3) -> Path:
+def make_model(folder: Path, seed: int, *, scale: float = 0.3, layers: int = 1) -> Path:
     """Writes a Llama with random weights, larger ones for a larger scale, whose tokens are unequally likely."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=PADDED,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=16,
         pad_token_id=0,

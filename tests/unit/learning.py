@@ -21,7 +21,7 @@ from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import DISTRIBUTION, Tables, experiences
 from tests.unit.known_optimum import BETA, COUNT, MOST, PROMPTS, RESPONSES
 
-BATCH, MINIBATCH, EPOCHS = 512, 128, 2
+BATCH, MINIBATCH, EPOCHS = 1024, 256, 2
 
 
 class Learning:
@@ -91,15 +91,14 @@ class Learning:
         """A batch with as many responses to each prompt, those to the same one after another."""
         now = self.logprobs()
         every = experiences(Tables(now, self._ref, now, torch.zeros_like(now), self._rewards))
+        # Of each response that there is, and not of each that is drawn: most are drawn several times.
+        every = [replace(e, old_logprobs=e.sample.logprobs) for e in every]
+        if self.critic is not None:
+            values = self.critic.values([e.prompt.prompt_ids for e in every], [e.sample.response_ids for e in every])
+            every = [replace(e, values=row) for e, row in zip(every, values, strict=True)]
         taken = []
         for index in range(len(PROMPTS)):
             p = now[index].sum(-1).exp().numpy()
             rows = self._draw.choice(COUNT, BATCH // len(PROMPTS), p=p / p.sum())
             taken += [every[index * COUNT + row] for row in rows.tolist()]
-        prompts, responses = [e.prompt.prompt_ids for e in taken], [e.sample.response_ids for e in taken]
-        own = self.policy.logprobs(prompts, responses)
-        taken = [replace(e, old_logprobs=row) for e, row in zip(taken, own, strict=True)]
-        if self.critic is not None:
-            values = self.critic.values(prompts, responses)
-            taken = [replace(e, values=row) for e, row in zip(taken, values, strict=True)]
         return Batch.of(Collected(taken, 0.0, 0.0))
