@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.gpu.results import Cell, Results, seconds, wait
 from services.common.models import numerics
-from services.common.models.attention.packed import packed_attention
+from services.common.models.attention.packed import Lengths, packed_attention
 
 HEADS, GROUPS, WIDTH = 12, 2, 128
 """Attention sizes of a model of 1.5B parameters."""
@@ -75,7 +75,9 @@ def _attention(results: Results, where: torch.device, tokens: int, count: int) -
     lengths = (length,) * count
 
     def packed() -> None:
-        output, _ = packed_attention(Attention(), query, key, value, None, packed_lengths=lengths, cu_seq_lens_q=ends)
+        output, _ = packed_attention(
+            Attention(), query, key, value, None, packed_lengths=Lengths(lengths), cu_seq_lens_q=ends
+        )
         output.sum().backward()
 
     def padded() -> None:

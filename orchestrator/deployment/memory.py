@@ -26,8 +26,7 @@ CONTEXT = GIB * 7 // 10
 GRAPHS = GIB
 """Memory of vLLM's captured graphs."""
 CHUNKS = 3 * (1 << 29)
-"""Memory of the log-probs of a piece of the logits in float32, with the backward pass's copies
-(models/numerics.py)."""
+"""Memory of the log-probs of a tile of the logits in float32, with the backward pass's copies (models/tiles.py)."""
 DEFAULT_BATCHED_TOKENS = 16_384
 """Tokens in one step of vLLM on a large GPU, by default."""
 AUTO_REPLICAS = 100
@@ -110,8 +109,9 @@ def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> i
         activations = kept + shape.layers * tokens * shape.hidden * width
     else:
         activations = kept * shape.layers
-    # Memory of the logits and of their gradient.
-    head = 2 * tokens * shape.vocabulary * width + CHUNKS if logits else 0
+    # A head that is divided among ranks gives logits, which have a gradient.
+    whole = 2 * tokens * shape.vocabulary * width if config.tensor_parallel.size > 1 else 0
+    head = whole + CHUNKS if logits else 0
     return weights + gradients + optimizer + activations + head + CONTEXT
 
 
@@ -126,7 +126,7 @@ def resting_bytes(config: LearnerConfig, shape: ModelSize) -> int:
 def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool) -> int:
     """Memory of a reference or reward model. What it keeps is there twice during a pass that continues it."""
     width, tokens = BYTES[config.dtype], config.batch_tokens
-    head = tokens * shape.vocabulary * width + CHUNKS if logits else 0
+    head = CHUNKS if logits else 0
     kept = 2 * config.kept_tokens * 2 * shape.layers * shape.hidden * width
     return shape.parameters * width + shape.layer(tokens, width) + head + kept + CONTEXT
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from services.common.models.compiled import compile_layers
 from services.common.models.distribution import Distribution
 from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.linear import use_onednn
@@ -51,6 +52,8 @@ class FrozenModel:
         self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
         self.model.eval().requires_grad_(False)
         use_onednn(self.model)
+        if config.compile_layers:
+            compile_layers(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.max_length = max_length(self.model)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)

@@ -22,6 +22,7 @@ from services.common.learner.tensor_parallel import (
     total_norm,
     whole_shape,
 )
+from services.common.models.compiled import compile_layers
 from services.common.models.device import default_device, on_device
 from services.common.models.linear import use_onednn
 from services.common.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
@@ -49,6 +50,8 @@ class TrainedModule:
 
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
+        if config.compile_layers:
+            compile_layers(module)
         size = config.tensor_parallel.size
         if size > 1:
             check_divisible(module, size)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.common.models.attention.packed import Lengths
 from services.common.models.attention.padded import whole_mask
 from services.common.models.attention.prefixes import Past
 from services.common.models.device import on_device
@@ -78,7 +79,7 @@ class PairTensors:
             # What the host knows already: otherwise each layer would wait for the device.
             longest = max(self.pair_lengths)
             inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": self.pair_lengths}
+            inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": Lengths(self.pair_lengths)}
             inputs |= {"packed_past": self.past}
         return inputs
 

@@ -8,6 +8,7 @@ import torch
 
 from protos import reward_pb2 as pb
 from services.common.config.base import ConfigError
+from services.common.models.compiled import compile_layers
 from services.common.models.frozen_passes import FrozenPasses
 from services.common.models.linear import use_onednn
 from services.common.models.loading import load_config, load_tokenizer, max_length
@@ -37,6 +38,8 @@ class ModelScorer:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
         self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)
         use_onednn(self._model)
+        if config.compile_layers:
+            compile_layers(self._model)
         self._residence = Residence(self._model, device, config.idle_s)
         extra = self._model.config
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0

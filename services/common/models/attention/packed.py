@@ -26,6 +26,14 @@ Kernel = Callable[..., torch.Tensor]
 """torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
 
 
+class Lengths:
+    """Lengths of the sequences in a row. A tuple would have torch's compiler compile the layers, through which it
+    passes, for every number of sequences; of such an object it looks at the class only."""
+
+    def __init__(self, each: tuple[int, ...]) -> None:
+        self.each = each
+
+
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -33,7 +41,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_lengths: tuple[int, ...] | None = None,
+    packed_lengths: Lengths | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     packed_past: Past | None = None,
     **options: Any,
@@ -55,12 +63,14 @@ def packed_attention(
         raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
     if kernel is not None and packed_past is None:
-        return by_kernel(kernel, query, key, value, cu_seq_lens_q, max(packed_lengths), options.get("scaling")), None
+        return by_kernel(
+            kernel, query, key, value, cu_seq_lens_q, max(packed_lengths.each), options.get("scaling")
+        ), None
     states = (query, key, value)
     if packed_past is not None:
-        return _continued(module, states, packed_lengths, packed_past, **options), None
+        return _continued(module, states, packed_lengths.each, packed_past, **options), None
     # Sequences of one length are neighbours, as passes have them in the order of their lengths.
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths)]
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths.each)]
     pieces = []
     for (length, _), *run in zip(runs, *(_by_length(state, runs) for state in states), strict=True):
         if short.takes(query, length):

@@ -76,11 +76,12 @@ def test_shapes_are_counted_without_allocating(
 
 def test_a_learner_holds_sixteen_bytes_a_parameter_and_its_activations(configs: Configs) -> None:
     layer = 10 * (10 * 4 + 4 * 16)  # tokens x numbers: 1040
-    logits = 2 * 10 * 50
     bf16 = {"dtype": "bfloat16", "zero_stage": 1}
-    assert (
-        learner_bytes(configs.learner(), SMALL, logits=True) == 16_000 + 4 * (2 * layer + logits) + CHUNKS + CONTEXT
-    )
+    assert learner_bytes(configs.learner(), SMALL, logits=True) == 16_000 + 4 * 2 * layer + CHUNKS + CONTEXT
+    # Only a head that is divided gives whole logits, here to each of two ranks.
+    divided = configs.learner(ranks=2, tensor_parallel={"size": 2})
+    logits = 2 * 10 * 50
+    assert learner_bytes(divided, SMALL, logits=True) == 8_000 + 4 * (2 * layer + logits) + CHUNKS + CONTEXT
     assert learner_bytes(configs.learner(**bf16), SMALL, logits=False) == 16_000 + 2 * 2 * layer + CONTEXT
     checkpointed = configs.learner(**bf16, gradient_checkpointing=True)
     assert learner_bytes(checkpointed, SMALL, logits=False) == 16_000 + 2 * (layer + 2 * 10 * 4) + CONTEXT
@@ -106,7 +107,7 @@ def test_frozen_models_and_engines(configs: Configs) -> None:
     # Keys and values, twice, in two bytes each.
     states = 2 * 2 * 7 * SMALL.layers * SMALL.hidden * 2
     assert frozen_bytes(SMALL, keeping, logits=False) == 2000 + 2 * 1040 + states + CONTEXT
-    assert frozen_bytes(SMALL, frozen, logits=True) == 2000 + 2 * 1040 + 2 * 10 * 50 + CHUNKS + CONTEXT
+    assert frozen_bytes(SMALL, frozen, logits=True) == 2000 + 2 * 1040 + CHUNKS + CONTEXT
     told = configs.engine(dtype="bfloat16", kv_cache_mib=3, max_num_batched_tokens=100, max_num_seqs=7)
     step = 100 * 2 * (4 * 4 + 2 * 16)
     expected = 2000 + (3 << 20) + step + 3 * 7 * 50 * 4 + GRAPHS + CONTEXT
@@ -124,15 +125,25 @@ QWEN = {
 
 
 @pytest.mark.parametrize(
-    ("size", "lora", "expected"), [("0.5B", False, 53), ("1.5B", False, 97), ("3B", False, 158), ("7B", True, 137)]
+    ("size", "changes", "expected"),
+    [
+        ("0.5B", {}, 57),
+        ("1.5B", {}, 121),
+        ("1.5B", {"&recomputed false": "&recomputed true"}, 80),
+        ("3B", {"&recomputed false": "&recomputed true"}, 140),
+        ("7B", {"&recomputed false": "&recomputed true", "# lora:": "lora:"}, 116),
+    ],
 )
-def test_the_sums_at_the_head_of_the_file_for_one_gpu(size: str, lora: bool, expected: int, tmp_path: Path) -> None:
-    file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
-    if lora:
-        text = file.read_text().replace("# lora:", "lora:")
-        (tmp_path / "lora").mkdir()
-        file = tmp_path / "lora" / "ppo-1gpu.yaml"
-        file.write_text(text)
+def test_the_sums_at_the_head_of_the_file_for_one_gpu(
+    size: str, changes: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml").read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "changed").mkdir()
+    file = tmp_path / "changed" / "ppo-1gpu.yaml"
+    file.write_text(text)
     parts = footprints(load(file, tmp_path), 139 * GIB, lambda folder: QWEN[size])
     assert [part.name for part in parts] == ["rollout", "reward", "reference", "critic", "policy"]
     assert round(sum(part.size for part in parts) / GIB) == expected
@@ -178,7 +189,7 @@ def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
     ]
 
 
-@pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 28, 45), ("1.5B", 43, 89), ("3B", 62, 150)])
+@pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 23, 49), ("1.5B", 37, 113), ("3B", 55, 198)])
 def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
     (tmp_path / "colocated").mkdir()

@@ -57,6 +57,24 @@ def model(tmp_path: Path) -> str:
             {"ranks": 2, "tensor_parallel": {"size": 2}, "lora": {}},
             "lora goes with tensor_parallel.size 1 only; adapters are not divided",
         ),
+        (
+            {"compile_layers": True, "zero_stage": 3},
+            "compile_layers: layers that are divided among ranks are not compiled; set it to false, or "
+            "set zero_stage to 2 or lower and tensor_parallel.size to 1",
+        ),
+        (
+            {"compile_layers": True, "ranks": 2, "tensor_parallel": {"size": 2}},
+            "compile_layers: layers that are divided among ranks are not compiled",
+        ),
+        (
+            {
+                "compile_layers": True,
+                "dtype": "bfloat16",
+                "zero_stage": 1,
+                "attn_implementation": "flash_attention_2",
+            },
+            "compile_layers goes with attn_implementation sdpa or eager",
+        ),
         ({"num_gpus": 2}, "num_gpus (2) must be 1 or less: a rank computes on one GPU; set ranks"),
         ({"num_gpus": 0.5, "ranks": 2}, "num_gpus (0.5) must be more than 0.5 with several ranks"),
         ({"resources": {"policy": 0}}, "resources.policy: should be more than 0, got 0"),

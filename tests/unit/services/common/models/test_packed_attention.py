@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from services.common.config.base import ConfigError
-from services.common.models.attention.packed import by_kernel, packed_attention
+from services.common.models.attention.packed import Lengths, by_kernel, packed_attention
 from services.common.models.loading import load_causal
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
@@ -72,7 +72,7 @@ def test_the_kernel_gets_what_it_takes_and_gives_what_the_plain_path_gives(scale
     query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
     boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     plain, _ = packed_attention(
-        Attention(), query, key, value, None, packed_lengths=LENGTHS, cu_seq_lens_q=boundaries, scaling=scale
+        Attention(), query, key, value, None, packed_lengths=Lengths(LENGTHS), cu_seq_lens_q=boundaries, scaling=scale
     )
     actual = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
     assert actual.shape == plain.shape == (1, 9, HEADS, WIDTH)
@@ -83,7 +83,7 @@ def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
     prompts, responses = arrays([[1, 2], [3]]), arrays([[4], [5, 6, 7]])
     inputs = concatenate_pairs(prompts, responses).inputs
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 7]
-    assert inputs["packed_lengths"] == (3, 4)
+    assert inputs["packed_lengths"].each == (3, 4)
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (4, 4)
     assert not [name for name in pad_pairs(prompts, responses).inputs if "length" in name or "cu_seq" in name]
 
@@ -92,7 +92,9 @@ def attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: tuple[int, ...] = LENGTHS
 ) -> torch.Tensor:
     boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return packed_attention(Attention(), query, key, value, None, packed_lengths=lengths, cu_seq_lens_q=boundaries)[0]
+    return packed_attention(
+        Attention(), query, key, value, None, packed_lengths=Lengths(lengths), cu_seq_lens_q=boundaries
+    )[0]
 
 
 def test_half_precision_is_computed_in_float32_on_a_cpu() -> None:
