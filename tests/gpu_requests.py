@@ -22,8 +22,11 @@ class Request:
 
 def load(file: Path, folder: Path) -> Deployment:
     """Loads it with `folder` in place of its model folders, which the schemas look for, and with keys made here."""
-    (folder / "config.json").write_text("{}")
-    text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{folder}", file.read_text())
+    for model in (folder, folder / "reward"):
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text("{}")
+    text = re.sub(r"(&policy )\S+", rf"\g<1>{folder}", file.read_text())
+    text = re.sub(r"(&reward )\S+", rf"\g<1>{folder / 'reward'}", text)
     if "keys/policy.yaml" in text:
         Keys(folder / "keys", days=1).make(["10.0.0.5"], {"run-a": "trainer"}, tokens=False)
         text = text.replace("keys/policy.yaml", str(folder / "keys/policy.yaml"))

@@ -165,7 +165,7 @@ def print_side(name: str, folder: str, size: str, tokens: str, length: str, devi
 
 def operations(size: str, lengths: list[int]) -> float:
     """Operations of forward and backward pass, without recomputation."""
-    from orchestrator.deployment.memory import ModelSize
+    from services.common.models.size import ModelSize
 
     model = ModelSize.of(shape(size))
     attention = sum(6 * model.layers * model.hidden * length**2 for length in lengths)

@@ -1,21 +1,22 @@
 """Sums of the GPU memory that a deploy file needs, per process, so that a file that cannot fit is refused early.
 
-Weights, gradients, optimizer and KV cache are exact; activations and libraries are estimates, rather high than low.
+Those of learners follow what torch and DeepSpeed allocate within a tenth (services/common/learner/memory.py);
+libraries and communicators are estimates, rather high than low.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from services.common.config.base import GIB, Config, ConfigError
 from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
-from services.common.models.reading import reading
+from services.common.learner.memory import learner_bytes, tile_bytes
+from services.common.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import BlendScorerConfig, ModelScorerConfig, RewardConfig, ScorerConfig
@@ -25,49 +26,19 @@ CONTEXT = GIB * 7 // 10
 """Memory of CUDA itself in each process, with the code of its kernels."""
 GRAPHS = GIB
 """Memory of vLLM's captured graphs."""
-CHUNKS = 3 * (1 << 29)
-"""Memory of the log-probs of a tile of the logits in float32, with the backward pass's copies (models/tiles.py)."""
+COMMUNICATOR = GIB * 2 // 5
+"""Memory of NCCL's buffers in a group of several ranks."""
+COMMUNICATOR_OF_ONE = GIB // 10
+"""The same in the group of one rank that DeepSpeed makes."""
+SENT_BUCKETS = 2
+"""Buckets of a push that the sender has on its GPU: one is packed while the one before is copied."""
+LOADED_BUCKETS = 3
+"""Buckets of a push that a worker of a replica has on its GPU: one arrives, one is loaded, and as much is kept of a
+layer that is not complete."""
 DEFAULT_BATCHED_TOKENS = 16_384
 """Tokens in one step of vLLM on a large GPU, by default."""
 AUTO_REPLICAS = 100
 """Most replicas of Serve's `num_replicas: auto`."""
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """The sizes of a model that determine its memory."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, config: Any) -> "ModelSize":
-        """Sizes from a transformers configuration of a causal language model. Allocates nothing. ConfigError if it
-        describes no such model."""
-        from transformers import AutoModelForCausalLM
-
-        with reading(f"model: {config.name_or_path} does not describe a language model"), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        intermediate = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-        return cls(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            layers=int(config.num_hidden_layers),
-            hidden=int(config.hidden_size),
-            intermediate=intermediate,
-            vocabulary=int(config.vocab_size),
-        )
-
-    def layer(self, tokens: int, width: int) -> int:
-        """Bytes that one layer keeps for the backward pass, with numbers of `width` bytes."""
-        return tokens * width * (10 * self.hidden + 4 * self.intermediate)
-
-    def adapters(self, rank: int) -> int:
-        """Upper bound of the parameters of low-rank adapters on all linear layers."""
-        return self.layers * rank * (8 * self.hidden + 3 * (self.hidden + self.intermediate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,60 +64,57 @@ SAMPLING, TRAINING = PHASES = ("sampling", "training")
 """The phases of a step of which processes with `colocate` need one only."""
 
 
-def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
-    """Peak memory of one rank of a learner. `logits` is True for a language model, False for a value model."""
-    width, tokens = BYTES[config.dtype], config.micro_batch_tokens
-    copies = config.ranks // config.tensor_parallel.size
-    number = shape.parameters // config.tensor_parallel.size
-    trained = shape.adapters(config.lora.rank) if config.lora else number
-    # In half precision the optimizer keeps a second copy of the weights.
-    states = trained * (8 if config.dtype == "float32" else 12)
-    weights = 0 if config.param_offload else number * width // (copies if config.zero_stage == 3 else 1)
-    gradients = trained * width // (copies if config.zero_stage >= 2 else 1)
-    optimizer = 0 if config.adam_offload else states // (copies if config.zero_stage >= 1 else 1)
-    kept = shape.layer(tokens, width)
-    if config.gradient_checkpointing:
-        activations = kept + shape.layers * tokens * shape.hidden * width
-    else:
-        activations = kept * shape.layers
-    # A head that is divided among ranks gives logits, which have a gradient.
-    whole = 2 * tokens * shape.vocabulary * width if config.tensor_parallel.size > 1 else 0
-    head = whole + CHUNKS if logits else 0
-    return weights + gradients + optimizer + activations + head + CONTEXT
+def rank_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, bucket: int = 0) -> int:
+    """Most memory of one rank of a learner. `logits` is True for a language model, False for a value model; `bucket`
+    is the size of a bucket of a push, which the policy packs on its GPU between updates."""
+    resting = _resting(config, shape if logits else shape.body) + SENT_BUCKETS * bucket
+    return max(learner_bytes(config, shape, logits=logits), resting) + _communicator(config) + CONTEXT
 
 
-def resting_bytes(config: LearnerConfig, shape: ModelSize) -> int:
+def resting_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool, bucket: int = 0) -> int:
     """Memory of one rank of a learner with `colocate` between its updates: its weights, and for a critic a forward
-    pass. Such a learner is on ZeRO 1 or 2, where every rank has all weights."""
+    pass or for a policy a push. Such a learner is on ZeRO 1 or 2, where every rank has all weights."""
+    return _resting(config, shape if logits else shape.body) + SENT_BUCKETS * bucket + _communicator(config) + CONTEXT
+
+
+def _resting(config: LearnerConfig, shape: ModelSize) -> int:
     width = BYTES[config.dtype]
-    number = shape.parameters // config.tensor_parallel.size
-    return number * width + shape.layer(config.micro_batch_tokens, width) + CONTEXT
+    number = shape.parameters // (config.ranks if config.zero_stage == 3 else config.tensor_parallel.size)
+    return number * width + shape.layer(config.micro_batch_tokens, width)
+
+
+def _communicator(config: LearnerConfig) -> int:
+    return COMMUNICATOR if config.ranks > 1 else COMMUNICATOR_OF_ONE
 
 
 def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool) -> int:
     """Memory of a reference or reward model. What it keeps is there twice during a pass that continues it."""
+    shape = shape if logits else shape.body
     width, tokens = BYTES[config.dtype], config.batch_tokens
-    head = CHUNKS if logits else 0
-    kept = 2 * config.kept_tokens * 2 * shape.layers * shape.hidden * width
-    return shape.parameters * width + shape.layer(tokens, width) + head + kept + CONTEXT
+    head = tile_bytes(shape, tokens, width) if logits else 0
+    kept = 2 * config.kept_tokens * 2 * shape.layers * shape.keys * width
+    return shape.parameters * width + max(shape.layer(tokens, width), head) + kept + CONTEXT
 
 
-def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int) -> int:
-    """Memory of one worker of a rollout replica, on a GPU of `gpu` bytes."""
+def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int = 0) -> int:
+    """Memory of one worker of a rollout replica, on a GPU of `gpu` bytes, with a push in buckets of `bucket` bytes,
+    which are beside the share that vLLM takes."""
+    pushed = LOADED_BUCKETS * bucket
     if config.kv_cache_mib is None:
-        return int(gpu * config.gpu_memory_utilization)
+        return int(gpu * config.gpu_memory_utilization) + pushed
     width, size = BYTES[config.dtype], config.tensor_parallel_size
     tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     step = tokens * width * (4 * shape.hidden + 2 * shape.intermediate // size)
     sampling = 3 * config.max_num_seqs * shape.vocabulary * 4
     cache = config.kv_cache_mib << 20
-    return shape.parameters * width // size + cache + step + sampling + GRAPHS + CONTEXT
+    return shape.parameters * width // size + cache + step + sampling + pushed + GRAPHS + CONTEXT
 
 
 def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], ModelSize]) -> list[Footprint]:
     """All processes of a deploy file on GPUs of `gpu` bytes. `shape_at` returns the sizes of a folder's model."""
     weights = deployment.orchestrator.weights
     parts = []
+    bucket = bucket_bytes(shape_at(deployment.orchestrator.policy.model), deployment.orchestrator)
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
         section = deployment.services.get(name)
@@ -154,8 +122,10 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
             share = float((entry.get("ray_actor_options") or {}).get("num_gpus") or 0)
             if section is None or not share:
                 continue
-            workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else 1
-            size = service_bytes(section, gpu, shape_at)
+            # A frozen model with several GPUs has its layers divided among them.
+            whole = isinstance(section, RolloutConfig)
+            workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
+            size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket)
             if isinstance(section, RolloutConfig) and weights.stage == "gpu":
                 size += copy_bytes(section, shape_at)  # of weights received and not committed
             one = Footprint(name, share / workers, size, *released(section, shape_at))
@@ -164,10 +134,11 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
     for name, config in learners.items():
         if config.num_gpus:
-            size = learner_bytes(config, shape_at(config.model), logits=name == "policy")
-            if name == "policy" and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
+            policy = name == "policy"
+            size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
+            if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
                 size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent
-            parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at))] * config.ranks
+            parts += [Footprint(name, config.num_gpus, size, *released(config, shape_at, bucket))] * config.ranks
     return parts
 
 
@@ -176,28 +147,45 @@ def copy_bytes(config: LearnerConfig | RolloutConfig, shape_at: Callable[[str], 
     return shape_at(config.model).parameters * BYTES[config.dtype]
 
 
+def _divided(shape_at: Callable[[str], ModelSize], count: int) -> Callable[[str], ModelSize]:
+    """Sizes of the part of a model that one of `count` GPUs holds."""
+
+    def part(path: str) -> ModelSize:
+        shape = shape_at(path)
+        return replace(shape, parameters=shape.parameters // count, head=shape.head // count)
+
+    return part
+
+
 def _replicas(entry: Mapping[str, Any]) -> int:
     """Largest number of replicas of a deployment."""
     number = (entry.get("autoscaling_config") or {}).get("max_replicas") or entry.get("num_replicas") or 1
     return int(number) if str(number).isdigit() else AUTO_REPLICAS
 
 
-def released(section: Config, shape_at: Callable[[str], ModelSize]) -> tuple[int, str]:
+def bucket_bytes(shape: ModelSize, config: OrchestratorConfig) -> int:
+    """Bytes of the largest bucket of a push: a tensor is never divided, and the embeddings are the largest."""
+    return max(config.weights.bucket_mib << 20, shape.vocabulary * shape.hidden * BYTES[config.policy.dtype])
+
+
+def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> tuple[int, str]:
     """The memory that a process with `colocate` gives to others, and in which phase; without it none."""
     if isinstance(section, RolloutConfig) and section.colocate:
         return (section.kv_cache_mib or 0) << 20, TRAINING
     if isinstance(section, LearnerConfig) and section.colocate:
         shape, policy = shape_at(section.model), not isinstance(section, CriticConfig)
-        return learner_bytes(section, shape, logits=policy) - resting_bytes(section, shape), SAMPLING
+        bucket = bucket if policy else 0
+        most = rank_bytes(section, shape, logits=policy, bucket=bucket)
+        return most - resting_bytes(section, shape, logits=policy, bucket=bucket), SAMPLING
     return 0, ""
 
 
-def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize]) -> int:
+def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> int:
     """Memory of one process of a service."""
     if isinstance(section, RolloutConfig):
-        return engine_bytes(section, shape_at(section.model), gpu)
+        return engine_bytes(section, shape_at(section.model), gpu, bucket)
     if isinstance(section, CriticConfig):
-        return learner_bytes(section, shape_at(section.model), logits=False)
+        return rank_bytes(section, shape_at(section.model), logits=False)
     if isinstance(section, ReferenceConfig):
         return frozen_bytes(shape_at(section.model), section, logits=True)
     if isinstance(section, RewardConfig):

@@ -26,6 +26,7 @@ from services.common.config.learner import LearnerConfig
 from services.common.folders import unusable
 from services.common.models.device import VISIBLE
 from services.common.models.loading import shape_of_causal
+from services.common.models.size import BYTES
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.rollout.config import RolloutConfig
@@ -177,7 +178,7 @@ def _cached(config: Any, dtype: str) -> int:
     if getattr(text, "sliding_window", None):
         return 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * size * memory.BYTES[dtype])
+    return int(2 * text.num_hidden_layers * heads * size * BYTES[dtype])
 
 
 def _actor(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.deployment.memory import ModelSize
 from services.common.config.base import ConfigError
 from services.common.models.distribution import end_ids
 from services.common.models.loading import check_whole, load_causal, load_config, load_tokenizer, shape_of_causal
+from services.common.models.size import ModelSize
 from tests.unit.preflights import args, problems
 
 OWN = """
