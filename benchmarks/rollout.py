@@ -19,6 +19,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 import yaml
 from rich.console import Console
@@ -97,7 +98,8 @@ def open_head(state: Path) -> cluster.Cluster:
 
 
 def _in_process(deployment: Deployment, prompts: Sequence[Ints], sampling: Sampling) -> Callable[[], int]:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if not torch.cuda.is_available():  # on a GPU its engine gains by a process of its own, as a replica's does
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     from services.rollout.vllm.arguments import engine_args

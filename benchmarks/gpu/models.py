@@ -62,6 +62,9 @@ def make(folder: Path, size: str, dtype: str = "bfloat16", *, reward: bool = Fal
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = kind(config).to(getattr(torch, dtype))
     model.cpu().save_pretrained(folder)
+    if torch.cuda.is_available():
+        # The processes that are measured need the memory, which torch keeps otherwise as long as this one lives.
+        torch.cuda.empty_cache()
     tokenizer(tokens(size)).save_pretrained(folder)
     return folder
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.ended import ended
+
 console = Console(width=160)
+LONGEST_S = 200.0
+"""Longest time of a process of its own, in seconds."""
 Cell = str | float | int
 
 
@@ -74,12 +77,12 @@ def alone(module: str, arguments: list[str], **variables: str) -> Any:
     """The last line that a module prints, as JSON, in a process of its own, which gives a GPU's memory back.
 
     Raises:
-        RuntimeError: it failed; the last line of its errors.
+        RuntimeError: it failed, with the last line of its errors; or was not done after LONGEST_S.
     """
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    done = ended(command, os.environ | variables, None, LONGEST_S)
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -6,9 +6,10 @@
 Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of each stage, samples/s, most memory of
 each process (where nvidia-smi shows processes) and of the GPU, and how busy the GPU was. Then TRL trains on the same
 prompts, with the same minibatches: bfloat16 weights and no fp32 masters, the fastest that it does, although Quartet
-keeps masters. TRL keeps the logits of a whole batch, so its batch is halved until it fits. The first update of each
-side is left out. PEER is a Python with TRL in it; by default this one (`pip install --no-deps trl==1.12.0`, and its
-accelerate and datasets). All responses have `--new` tokens.
+keeps masters. It generates and scores a whole batch at a time. As it keeps the logits, fewer at a time are tried
+where that does not fit, and then half the batch. The first update of each side is left out. PEER is a Python with TRL
+in it; by default this one (`pip install --no-deps trl==1.12.0`, and its accelerate and datasets). All responses have
+`--new` tokens.
 """
 
 import json
@@ -59,9 +60,10 @@ def main(
             models(folder, size, batch, prompt, device)
             raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
             results.attempt(f"{size} Quartet", partial(ours, folder, raw, batch, updates))
-            for count in halved(batch):
-                settings = peer_settings(folder, count, new, updates, device)
-                results.attempt(f"{size} TRL, batches of {count}", partial(theirs, peer, settings))
+            for count, forward in trials(batch):
+                settings = peer_settings(folder, count, new, updates, device, forward)
+                what = f"{size} TRL, batches of {count}, {forward} at a time"
+                results.attempt(what, partial(theirs, peer, settings))
                 if results.last_worked:
                     break
     results.show()
@@ -133,7 +135,9 @@ def ours(folder: Path, raw: dict[str, Any], batch: int, updates: int) -> dict[st
 
 def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
     """Samples/s of TRL, and what the GPU had to hold."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = dict(os.environ)
+    if Path(python).absolute() != Path(sys.executable).absolute():
+        environment.pop("PYTHONPATH", None)  # libraries of another environment
     with Watch() as watch:
         printed = run([python, str(PEER), json.dumps(settings)], environment)
     seconds = [json.loads(line)["seconds"] for line in printed.splitlines() if line.startswith('{"seconds"')]
@@ -141,12 +145,20 @@ def theirs(python: str, settings: dict[str, Any]) -> dict[str, Cell]:
     return {"samples_s": settings["batch"] / step_s, "step_s": step_s} | watch.figures()
 
 
-def peer_settings(folder: Path, batch: int, new: int, updates: int, device: str) -> dict[str, Any]:
-    """TRL's settings for the same step."""
+def trials(batch: int) -> list[tuple[int, int]]:
+    """TRL's batches and how many responses of one go forward at a time, the fastest first. It generates as many at a
+    time too, so that less than all is slower; a smaller batch is the last resort."""
+    return [(count, forward) for count in halved(batch) for forward in halved(count)]
+
+
+def peer_settings(
+    folder: Path, batch: int, new: int, updates: int, device: str, forward: int | None = None
+) -> dict[str, Any]:
+    """TRL's settings for the same step; `forward` responses at a time, or all."""
     return {
         "folder": str(folder),
         "batch": batch,
-        "forward": min(batch, LEAST),
+        "forward": forward or batch,
         "minibatches": MINIBATCHES,
         "epochs": 1,
         "response": new,

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.ended import ended
 from benchmarks.family import Family
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
@@ -21,6 +22,8 @@ PEER = Path(__file__).with_name("peer.py")
 VERSIONS = ("trl==1.12.0", "transformers>=5.19,<6", "torch==2.13.0")
 """TRL's last release with PPO, and what Quartet runs with."""
 CONFIG = "race.yaml"
+LONGEST_S = 1800.0
+"""Longest time of one command of a side, in seconds."""
 STAGES = ("generate", "score", "logprobs", "train", "push")
 """Stages of a step of Quartet, as its metrics name them; scoring overlaps with generation."""
 
@@ -105,9 +108,13 @@ class Quartet:
         self._config.write_text(yaml.safe_dump(self._raw))
 
     def _quartet(self, *arguments: str) -> None:
-        root = str(Path(__file__).parents[2])
-        environment = os.environ | {"PYTHONPATH": root} | self.family.environment
+        environment = os.environ | {"PYTHONPATH": python_path()} | self.family.environment
         run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
+
+
+def python_path() -> str:
+    """PYTHONPATH with the project's root before what is in it: libraries may be there that are nowhere else."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def configured(folder: Path, case: Case) -> dict[str, Any]:
@@ -141,8 +148,9 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def run(command: Sequence[str], environment: dict[str, str], folder: Path | None = None) -> str:
-    """Runs a command and returns its output. RuntimeError with its last lines if it fails."""
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    """Runs a command and returns its output. RuntimeError with its last lines if it fails, or is not done after
+    LONGEST_S; it is ended then, with all processes that it started in its session."""
+    done = ended(command, environment, folder, LONGEST_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:3])} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.gpu.step import configured, halved, models, peer_settings
+from benchmarks.gpu.step import configured, halved, models, peer_settings, trials
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
 
@@ -30,3 +30,9 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, coloca
 def test_a_batch_is_halved_while_it_can_be_whitened() -> None:
     assert halved(256) == [256, 128, 64, 32]
     assert halved(40) == [40]
+
+
+def test_the_peer_first_takes_the_whole_batch_at_once(tmp_path: Path) -> None:
+    assert trials(128) == [(128, 128), (128, 64), (128, 32), (64, 64), (64, 32), (32, 32)]
+    assert peer_settings(tmp_path, 256, 8, 2, "cuda")["forward"] == 256
+    assert peer_settings(tmp_path, 256, 8, 2, "cuda", 64)["forward"] == 64

@@ -1,0 +1,34 @@
+"""A command of a benchmark that hangs is ended, and libraries named by PYTHONPATH stay within reach."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from benchmarks.ended import ended
+from benchmarks.vs_trl.sides import python_path
+
+CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+
+def test_a_command_that_hangs_is_killed_with_its_children() -> None:
+    began = time.monotonic()
+    # The child holds the pipes open, so that killing the parent alone would not end the wait for them.
+    with pytest.raises(RuntimeError, match="was not done after 1 s"):
+        ended([sys.executable, "-c", f"{CHILD}; time.sleep(60)"], os.environ, None, 1)
+    assert time.monotonic() - began < 30
+
+
+def test_one_that_ends_gives_its_output_and_status() -> None:
+    done = ended([sys.executable, "-c", "print(1); raise SystemExit(3)"], os.environ, None, 60)
+    assert (done.stdout, done.returncode) == ("1\n", 3)
+
+
+def test_the_root_comes_before_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/libraries")
+    root, *others = python_path().split(os.pathsep)
+    assert os.path.isfile(os.path.join(root, "benchmarks", "rollout.py"))
+    assert others == ["/libraries"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path() == root
