@@ -52,7 +52,7 @@ QUICK = {"door_cost", "pipeline", "push", "push_copies"}
 """The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""
-NEEDS_GPU = {"vllm", "vllm, packed"}
+NEEDS_GPU = {"vllm", "vllm, packed", "cuda-ipc"}
 """Sides of gpu.pushes that no CPU can run; they are errors in its table."""
 
 
