@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.unit.waiting import until
 
 pytestmark = pytest.mark.processes
 
-SECRET = "7" * 64
+SECRET = secrets.token_hex(32)
 
 
 async def titled(title: str, secret: str = SECRET) -> asyncio.subprocess.Process:

@@ -1,6 +1,7 @@
 """Ends a head: all its processes, and its files but the logs. Plain processes stand in for Ray's."""
 
 import os
+import secrets
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from orchestrator.deployment.processes import MARK
 
 pytestmark = pytest.mark.processes
 
-SECRET = "5" * 64
+SECRET = secrets.token_hex(32)
 
 
 @pytest.fixture

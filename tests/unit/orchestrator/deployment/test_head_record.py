@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from orchestrator.deployment import cluster, head_record, privacy
 from orchestrator.deployment.processes import MARK
 from services.common.config.base import ConfigError
 
-SECRET, OTHER = "5" * 64, "7" * 64
+SECRET, OTHER = secrets.token_hex(32), secrets.token_hex(32)
 NAME = "quartet-abcdefgh"
 SHORT = os.environ["RAY_TMPDIR"]
 """A folder whose path is short enough for Ray."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -24,7 +25,7 @@ from orchestrator.deployment.serving import await_running, deploy
 SLOW = {"status": "UPDATING", "message": "Deployment 'Reward' has 1 replicas that have taken more than 30s to start."}
 RUNNING, STARTING = ({"applications": {"reward": {"status": status}}} for status in ("RUNNING", "DEPLOYING"))
 FAILED = {"applications": {"reward": {"status": "DEPLOY_FAILED", "message": "no such model"}}}
-SECRET = "5" * 64
+SECRET = secrets.token_hex(32)
 Heads = Callable[..., Cluster]
 put: list[dict[str, Any]] = []
 """Files that were deployed on the head of the present test."""
