@@ -46,9 +46,6 @@ class NoteTaker:
         self.calls.append("join")
         self.joined.append(init_info)
 
-    async def leave(self) -> None:
-        self.calls.append("leave")
-
     async def rest(self) -> None:
         self.calls.append("rest")
 
