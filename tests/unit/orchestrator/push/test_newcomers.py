@@ -66,7 +66,9 @@ async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
     async with adding_newcomers(pusher, FakeRegistry(), LEASE, 30):  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await pusher.asked.wait()
-    for line in (said := capsys.readouterr().err.splitlines()):
+    # Members of earlier tests in the same loop may still say that their pushes lapse.
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("push: ")]
+    for line in said:
         assert line.startswith("rollout replicas that join (new): ")
     assert len(said) == 2
 
