@@ -13,6 +13,8 @@ OURS = ("orchestrator", "protos", "recipes", "services")
 _HOME = Path(services.__file__).resolve().parents[1]
 _UNUSED = frozenset({"benchmarks", "docs", "examples", "scripts", "test", "tests"})
 """Names that many projects have, that some packages install by mistake, and that nothing imports from elsewhere."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of the folders into which packages are installed."""
 _CURE = "rename yours, and the import paths of functions in it; or start the commands in another folder"
 
 
@@ -53,7 +55,11 @@ def _hidden(name: str, folder: Path) -> str:
         return f"Python's module {name}"
     # The command itself has the folder on its path, last.
     spec = PathFinder.find_spec(name, [place for place in sys.path if Path(place).resolve() != folder])
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().is_relative_to(folder):
+    if spec is None or spec.origin is None:
+        return ""
+    origin = Path(spec.origin).resolve()
+    # An environment may lie in the folder; what else lies there is the user's own.
+    if origin.is_relative_to(folder) and not INSTALLED.intersection(origin.parts):
         return ""
     return f"the installed module {name} ({spec.origin})"
 

@@ -166,6 +166,24 @@ def test_a_module_of_the_current_folder_that_would_hide_one_of_python_or_of_a_pa
         Deployment.load(path)
 
 
+def test_a_package_of_an_environment_in_the_current_folder_is_hidden_too(
+    tmp_path: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `.venv` may lie beside the deploy file; a module elsewhere in the folder belongs to the user."""
+    path = write(tmp_path / "a.yaml", {"orchestrator": section})
+    installed, own = tmp_path / ".venv/lib/python3/site-packages", tmp_path / "src"
+    for file in (installed / "colours.py", own / "shapes.py", tmp_path / "shapes.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.syspath_prepend(own)
+    Deployment.load(path)
+    (tmp_path / "colours.py").touch()
+    with pytest.raises(ConfigError, match="colours"):
+        Deployment.load(path)
+
+
 @pytest.mark.parametrize(
     ("ppo", "missing"),
     [
