@@ -173,7 +173,7 @@ async def test_a_rank_that_computes_or_waits_for_long_does_not_stand_still(rank:
     noting = asyncio.ensure_future(group.call(Trainer.note, 60, 1, seconds=seconds))
     await asyncio.sleep(LOOK_S)
     os.kill(pid, signal.SIGSTOP)
-    assert rank.stopped
+    await until(lambda: rank.stopped)  # the signal takes effect when the process is next scheduled
     await asyncio.sleep(LOOK_S * STOPPED_LOOKS / 2)
     os.kill(pid, signal.SIGCONT)
     assert await noting == [0, 1]
