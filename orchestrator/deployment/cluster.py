@@ -114,7 +114,7 @@ def _environment_of(pid: int, created: float, secret: str) -> dict[str, str] | N
     try:
         process = psutil.Process(pid)
         # A killed process stays in the table until its parent collects it.
-        runs = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        runs = abs(processes.uptime_at_start(process) - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
         return process.environ() if runs and processes.inherited(process, secret) else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
@@ -198,7 +198,7 @@ def _launch(say: Say, state: Path, log: Path) -> "tuple[Cluster, subprocess.Pope
     head = launch(ports, privacy.environment(token, folder), folder, secret, log)
     record = HeadRecord(
         pid=head.pid,
-        created=psutil.Process(head.pid).create_time(),
+        created=processes.uptime_at_start(psutil.Process(head.pid)),
         gcs=ports.gcs,
         dashboard=ports.dashboard,
         name=folder.name,

@@ -24,7 +24,7 @@ class HeadRecord(Config):
     pid: Annotated[int, Field(ge=1)]
     """Process of the head."""
     created: float
-    """Start time of the process, to tell it from a later process with the same pid."""
+    """Seconds from the machine's start to that of the process, to tell it from a later process with the same pid."""
     gcs: _Port
     """Port of the GCS on 127.0.0.1."""
     dashboard: _Port

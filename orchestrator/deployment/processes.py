@@ -28,6 +28,12 @@ def family(mark: str) -> list[psutil.Process]:
     return list(members.values())
 
 
+def uptime_at_start(process: psutil.Process) -> float:
+    """Seconds from the machine's start to that of the process. Unlike the time of day it stays the same when the
+    clock is set, and a machine that slept gets its clock set."""
+    return float(process.create_time() - psutil.boot_time())
+
+
 def end(members: Sequence[psutil.Process], patience_s: float) -> None:
     """Ends the processes; returns when all have ended or time is up."""
     daemons = [process for process in members if _is_daemon(process)]

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.deployment import cluster, head_record, privacy
 from orchestrator.deployment.head_record import HeadRecord
 from orchestrator.deployment.lock import held
-from orchestrator.deployment.processes import MARK
+from orchestrator.deployment.processes import MARK, uptime_at_start
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def head(state: Path) -> Iterator[cluster.Cluster]:
     privacy.write_token(token)
     variables = {MARK: SECRET, "RAY_TMPDIR": str(folder)}
     started = [subprocess.Popen(["sleep", "600"], env=os.environ | variables) for _ in range(2)]
-    created = psutil.Process(started[0].pid).create_time()
+    created = uptime_at_start(psutil.Process(started[0].pid))
     record = HeadRecord(pid=started[0].pid, created=created, gcs=1, dashboard=2, name=folder.name, secret=SECRET)
     head_record.write(state, record)
     made = cluster.last(state)

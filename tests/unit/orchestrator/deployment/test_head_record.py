@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.deployment import cluster, head_record, privacy
-from orchestrator.deployment.processes import MARK
+from orchestrator.deployment.processes import MARK, uptime_at_start
 from services.common.config.base import ConfigError
 
 SECRET, OTHER = secrets.token_hex(32), secrets.token_hex(32)
@@ -206,7 +206,7 @@ def test_a_living_process_that_is_not_the_head_is_neither_joined_nor_ended(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "before")
     for process in strangers:
-        put(state, record(pid=process.pid, created=process.create_time()))
+        put(state, record(pid=process.pid, created=uptime_at_start(process)))
         assert cluster.running() is None
         cluster.join()
         assert os.environ["RAY_AUTH_TOKEN_PATH"] == "before"
@@ -227,7 +227,7 @@ def test_a_head_is_found_by_a_command_with_another_folder_for_rays_files(
     variables = {MARK: SECRET, "RAY_TMPDIR": str(folder)}
     head = subprocess.Popen(["sleep", "600"], env=os.environ | variables)
     try:
-        created = psutil.Process(head.pid).create_time()
+        created = uptime_at_start(psutil.Process(head.pid))
         put(state, record(pid=head.pid, created=created, name=folder.name))
         for place in (str(tmp_path), str(folder), ""):
             monkeypatch.setenv("RAY_TMPDIR", place)
@@ -235,6 +235,12 @@ def test_a_head_is_found_by_a_command_with_another_folder_for_rays_files(
             assert found
             assert found.folder == str(folder)
         assert found
+        # The clock is set: psutil adds the time at which the machine was started, which follows the clock.
+        set_by = psutil.boot_time() + 100
+        with monkeypatch.context() as clock:
+            clock.setattr("psutil._pslinux.boot_time", lambda: set_by)
+            assert psutil.boot_time() == set_by
+            assert cluster.running() == found
         cluster.stop(found, patience_s=0.5)
         assert head.wait(10) != 0
         assert not folder.exists()

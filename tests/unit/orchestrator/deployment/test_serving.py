@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from orchestrator.deployment.cluster import Cluster, ClusterError, serve
-from orchestrator.deployment.processes import MARK
+from orchestrator.deployment.processes import MARK, uptime_at_start
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.deployment.serving import await_running, deploy
 
@@ -68,7 +68,7 @@ def head(tmp_path: Path) -> Iterator[Heads]:
         processes.append(process)
         return Cluster(
             pid=process.pid,
-            created=psutil.Process(process.pid).create_time() if alive else 0.0,
+            created=uptime_at_start(psutil.Process(process.pid)) if alive else 0.0,
             address="127.0.0.1:6379",
             dashboard=f"http://127.0.0.1:{server.server_port}",
             token=str(token),
