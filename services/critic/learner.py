@@ -211,17 +211,21 @@ class CriticModel:
         self, past: int, moment: Moment, parts: Sequence[BatchPart], **schedule: int
     ) -> dict[str, float]:
         async with self.turn:
-            if past != self._pasts:  # while it waited for the step before
-                raise Unavailable(f"step: {moment.number} follows on training that is lost")
+            self._expect_past(past, moment)  # lost while it waited for the step before
             try:
                 for index, part in enumerate(parts):  # one by one: the event loop waits while one is written down
                     await self._ask(CriticTrainer.take, part, index)
                 metrics = await self._ask(CriticTrainer.train_taken, len(parts), **schedule)
+                self._expect_past(past, moment)  # lost as the answer came: new ranks do not hold this step
             except BaseException:
                 self._at = Moment()  # half a step belongs to no run's past
                 raise
             self._at = moment
         return metrics
+
+    def _expect_past(self, past: int, moment: Moment) -> None:
+        if past != self._pasts:
+            raise Unavailable(f"step: {moment.number} follows on training that is lost")
 
     async def save(self, lease: common_pb2.Lease, name: str) -> None:
         """Writes the model to the folder of this name, as Snapshots.save does; only this run may replace it."""

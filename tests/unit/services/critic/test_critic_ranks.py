@@ -15,6 +15,7 @@ from services.common.ranks.group import RankGroup, RanksLost
 from services.common.wire.errors import OffTimeline, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.learner import CriticModel
+from services.critic.trainer import CriticTrainer
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import OURS, Restoration, adopt, checkpoint, claim, stage, train, train_staged, values
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
@@ -113,6 +114,25 @@ async def test_what_was_staged_or_waited_is_not_trained_on_new_ranks(critic: Any
         await waiting
     with pytest.raises(Exception, match="0 of step 2 have come"):
         await train_staged(critic, 2)
+
+
+async def test_a_step_that_was_answered_as_the_ranks_were_lost_is_not_that_of_new_ranks(
+    critic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = critic._critic
+    ask = model._ask
+
+    async def asked(method: Any, *arguments: Any, **options: Any) -> Any:
+        answer = await ask(method, *arguments, **options)
+        if method is CriticTrainer.train_taken:
+            lose(critic)
+            await critic.check_health()
+        return answer
+
+    monkeypatch.setattr(model, "_ask", asked)
+    with pytest.raises(Unavailable, match="step: 1 follows on training that is lost"):
+        await train(critic, 1)
+    assert (model.last_step, model.timeline) == (0, 0)
 
 
 async def test_a_replica_whose_new_ranks_do_not_start_is_replaced(critic: Any) -> None:
