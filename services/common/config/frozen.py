@@ -22,7 +22,7 @@ class FrozenConfig(Config):
     layers or capped scores are refused."""
     compile_layers: bool = False
     """Have torch compile the layers of the model, so that they need fewer kernels: faster on a GPU, after a minute or
-    so at the first passes, and equal up to rounding. Needs a C compiler."""
+    so at the first passes, and equal up to rounding. Needs a C compiler; not for mixtures of experts."""
     kept_tokens: NonNegativeInt = 0
     """Most tokens of unfinished responses whose keys and values are kept, so that a response's beginning is computed
     while the rest is still sampled. A token takes what it takes in a KV cache, on a CPU in float32. Needs packing,

@@ -116,7 +116,7 @@ class LearnerConfig(Config):
     compile_layers: bool = False
     """Have torch compile the layers of the model, so that they need fewer kernels: faster on a GPU, after a minute or
     so at the first passes, and equal up to rounding. Needs a C compiler, attn_implementation sdpa or eager,
-    zero_stage 2 or lower and tensor_parallel.size 1."""
+    zero_stage 2 or lower and tensor_parallel.size 1; not for mixtures of experts."""
     num_cpus: NonNegativeFloat = 1
     """Logical CPUs that Ray reserves for each rank."""
     num_gpus: NonNegativeFloat = 0

@@ -29,7 +29,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
         backend: torch's name of the compiler.
 
     Raises:
-        ConfigError: the model has no such layers, or the machine lacks a C compiler.
+        ConfigError: the model has no such layers, or mixtures of experts in them, or the machine lacks a C compiler.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -37,6 +37,10 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
         raise ConfigError(
             f"compile_layers: {config.model_type} has no layers of the kind that is compiled; set it to false"
         )
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        # How many tokens an expert gets is known only on the device: torch compiles each such layer in pieces, anew
+        # for other numbers of tokens, and says so in thousands of lines.
+        raise ConfigError("compile_layers: mixtures of experts are not compiled; set it to false")
     if not any(map(shutil.which, (os.environ.get("CXX") or "", os.environ.get("CC") or "", *COMPILERS))):
         raise ConfigError(
             "compile_layers: needs a C compiler, such as gcc, on this machine; install one, or set it to false"

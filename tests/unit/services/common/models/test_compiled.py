@@ -26,8 +26,9 @@ from services.reference.model import FrozenModel, Question
 from tests import plain
 from tests.families import FAMILIES
 
-ALWAYS = ("gemma3", "qwen2.5")
-NAMES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in FAMILIES]
+ALWAYS, MOE = ("gemma3", "qwen2.5"), "qwen3-moe"
+OTHERS = [name for name in FAMILIES if name not in (*ALWAYS, MOE)]
+NAMES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 TRACED = "aot_eager"
 """A backend that traces and divides forward and backward pass as torch's own does, but makes no kernels."""
 BATCHES = ((1, 3), (2, 2), (3, 5))
@@ -160,6 +161,12 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     model = load_value(str(FAMILIES["bos"].make(tmp_path / "bos")), "float32")
     model.body.layers = nn.ModuleList()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"compile_layers: llama has no layers of the kind that is compiled"):
+        compile_layers(model)
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    model = load_causal(str(FAMILIES[MOE].make(tmp_path / "moe")), "float32")
+    with pytest.raises(ConfigError, match="compile_layers: mixtures of experts are not compiled"):
         compile_layers(model)
 
 
