@@ -91,6 +91,8 @@ def _cap(model: Any, head: nn.Linear) -> tuple[bool, float | None]:
     """Finds out, by a call on states that are drawn in place of the decoder's, if the model's logits are its head's,
     capped or not; returns True if so, and the cap."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
+    if "forward" in vars(decoder):  # a function of its own, as for the head, which is to stay
+        return False, None
     cap = getattr(config, "final_logit_softcapping", None)
     drawn = torch.randn(1, 1, head.in_features, generator=torch.Generator().manual_seed(0))
     states = drawn.to(head.weight.device, head.weight.dtype)

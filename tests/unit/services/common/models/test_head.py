@@ -1,5 +1,6 @@
 """Models that compute log-probs inside their heads, against their logits."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_a_head_that_is_replaced_later_gives_logits(tmp_path: Path) -> None:
     head = model.get_output_embeddings()
     other = nn.Linear(head.in_features, head.out_features, bias=False)
     model.set_output_embeddings(other)
+    assert answers(model) == (False, False)
+
+
+@pytest.mark.usefixtures("tiled")
+def test_a_decoder_with_a_function_of_its_own_keeps_it(tmp_path: Path) -> None:
+    """Libraries that divide a model among devices give its parts such functions."""
+    model = AutoModelForCausalLM.from_pretrained(FAMILIES["bos"].make(tmp_path / "bos"))
+    decoder = model.get_decoder()
+    own = decoder.forward = functools.partial(type(decoder).forward, decoder)
+    answer_in_head(model)
+    assert vars(decoder)["forward"] is own
     assert answers(model) == (False, False)
 
 
