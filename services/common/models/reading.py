@@ -8,7 +8,15 @@ from typing import Any
 
 from services.common.config.base import ConfigError
 
-MOST = {"layers": 1_000, "layer": 1_000, "blocks": 1_000, "depth": 1_000, "experts": 10_000, "labels": 100_000}
+MOST = {
+    "layers": 1_000,
+    "layer": 1_000,
+    "blocks": 1_000,
+    "depth": 1_000,
+    "depths": 1_000,
+    "experts": 10_000,
+    "labels": 100_000,
+}
 """Word in a key of config.json -> the most that its number may be. transformers makes objects for each of them before
 it has read a weight; published models have up to 126 layers and 512 experts."""
 
@@ -58,5 +66,5 @@ def _too_many(value: Any, field: str) -> Iterator[tuple[str, float, int]]:
     elif isinstance(value, int | float):
         words = field.rpartition(".")[2].split("_")
         most = min((MOST[word] for word in words if word in MOST), default=None)
-        if most is not None and value > most:
+        if most is not None and not value <= most:
             yield field, value, most

@@ -1,6 +1,7 @@
 """Model folders made by others: their code never runs, nothing is asked, and every oddity is one plain line."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -163,6 +164,8 @@ def test_values_that_make_no_model_are_one_line(folder: Path, key: str, value: A
         ("num_labels", 10**9, 100_000),
         ("num_local_experts", 3_000_000, 10_000),
         ("text_config.num_hidden_layers", 1_001, 1_000),
+        ("depths", 10**9, 1_000),
+        ("num_hidden_layers", math.nan, 1_000),
     ],
 )
 def test_more_parts_than_any_model_has_are_refused_before_one_is_made(
