@@ -1,4 +1,4 @@
-"""Sums of the GPU memory of a learner, so that what cannot fit is refused, and activations are kept where they fit.
+"""Sums of the GPU memory of a learner, so that what cannot fit is refused.
 
 They follow what torch and DeepSpeed allocate (tests/unit/services/common/learner/test_memory.py compares them).
 """
@@ -23,13 +23,6 @@ def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> i
     """
     shape = shape if logits else shape.body
     return kept_bytes(config, shape) + max(_pass(config, shape, logits=logits), _step(config, shape))
-
-
-def fits_without_recomputation(config: LearnerConfig, shape: ModelSize, room: int, *, logits: bool) -> bool:
-    """True if a rank has to recompute no activations, that is if `room` bytes of a GPU are enough for its tensors
-    with gradient_checkpointing off. `logits` is as for learner_bytes."""
-    kept = config.model_copy(update={"gradient_checkpointing": False})
-    return learner_bytes(kept, shape, logits=logits) <= room
 
 
 def trained_parameters(config: LearnerConfig, shape: ModelSize) -> int:

@@ -13,7 +13,7 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from services.common.config.learner import OptimizerConfig, PolicyConfig
 from services.common.learner import memory
-from services.common.learner.memory import fits_without_recomputation, learner_bytes
+from services.common.learner.memory import learner_bytes
 from services.common.models.distribution import Distribution
 from services.common.models.size import ModelSize
 from services.common.models.tiles import TILE_ELEMENTS
@@ -106,15 +106,3 @@ def test_where_the_optimizers_step_needs_most(fields: dict[str, Any], policy: bo
     if section.zero_stage:
         assert memory._pass(section, size, logits=policy) < memory._step(section, size)
     assert learner_bytes(section, size, logits=policy) == pytest.approx(allocated(update, before), rel=0.1)
-
-
-def test_recomputation_is_for_what_does_not_fit(policy_folder: Path) -> None:
-    section = PolicyConfig.parse(
-        {"model": str(policy_folder), "optimizer": {"learning_rate": 1e-5}, "gradient_checkpointing": True, **BF16},
-        "policy",
-    )
-    size = ModelSize(1_543_714_304, 28, 1536, 8960, 151_936, 1536, 256)
-    needed = learner_bytes(section.model_copy(update={"gradient_checkpointing": False}), size, logits=True)
-    assert learner_bytes(section, size, logits=True) < needed
-    assert fits_without_recomputation(section, size, needed, logits=True)
-    assert not fits_without_recomputation(section, size, needed - 1, logits=True)
