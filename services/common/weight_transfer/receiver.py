@@ -96,9 +96,7 @@ class GroupReceiver:
     each is copied to host memory while the next one arrives.
     """
 
-    def __init__(
-        self, device: torch.device, wires: Callable[[str, str, torch.device, float], Wire] = make_wire
-    ) -> None:
+    def __init__(self, device: torch.device, wires: Wires = make_wire) -> None:
         """`device` is the model's device; `wires` makes the wire of a backend, as `make_wire` does."""
         self._device, self._wires = device, wires
         self._carrying: torch.device | None = None

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.push.prover import PUSHES_WITHOUT_PROOF, Prover, PushDisproved
 from orchestrator.push.prover import make_prover as configured
+from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
@@ -171,22 +172,28 @@ async def test_a_replica_that_dies_meanwhile_costs_nothing_but_the_proof_that_it
     assert "probe" not in fleet.phases
 
 
+async def ticket_of(pusher: WeightPusher, newcomer: str) -> Ticket:
+    """The ticket with which this newcomer gets the weights."""
+    taken: dict[str, Ticket] = {}
+
+    async def deliver(tickets: dict[str, Ticket | None]) -> None:
+        taken.update({name: ticket for name, ticket in tickets.items() if ticket})
+
+    await pusher.add_newcomers({newcomer: Applicant(1, Place("m"))}, deliver)
+    return taken[newcomer]
+
+
 async def test_a_newcomer_is_let_in_when_it_computes_what_was_pushed(source: FakeSource) -> None:
     """Compared with what a member computes: the learner may have trained on."""
     fleet = Fleet(source, a=1)
     pusher = make_pusher(fleet, prover=make_prover(source))
     await pusher.push(1)
     fleet.add(b=1)
-    taken: dict[str, Ticket] = {}
-
-    async def deliver(tickets: dict[str, Ticket | None]) -> None:
-        taken.update({name: ticket for name, ticket in tickets.items() if ticket})
-
-    await pusher.add_newcomers({"b": Applicant(1, Place("m"))}, deliver)
-    assert await _receive(fleet.members["b"], taken["b"], fleet.lease) == ""
+    ticket = await ticket_of(pusher, "b")
+    assert await _receive(fleet.members["b"], ticket, fleet.lease) == ""
     assert fleet.engines["b"].calls[-1] == "score"
     fleet.engines["b"].off_by = 0.25
-    told = await _receive(fleet.members["b"], taken["b"], fleet.lease)
+    told = await _receive(fleet.members["b"], ticket, fleet.lease)
     assert "computes with other weights than were pushed" in told
 
 
@@ -200,13 +207,7 @@ async def test_a_newcomer_is_not_compared_with_a_replica_that_missed_the_push(so
     fleet.remove("a")
     fleet.engines["late"].off_by = 0.25  # it holds older weights
     fleet.add(b=1)
-    taken: dict[str, Ticket] = {}
-
-    async def deliver(tickets: dict[str, Ticket | None]) -> None:
-        taken.update({name: ticket for name, ticket in tickets.items() if ticket})
-
-    await pusher.add_newcomers({"b": Applicant(1, Place("m"))}, deliver)
-    assert await _receive(fleet.members["b"], taken["b"], fleet.lease) == ""
+    assert await _receive(fleet.members["b"], await ticket_of(pusher, "b"), fleet.lease) == ""
     assert fleet.versions == {"late": 0, "b": 1}
 
 
