@@ -1,5 +1,6 @@
 """Work on files from elsewhere, in a process of its own that may be ended: with a limit of memory and a deadline."""
 
+import gc
 import json
 import os
 import resource
@@ -76,6 +77,8 @@ def _received(reader: int, where: str, memory: int, seconds: float) -> Iterator[
 def _carry_out(work: Callable[[], Iterable[Any]], writer: int, memory: int, seconds: float) -> None:
     """The fork's part; never returns."""
     code = 1
+    # What this process leaves to be collected is not the fork's to finalize: it may belong to threads that are not here.
+    gc.freeze()
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for limit, most in ((resource.RLIMIT_AS, _address_space() + memory), (resource.RLIMIT_CPU, int(seconds) + 1)):

@@ -1,6 +1,8 @@
 """Small files that stand for much memory or time: each is one line of error, within limits."""
 
+import gc
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +74,27 @@ def test_work_beyond_its_limits_is_one_line(work: Any, said: str) -> None:
 def test_values_arrive_in_order_and_large_ones_whole() -> None:
     large = ["é" * (3 * MIB), {"a": [1, None, 0.5]}]
     assert list(bounded(lambda: iter([large, "b", []]), "x", memory=GIB, seconds=60)) == [large, "b", []]
+
+
+class Foreign:
+    """An object whose finalizer ends the process, except the one that made it: gRPC's crash in forks."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_does_not_finalize_what_its_parent_left_to_be_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        Foreign()
+        assert list(bounded(lambda: [gc.collect() >= 0], "x", memory=GIB, seconds=60)) == [True]
+    finally:
+        gc.enable()
 
 
 ROWS = [{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "b"}]
