@@ -118,9 +118,11 @@ def check(config: ConfigFile) -> None:
     deployment = Deployment.load(config, check_services=True)
     # Imported here because they load torch, which takes seconds that an error in the file need not wait for.
     from orchestrator.commands.checks.preflight import preflight
+    from orchestrator.commands.checks.startable import sums_of
     from orchestrator.commands.up import consequences
 
-    for note in preflight(deployment).notes:
+    notes = preflight(deployment).notes
+    for note in itertools.chain(sums_of(deployment).lines(), notes):
         _say(note)
     head = cluster.running()
     for line in itertools.chain(*consequences(head, deployment)) if head else []:

@@ -86,7 +86,13 @@ class OrchestratorConfig(Config):
     """The policy learner."""
     gpu_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB. Before the start, the needs of processes that may share a GPU are added up, and the
-    file is refused if they do not fit. Null: no check."""
+    file is refused if they do not fit; `quartet check` prints the sums. Null: no check."""
+    host_gib: PositiveFloat | None = None
+    """Memory of each machine (host) in GiB, as `free -g` shows it. The needs of the parts that may run on one are
+    added up in the same way: staged weights, offloaded states, copies for checkpoints. Null: no check."""
+    host_gpus: Count | None = None
+    """GPUs of each machine, which limit the parts that are on one in that sum. Parts that ask for different custom
+    resources count as on different machines. Null: one machine has all GPUs that the parts ask for."""
     loop: LoopConfig = LoopConfig()
     """Overlap of sampling and training."""
     weights: WeightsConfig = WeightsConfig()

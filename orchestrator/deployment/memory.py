@@ -4,7 +4,6 @@ Those of learners follow what torch and DeepSpeed allocate within a tenth (servi
 libraries and communicators are estimates, rather high than low.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import GIB, Config, ConfigError
+from services.common.config.base import GIB, Config
 from services.common.config.frozen import FrozenConfig
 from services.common.config.learner import LearnerConfig
 from services.common.learner.memory import learner_bytes, tile_bytes
@@ -129,7 +128,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
             if isinstance(section, RolloutConfig) and weights.stage == "gpu":
                 size += copy_bytes(section, shape_at)  # of weights received and not committed
             one = Footprint(name, share / workers, size, *released(section, shape_at))
-            parts += [one] * workers * _replicas(entry)
+            parts += [one] * workers * replicas(entry)
     learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
     for name, config in learners.items():
@@ -157,7 +156,7 @@ def _divided(shape_at: Callable[[str], ModelSize], count: int) -> Callable[[str]
     return part
 
 
-def _replicas(entry: Mapping[str, Any]) -> int:
+def replicas(entry: Mapping[str, Any]) -> int:
     """Largest number of replicas of a deployment."""
     number = (entry.get("autoscaling_config") or {}).get("max_replicas") or entry.get("num_replicas") or 1
     return int(number) if str(number).isdigit() else AUTO_REPLICAS
@@ -186,33 +185,21 @@ def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize
         return engine_bytes(section, shape_at(section.model), gpu, bucket)
     if isinstance(section, CriticConfig):
         return rank_bytes(section, shape_at(section.model), logits=False)
+    logits = isinstance(section, ReferenceConfig)
+    return sum(frozen_bytes(shape_at(model.model), model, logits=logits) for model in frozen_models(section))
+
+
+def frozen_models(section: Config) -> Sequence[FrozenConfig]:
+    """The models of a service that are never trained."""
     if isinstance(section, ReferenceConfig):
-        return frozen_bytes(shape_at(section.model), section, logits=True)
-    if isinstance(section, RewardConfig):
-        return sum(frozen_bytes(shape_at(m.model), m, logits=False) for m in _models(section.scorer))
-    return 0
+        return [section]
+    return _models(section.scorer) if isinstance(section, RewardConfig) else []
 
 
 def _models(scorer: ScorerConfig) -> list[ModelScorerConfig]:
     if isinstance(scorer, BlendScorerConfig):
         return [model for part in scorer.parts for model in _models(part.scorer)]
     return [scorer] if isinstance(scorer, ModelScorerConfig) else []
-
-
-def problems(deployment: Deployment, configs: Mapping[str, Any]) -> Iterator[str]:
-    """Processes that may share a GPU but do not fit into orchestrator.gpu_gib, if that is given. `configs` maps
-    folders to transformers' configurations; if one is None, which is reported elsewhere, nothing is checked."""
-    gib = deployment.orchestrator.gpu_gib
-    if gib is None or None in configs.values():
-        return
-    shape_at = functools.cache(lambda path: ModelSize.of(configs[path]))
-    try:
-        parts = list(footprints(deployment, int(gib * GIB), shape_at))
-    except ConfigError as error:
-        yield str(error)
-        return
-    for problem in shortage(parts, int(gib * GIB)):
-        yield f"orchestrator.gpu_gib: {problem}"
 
 
 def most_on_one(parts: Sequence[Footprint], phase: str = SAMPLING) -> tuple[Footprint, ...]:
@@ -238,16 +225,28 @@ def _sets(parts: list[tuple[Footprint, int]], room: float) -> Iterator[tuple[Foo
         yield (part,)
 
 
-def shortage(parts: Sequence[Footprint], gpu: int) -> Iterator[str]:
-    """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum."""
+def worst_phase(parts: Sequence[Footprint]) -> tuple[str, tuple[Footprint, ...]]:
+    """The phase in which one GPU may have to hold most, and the processes that it holds then."""
     shared = [part for part in parts if part.share > 0]
-    phase = max(PHASES, key=lambda phase: sum(part.during(phase) for part in most_on_one(shared, phase)))
-    worst = most_on_one(shared, phase)
+    worst = {phase: most_on_one(shared, phase) for phase in PHASES}
+    phase = max(PHASES, key=lambda phase: sum(part.during(phase) for part in worst[phase]))
+    return phase, worst[phase]
+
+
+def summed(parts: Sequence[Footprint], phase: str) -> str:
+    """The terms of the sum of a GPU's memory in a phase, in GiB."""
+    return " + ".join(f"{part.name} {part.during(phase) / GIB:.1f}" for part in parts)
+
+
+def shortage(parts: Sequence[Footprint], gpu: int) -> Iterator[str]:
+    """A message if processes that may share a GPU of `gpu` bytes do not fit, with the sum and the largest."""
+    phase, worst = worst_phase(parts)
     total = sum(part.during(phase) for part in worst)
     if total > gpu:
-        names = " + ".join(f"{part.name} {part.during(phase) / GIB:.1f}" for part in worst)
-        during = f" during {phase}" if any(part.released for part in shared) else ""
+        during = f" during {phase}" if any(part.released for part in parts if part.share > 0) else ""
+        largest = max(worst, key=lambda part: part.during(phase))
         yield (
-            f"one GPU may have to hold {names} = {total / GIB:.1f} GiB{during}, but has {gpu / GIB:.1f}; raise their "
-            "num_gpus so that fewer share it, or make them need less"
+            f"one GPU may have to hold {summed(worst, phase)} = {total / GIB:.1f} GiB{during}, but has "
+            f"{gpu / GIB:.1f}; raise their num_gpus so that fewer share it, or make them need less, {largest.name} "
+            "first"
         )

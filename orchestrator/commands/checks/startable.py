@@ -19,8 +19,8 @@ from orchestrator.commands.checks.models import (
     models,
 )
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.deployment import memory
 from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.memory_sums import MemorySums
 from services.common.config.base import MIB, ConfigError
 from services.common.config.learner import LearnerConfig
 from services.common.folders import unusable
@@ -41,7 +41,10 @@ ACCELERATOR = "accelerator_type:"
 
 def unstartable(deployment: Deployment) -> Iterator[str]:
     """Reasons for which a service of the file would not start on a machine like this one."""
-    yield from memory.problems(deployment, {path: load_model_config(path) for _, path in models(deployment)})
+    try:
+        yield from sums_of(deployment).problems()
+    except ConfigError as error:
+        yield str(error)
     yield from missing_functions(deployment)
     yield from broken_models(deployment)
     yield from broken_tokenizers(deployment)
@@ -60,6 +63,11 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
             yield from unfit_learner(section, f"{where}.args", gpus)
             if reason := unusable(Path(section.root)):
                 yield f"{where}.args.root: {reason}"
+
+
+def sums_of(deployment: Deployment) -> MemorySums:
+    """The memory that the file's processes need. ConfigError if a folder describes no language model."""
+    return MemorySums.of(deployment, {path: load_model_config(path) for _, path in models(deployment)})
 
 
 def unfit_policy(config: OrchestratorConfig) -> Iterator[str]:

@@ -10,6 +10,10 @@ from services.common.models.tiles import TILE_ELEMENTS
 
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that DeepSpeed's ZeRO 3 keeps gathered at most, by default (`stage3_max_live_parameters`)."""
+AVERAGED_ELEMENTS = 500_000_000
+"""Elements of gradients that it copies together to add them up without ZeRO (`buffered_allreduce_fallback`)."""
+FETCHED_PARAMETERS = 50_000_000
+"""Parameters that it gathers at once in advance, by default (`stage3_prefetch_bucket_size`), then copies apart."""
 
 
 def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
@@ -22,7 +26,8 @@ def learner_bytes(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> i
         logits: True for a language model, False for a value model, which has no large head.
     """
     shape = shape if logits else shape.body
-    return kept_bytes(config, shape) + max(_pass(config, shape, logits=logits), _step(config, shape))
+    passing = _gathered(config, shape) + _pass(config, shape, logits=logits)
+    return kept_bytes(config, shape) + max(passing, _step(config, shape))
 
 
 def trained_parameters(config: LearnerConfig, shape: ModelSize) -> int:
@@ -37,7 +42,7 @@ def state_bytes(config: LearnerConfig, shape: ModelSize) -> int:
 
 
 def kept_bytes(config: LearnerConfig, shape: ModelSize) -> int:
-    """Bytes of weights, gradients, optimizer state and buckets on one rank's GPU."""
+    """Bytes of weights, gradients, optimizer state and buckets on one rank's GPU, between two passes."""
     width, copies = BYTES[config.dtype], config.ranks // config.tensor_parallel.size
     number, trained = shape.parameters // config.tensor_parallel.size, trained_parameters(config, shape)
     weights = 0 if config.param_offload else number * width // (copies if config.zero_stage == 3 else 1)
@@ -46,9 +51,20 @@ def kept_bytes(config: LearnerConfig, shape: ModelSize) -> int:
     gradients = 0 if leaves else trained * width // (copies if config.zero_stage >= 2 else 1)
     optimizer = 0 if config.adam_offload else state_bytes(config, shape) // (copies if config.zero_stage >= 1 else 1)
     bucket = REDUCE_ELEMENTS * width if copies > 1 or config.zero_stage == 3 else 0
-    # What ZeRO 3 gathers: layers in advance, the embeddings and the head.
-    gathered = min(number, LIVE_PARAMETERS + 2 * shape.vocabulary * shape.hidden) if config.zero_stage == 3 else 0
-    return weights + gradients + optimizer + bucket + gathered * width
+    # A gradient on its way to the host and back.
+    moving = shape.largest * width if config.adam_offload and config.zero_stage < 3 else 0
+    return weights + gradients + optimizer + bucket + moving
+
+
+def _gathered(config: LearnerConfig, shape: ModelSize) -> int:
+    """Bytes of the weights that ZeRO 3 gathers for a pass: layers in advance, the embeddings and the head; and those
+    of the last ones once more, which arrive in one piece."""
+    if config.zero_stage < 3:
+        return 0
+    number = shape.parameters // config.tensor_parallel.size
+    live = min(number, LIVE_PARAMETERS + 2 * shape.vocabulary * shape.hidden)
+    arriving = min(number, FETCHED_PARAMETERS + shape.hidden * shape.intermediate)
+    return (live + arriving) * BYTES[config.dtype]
 
 
 def _pass(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
@@ -89,8 +105,10 @@ def tile_bytes(shape: ModelSize, tokens: int, width: int) -> int:
 
 def _step(config: LearnerConfig, shape: ModelSize) -> int:
     """Copies of the gradient that DeepSpeed makes for the optimizer's step: a flat one, and in half precision one in
-    float32. ZeRO 3 has it flat."""
+    float32. ZeRO 3 has it flat. Without ZeRO several ranks add it up in copies of AVERAGED_ELEMENTS at most."""
     copies = config.ranks // config.tensor_parallel.size
+    if config.zero_stage == 0 and copies > 1:
+        return min(trained_parameters(config, shape), AVERAGED_ELEMENTS) * BYTES[config.dtype]
     if config.zero_stage == 0 or config.adam_offload:
         return 0
     return trained_parameters(config, shape) * (4 if config.dtype == "float32" else 6) // copies

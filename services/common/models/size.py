@@ -1,5 +1,6 @@
 """Sizes of a model that determine its memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +59,11 @@ class ModelSize:
         """Sizes without the head, as in a reward or value model."""
         return replace(self, parameters=self.parameters - self.head, head=0)
 
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest weight."""
+        return self.hidden * max(self.vocabulary, self.intermediate)
+
     def layer(self, tokens: int, width: int) -> int:
         """Bytes that one layer keeps for the backward pass, with numbers of `width` bytes.
 
@@ -67,6 +73,18 @@ class ModelSize:
         normed = 2 * self.hidden + (self.queries + self.keys if self.normed_heads else 0)
         states = 2 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.intermediate
         return tokens * ((4 + width) * normed + width * states)
+
+    def by_weights(self, width: int, taken: Callable[[int], int]) -> int:
+        """Bytes of all weights where one of `size` bytes takes `taken(size)`, in layers as most models have them;
+        what these do not account for is counted as it is."""
+        matrices = [self.hidden * wide for wide in (self.queries, self.queries, self.keys, self.keys)]
+        matrices += [self.hidden * self.intermediate] * 3
+        ends = [self.vocabulary * self.hidden] * (2 if self.head else 1)
+        counted = [*matrices * self.layers, *ends]
+        rest = self.parameters - sum(counted)
+        if rest < 0:
+            return self.parameters * width
+        return sum(taken(count * width) for count in counted) + rest * width
 
     def adapters(self, rank: int) -> int:
         """Upper bound of the parameters of low-rank adapters on all linear layers."""

@@ -1,6 +1,7 @@
 """Checks of the services before a run begins: precision, lengths, scorers, models, deadlines, GPUs."""
 
 import json
+import re
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from transformers import GenerationConfig, LlamaConfig, Phi3Config
+from typer.testing import CliRunner
 
+from orchestrator.cli import app
 from orchestrator.commands.checks.architectures import too_long_for_model
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.deployment.file import Deployment
@@ -197,6 +200,29 @@ def test_what_has_to_share_a_gpu_must_fit_on_it(raw: dict[str, Any], tmp_path: P
     # What never shares a GPU is not added up.
     raw["orchestrator"]["gpu_gib"], raw["orchestrator"]["policy"]["num_gpus"] = 3, 0.6
     checked(raw, tmp_path)
+
+
+def test_what_may_be_on_one_host_must_fit_there_and_check_prints_the_sums(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """The models are tiny: what is left are the KV cache of 64 MiB or so, and what each process takes by itself."""
+    raw["orchestrator"]["gpu_gib"] = 8
+    raw["orchestrator"]["policy"]["num_gpus"] = 0.5
+    raw["orchestrator"]["host_gib"] = 10
+    [problem] = problems(raw, tmp_path)
+    assert problem.startswith("orchestrator.host_gib: one host may have to hold rollout 4.")
+    assert " GiB, but has 10; the largest part, 4, is libraries of rollout: put less on a host" in problem
+    raw["orchestrator"]["host_gib"] = 30
+    checked(raw, tmp_path)
+    said = " ".join(CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output.split())
+    policy = r"memory of policy, of which there are 1: (\d\.\d) on a GPU and 2\.\d on a host "
+    assert re.search(policy + r".*one GPU: policy \1 = \1 of 8", said)
+    assert re.search(r"one host: rollout 4\.\d .* = \d\d of 30 GiB", said)
+    assert said.endswith("a.yaml: fine")
+    for key in ("gpu_gib", "host_gib"):
+        del raw["orchestrator"][key]
+    checked(raw, tmp_path)
+    assert "memory of" not in CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Counts the bytes that a learner's rank holds under a layout, on a CPU, where host and device are one."""
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from services.common.config import learner
+from services.common.config.learner import OptimizerConfig, PolicyConfig
+from services.common.models.distribution import Distribution
+from services.common.models.tiles import TILE_ELEMENTS
+from services.common.ranks.ranks import Ranks
+from tests.unit.allocations import Allocations
+
+LENGTH, PROMPT = 64, 2
+SMALL_TILE = 1 << 20
+"""Elements of a tile that small models have several of."""
+SMALL_BUCKET = 100_000
+"""Elements of a bucket of gradients that small models fill."""
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of all tensors of one rank's learner."""
+
+    rest: int
+    """Between two updates."""
+    peak: int
+    """Most in an update."""
+    copies: int
+    """Those of a checkpoint's copies."""
+
+
+class MemoryBench:
+    """Runs layouts, one after the other, in one rank's process."""
+
+    def __init__(self, model: Path, ranks: Ranks) -> None:
+        self._model, self._ranks = str(model), ranks
+        learner.REDUCE_ELEMENTS = SMALL_BUCKET
+        for device in TILE_ELEMENTS:
+            TILE_ELEMENTS[device] = SMALL_TILE
+
+    def held(self, layout: dict[str, Any], tokens: int, folder: Path) -> Held:
+        """What the second update of two micro-batches of so many tokens holds, and a checkpoint to `folder`."""
+        before = Allocations().now
+        given: dict[str, Any] = {"optimizer": OPTIMIZER, "ranks": self._ranks.world_size} | layout
+        config = PolicyConfig(model=self._model, micro_batch_tokens=tokens, **given)
+        count = 2 * tokens // LENGTH * self._ranks.world_size
+        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=count), Distribution(), self._ranks)
+        rows = [np.full(LENGTH, 2 + index % 100, np.int32) for index in range(count)]
+        numbers = [np.full(LENGTH - PROMPT, -3.0, np.float32)] * count
+        prompts, responses = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]
+        batch = PolicyBatch(prompts, responses, numbers, numbers, numbers, numbers, 0.0)
+        trainer.train(batch, 0)
+        counted = Allocations()
+        rest = counted.now
+        with counted:
+            trainer.train(batch, 0)
+        again = Allocations().now
+        trainer.snapshots.take_snapshot(str(folder), 1)
+        copies = Allocations().now - again
+        del trainer
+        gc.collect()
+        return Held(rest - before, counted.peak - before, copies)
