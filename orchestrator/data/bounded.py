@@ -77,7 +77,7 @@ def _received(reader: int, where: str, memory: int, seconds: float) -> Iterator[
 def _carry_out(work: Callable[[], Iterable[Any]], writer: int, memory: int, seconds: float) -> None:
     """The fork's part; never returns."""
     code = 1
-    # What this process leaves to be collected is not the fork's to finalize: it may belong to threads that are not here.
+    # What this process leaves to be collected is not the fork's to finalize: threads that are not here may own it.
     gc.freeze()
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -178,7 +178,7 @@ def most_on_one(parts: Sequence[HostPart], gpus: int | None) -> tuple[HostPart, 
 
 
 def _fullest(parts: Sequence[HostPart], gpus: int | None) -> tuple[HostPart, ...]:
-    """Those that need most memory, of all sets whose GPUs a host has. What asks for none may always be there."""
+    """The set that needs most memory, of all whose GPUs a host has. What asks for none may always be there."""
     if gpus is None:
         return tuple(parts)
     # The best set for each number of GPUs in use, in ten-thousandths, as finely as Ray counts.

@@ -52,7 +52,7 @@ class MemorySums:
                 yield f"orchestrator.host_gib: {problem}"
 
     def lines(self) -> Iterator[str]:
-        """What each part needs, and what one GPU and one host may have to hold, in GiB."""
+        """The needs of each part, and those of the fullest GPU and the fullest host, in GiB."""
         hosts = {part.name: part for part in sorted(self.on_hosts, key=lambda part: part.size)}
         gpus = {part.name: part for part in sorted(self.on_gpus, key=lambda part: part.size)}
         counts = Counter(part.name for part in self.on_hosts or self.on_gpus)

@@ -33,7 +33,7 @@ class Held:
     peak: int
     """Most in an update."""
     copies: int
-    """Those of a checkpoint's copies."""
+    """The copies from which a checkpoint is written."""
 
 
 class MemoryBench:
@@ -46,7 +46,7 @@ class MemoryBench:
             TILE_ELEMENTS[device] = SMALL_TILE
 
     def held(self, layout: dict[str, Any], tokens: int, folder: Path) -> Held:
-        """What the second update of two micro-batches of so many tokens holds, and a checkpoint to `folder`."""
+        """Bytes held in a second update of two micro-batches of so many tokens, and in a checkpoint to `folder`."""
         before = Allocations().now
         given: dict[str, Any] = {"optimizer": OPTIMIZER, "ranks": self._ranks.world_size} | layout
         config = PolicyConfig(model=self._model, micro_batch_tokens=tokens, **given)

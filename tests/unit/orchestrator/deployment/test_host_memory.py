@@ -63,7 +63,7 @@ def files(tmp_path: Path) -> Files:
 
 
 def needs(parts: list[HostPart], name: str) -> dict[str, int]:
-    """Those of the part of this name that needs most."""
+    """The needs of the part of this name that has most."""
     return dict(max((part for part in parts if part.name == name), key=lambda part: part.size).needs)
 
 
