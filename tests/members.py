@@ -50,6 +50,9 @@ class StagingEngine:
         joining = {name: value for name, value in info.items() if name != "streaming"}
         await asyncio.to_thread(self._receiver.join, Joining(**joining))
 
+    async def leave(self) -> None:
+        self._receiver.close()
+
     async def rest(self) -> None:
         """Does nothing: the dictionary needs no cache."""
 

@@ -52,7 +52,7 @@ class TrainerSource:
     """The learner's part of a push, for a policy learner in this process."""
 
     def __init__(self, trainer: Any, backend: str = "gloo") -> None:
-        self.trainer, self.backend = trainer, backend
+        self.trainer, self.backend, self.memberships = trainer, backend, 0
 
     async def places(self) -> list[Place]:
         """The place of the one sending rank."""

@@ -42,6 +42,7 @@ class LocalSource:
         """Called once, in a thread, in the middle of a transfer by one sender, which then goes on."""
         self.transfer_s = 0.0
         """Duration of the last transfer."""
+        self.memberships = 0
 
     @property
     def buckets(self) -> int:

@@ -108,6 +108,9 @@ class EmulatedEngine:
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins no group."""
 
+    async def leave(self) -> None:
+        """Is in no group."""
+
     async def rest(self) -> None:
         """Has no memory to release."""
 

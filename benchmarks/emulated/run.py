@@ -65,6 +65,8 @@ class SleepingPolicy:
 class SleepingSource:
     """A learner whose weights take their time: to be copied, and to travel."""
 
+    memberships = 0
+
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
 

@@ -215,7 +215,7 @@ class Run:
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
                 newcomers = adding_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
-                async with newcomers, watching_services(services, now), checkpoints:
+                async with pusher, newcomers, watching_services(services, now), checkpoints:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:

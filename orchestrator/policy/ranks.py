@@ -52,6 +52,8 @@ class Policy:
         self._checkpoint = config.checkpoint
         self._count = config.policy.ranks
         self._share = share
+        self.memberships = 0
+        """Highest number of a push group that was asked for, see WeightSource."""
 
     @classmethod
     async def start(cls, config: OrchestratorConfig, distribution: Distribution | None = None) -> "Policy":

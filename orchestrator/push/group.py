@@ -23,7 +23,6 @@ class PushGroup:
         self._config = config
         self._senders: Sequence[Place] = ()
         self._rendezvous: list[pb.Rendezvous] = []
-        self._last_membership = 0
         self.backend = ""
         """Backend of the weights."""
         self.manifest = b""
@@ -86,8 +85,8 @@ class PushGroup:
         return pb.Transfer(membership=membership, manifest=self.manifest)
 
     def _new_membership(self, *others: int) -> int:
-        self._last_membership = 1 + max(self._last_membership, *others, 0)
-        return self._last_membership
+        self._source.memberships = 1 + max(self._source.memberships, *others, 0)
+        return self._source.memberships
 
     async def _open(self) -> None:
         ports = await self._source.rendezvous(self.backend)

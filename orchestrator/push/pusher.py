@@ -83,6 +83,15 @@ class WeightPusher:
         self._prover = prover
         self._track = spans.on("push")
 
+    async def __aenter__(self) -> "WeightPusher":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Lets the replicas leave the learner's group before the learner ends: until then a GPU keeps its memory that
+        they read, and it may not be freed."""
+        if self._group.membership:
+            await self._replicas.abort(self._group.membership, list(self._group.members))
+
     async def push(self, version: int) -> PushReport:
         """Brings every replica to `version`; the learner must not train meanwhile. Raises like `stage` and
         `deliver`."""

@@ -19,6 +19,10 @@ GRACE_S = 1.0
 class WeightSource(Protocol):
     """The learner's part of a push: it forms a group with the replicas and sends."""
 
+    memberships: int
+    """Highest number of a membership that any pusher asked this source for; 0 at first. The source's store keeps the
+    addresses of each, so that a number is not used again: a member might connect to those who met under it before."""
+
     async def places(self) -> Sequence[Place]:
         """The place of each sender."""
 

@@ -76,6 +76,9 @@ class Engine(Protocol):
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins the push group that joining_info describes; returns when all its members have joined."""
 
+    async def leave(self) -> None:
+        """Leaves the push group, if it is in one; the learner's memory is not mapped any more. No push is open."""
+
     async def rest(self) -> None:
         """Stops generation and releases memory until the next commit or abort."""
 

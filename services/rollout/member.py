@@ -20,6 +20,8 @@ Result = TypeVar("Result")
 
 LEARNER_SILENCE = 2.0
 """Multiple of the last phase's deadline for which an open push waits for a further phase."""
+LEAVE_S = 30.0
+"""Longest time for the engine to leave the group of a run that has ended, in seconds."""
 LONGEST_REST_S = 24 * 3600.0
 """Longest rest for which a run may ask."""
 LARGEST_BUCKET = 8 << 30
@@ -58,7 +60,9 @@ class WeightMember:
         self._fence = Fence()
         self._timeline = 0
         self._settled = True
-        """True if no push under an earlier lease is open here."""
+        """True if no push under an earlier lease is open here, and its group is left."""
+        self._lapsing: asyncio.Task[None] | None = None
+        """Waits for the end of the lease."""
         self.failure = ""
         """Reason for which this replica is unhealthy; empty while it is healthy."""
 
@@ -173,7 +177,12 @@ class WeightMember:
                     if self._open or self._resting_s:
                         log.warning("push: %s is claimed by run %s meanwhile", self._replica, phase.lease.run_id)
                         await self._abort(pb.Abort())
+                    elif self._membership:
+                        await self._leave()
                 self._settled = True
+            if self._lapsing is not None:
+                self._lapsing.cancel()
+            self._lapsing = asyncio.create_task(self._lapse(phase.claim.ttl_s))
             return self._report(ok=True)
         except Exception as error:
             text = f"claim: {error}" if isinstance(error, ServiceError) else f"claim: {type(error).__name__}: {error}"
@@ -248,7 +257,8 @@ class WeightMember:
             whole = await self._engine.abort()
         else:
             whole = True
-            await self._engine.check_health()  # members of the next attempt are those that answer this
+            # Members of the next attempt are those whose engines answer this.
+            await (self._leave() if self._membership else self._engine.check_health())
         self._open, self._resting_s, self._membership, self._stuck = False, 0.0, 0, False
         self._last = None
         if whole and self._engine.version >= 0:
@@ -256,6 +266,23 @@ class WeightMember:
         else:
             self.failure = "a push that loads weights into place failed; this replica waits for a complete one"
         return ""
+
+    async def _leave(self) -> None:
+        """Leaves the group, and with it the learner's memory, which a GPU keeps for as long as it is mapped here."""
+        self._membership, self._last = 0, None
+        await self._engine.leave()
+
+    async def _lapse(self, seconds: float) -> None:
+        """Leaves the group of a run whose lease is over, `seconds` after its last claim. A run that was only slow
+        forms a group again with its next push."""
+        await asyncio.sleep(seconds)
+        try:
+            async with asyncio.timeout(LEAVE_S), self._turn:
+                # A push that is open is rolled back by _expire, which leaves the group too.
+                if self._membership and not (self._open or self._resting_s):
+                    await self._leave()
+        except Exception as error:
+            log.warning("push: %s did not leave the group of a run that is over: %s", self._replica, error)
 
     def _expect(self, membership: int) -> None:
         if not self._open or membership != self._membership:

@@ -46,6 +46,9 @@ class NoteTaker:
         self.calls.append("join")
         self.joined.append(init_info)
 
+    async def leave(self) -> None:
+        self.calls.append("leave")
+
     async def rest(self) -> None:
         self.calls.append("rest")
 
@@ -84,6 +87,7 @@ class FakeSource:
         self.checksum = "sum"
         self.at = [Place("m")]
         self.failures: list[Exception] = []
+        self.memberships = 0
 
     async def places(self) -> list[Place]:
         return self.at

@@ -45,6 +45,9 @@ class FakeEngine:
     async def join(self, init_info: dict[str, Any]) -> None:
         await self._note("join", init_info)
 
+    async def leave(self) -> None:
+        await self._note("leave")
+
     async def rest(self) -> None:
         await self._note("rest")
 

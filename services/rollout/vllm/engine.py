@@ -121,6 +121,10 @@ class VLLMEngine:
         """Joins a push group; returns when all its members have joined."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
+    async def leave(self) -> None:
+        """Leaves the push group and the learner's memory."""
+        await self._llm.shutdown_weight_transfer_engine()
+
     async def rest(self) -> None:
         """Stops generation, as `pause` does, and releases the KV cache's memory if the engine can. The next commit or
         abort resumes."""

@@ -89,3 +89,29 @@ async def test_replicas_of_an_earlier_run_form_a_new_group_at_once(source: FakeS
     assert report.attempts == 1
     assert fleet.engines["a"].calls.count("join") == 2
     assert source.calls[-2:] == [("join", 2, 2), "send"]
+
+
+async def test_a_learners_memberships_never_share_a_number_though_all_replicas_have_left(source: FakeSource) -> None:
+    """Its store still has the addresses of those who met under the first: gloo would connect to them, in vain."""
+    fleet = Fleet(source, a=1)
+    async with make_pusher(fleet) as pusher:
+        await pusher.push(1)
+    assert [member._membership for member in fleet.members.values()] == [0]
+    await make_pusher(fleet).push(2)
+    assert [call for call in source.calls if call[0] == "join"] == [("join", 1, 2), ("join", 2, 2)]
+
+
+async def test_at_the_end_of_a_run_the_replicas_leave_the_learners_group_before_it_ends(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1, b=1)
+    async with make_pusher(fleet) as pusher:
+        await pusher.push(1)
+        assert "leave" not in fleet.engines["a"].calls
+    assert [engine.calls[-1] for engine in fleet.engines.values()] == ["leave", "leave"]
+    assert (fleet.phases[-1], fleet.awaited[-1]) == ("abort", ["a", "b"])
+
+
+async def test_without_a_push_there_is_no_group_to_leave(source: FakeSource) -> None:
+    fleet = Fleet(source, a=1)
+    async with make_pusher(fleet):
+        pass
+    assert fleet.phases == []

@@ -1,14 +1,20 @@
 """Phases that a member refuses: of other runs, and of other weights than the model's."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from services.common.serving.runs.timeline import Moment
 from services.common.weight_transfer.manifest import Manifest
+from services.common.weight_transfer.sender import make_sender
 from services.rollout.member import WeightMember
+from tests.members import StagingEngine
+from tests.unit.fake_cuda import FOLDER, FakeGpu
 from tests.unit.member_phases import (
     LEASE,
     MANIFEST,
@@ -122,3 +128,92 @@ async def test_weights_are_of_the_timeline_of_the_lease_that_brought_them(
         commit = pb.Commit(membership=version, policy_version=version)
         report = await member.carry_out(pb.WeightPhase(timeout_s=5, lease=lease, commit=commit))
         assert member.at == Moment(lease.number, version) == Moment(report.timeline, report.policy_version)
+
+
+async def committed(member: WeightMember) -> None:
+    commit = {"commit": pb.Commit(membership=1, policy_version=4)}
+    for phase in (prepare(1), transfer(1), commit):
+        assert (await play(member, phase)).ok
+
+
+async def test_the_group_of_a_run_is_left_when_its_lease_is_over(engine: FakeEngine, member: WeightMember) -> None:
+    """Until then the memory of its learner stays in use."""
+    await claim(member, LEASE, ttl_s=0.2)
+    await committed(member)
+    for _ in range(8):  # renewed in time
+        await asyncio.sleep(0.05)
+        await claim(member, LEASE, ttl_s=0.2)
+    assert "leave" not in names(engine)
+    await until(lambda: names(engine)[-1] == "leave")
+    # The run was only slow: it finds that the replica has left, and forms a group with it again.
+    assert (await play(member, {"discover": pb.Discover()})).membership == 0
+    assert (await play(member, prepare(2))).ok
+    assert names(engine)[-3:] == ["leave", "join", "pause"]
+
+
+async def test_the_group_of_a_run_is_left_at_its_end_and_at_the_claim_of_another(
+    engine: FakeEngine, member: WeightMember
+) -> None:
+    await committed(member)
+    await claim(member, LEASE, ttl_s=0)
+    await until(lambda: names(engine)[-1] == "leave")
+    await claim(member, LEASE)
+    await committed(member)
+    assert (await claim(member, NEWER, take_over=True)).ok
+    assert names(engine)[-1] == "leave"
+    # Nothing is left twice.
+    await claim(member, NEWER, ttl_s=0)
+    await settled()
+    assert names(engine).count("leave") == 2
+
+
+async def test_an_open_push_is_not_left_when_the_lease_is_over(engine: FakeEngine, member: WeightMember) -> None:
+    await play(member, prepare(1))
+    await claim(member, LEASE, ttl_s=0)
+    await settled()
+    assert "leave" not in names(engine)
+    assert (await play(member, transfer(1))).ok
+
+
+async def test_an_engine_that_cannot_leave_is_told_and_the_replica_goes_on(
+    engine: FakeEngine, member: WeightMember, logged: list[str]
+) -> None:
+    await committed(member)
+    engine.failing = {"leave": RuntimeError("stuck")}
+    await claim(member, LEASE, ttl_s=0)
+    await until(lambda: bool(logged))
+    assert logged == ["push: me did not leave the group of a run that is over: stuck"]
+    assert (await play(member, {"discover": pb.Discover()})).membership == 0
+
+
+async def test_the_learners_memory_is_closed_with_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    gpu, weights = FakeGpu(tmp_path), {"w": torch.arange(64.0)}
+    manifest = Manifest.of(weights, bucket_bytes=64)
+    sender = make_sender("cuda-ipc", manifest, host="127.0.0.1", stall_s=5, cuda=gpu.cuda)
+    sender.load(weights.items(), 1)
+    engine = StagingEngine("cuda-ipc", torch.device("cpu"), "me")
+    member = WeightMember(engine, "me", "127.0.0.1")  # type: ignore[arg-type]
+    await claim(member, LEASE)
+    meeting = pb.Prepare(
+        membership=1,
+        senders=[pb.Rendezvous(address="", port=sender.rendezvous())],
+        world_size=2,
+        ranks={"me": 1},
+        in_flight="keep",
+        bucket_bytes=64,
+        stall_s=5,
+        manifest=manifest.pack(),
+        backend="cuda-ipc",
+    )
+    received: dict[str, Any] = {"transfer": pb.Transfer(membership=1, manifest=manifest.pack())}
+    for phase in ({"prepare": meeting}, received, {"commit": pb.Commit(membership=1, policy_version=1)}):
+        assert (await play(member, phase)).ok
+    receiver: Any = engine._receiver
+    [opened] = receiver._shared._opened
+    assert len(opened.data) > 0
+    await claim(member, LEASE, ttl_s=0)
+    await until(lambda: not len(opened.data))
+    assert torch.equal(engine._model["w"], weights["w"])
+    sender.close()
+    assert gpu.mapped == 0

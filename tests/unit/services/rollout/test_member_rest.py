@@ -19,9 +19,9 @@ async def test_a_push_ends_it(engine: FakeEngine, member: WeightMember) -> None:
     for phase in (prepare(1), transfer(1), {"commit": pb.Commit(membership=1, policy_version=4)}):
         assert (await play(member, phase)).ok
     assert names(engine) == ["rest", "join", "pause", "receive", "commit"]
-    # Nothing is left that an abort would have to end.
+    # Nothing is left that an abort would have to end, but the group.
     await play(member, {"abort": pb.Abort()})
-    assert names(engine)[-1] == "commit"
+    assert names(engine)[-2:] == ["commit", "leave"]
     assert engine.version == 4
 
 
