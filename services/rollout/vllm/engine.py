@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,30 @@ PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait"
 away the tokens that are sampled."""
 ANSWER_S = 8
 """Seconds within which an engine answers the simplest request; one that takes longer is stuck."""
+LOOK_S = 0.5
+"""Seconds between two looks whether an engine still lives that is carrying out a request."""
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _while_it_lives(
+    method: Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]]:
+    """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
+    but leaves what the process was asked for without an answer."""
+
+    @wraps(method)
+    async def watched(engine: "VLLMEngine", /, *given: Given.args, **options: Given.kwargs) -> Result:
+        asked = asyncio.create_task(method(engine, *given, **options))
+        try:
+            while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+                await engine._llm.check_health()
+            return asked.result()
+        finally:
+            asked.cancel()
+
+    return watched
 
 
 class VLLMEngine:
@@ -95,6 +120,7 @@ class VLLMEngine:
         """
         return list(await asyncio.gather(*(self._requests.score(sequence) for sequence in sequences)))
 
+    @_while_it_lives
     async def stale(self) -> list[str]:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
         return sorted({name for names in await self._llm.collective_rpc("stale_weights") for name in names})
@@ -117,14 +143,17 @@ class VLLMEngine:
         """Raises InvalidArgument unless the manifest holds exactly the model's weights."""
         self._expected.check(manifest)
 
+    @_while_it_lives
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins a push group; returns when all its members have joined."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
+    @_while_it_lives
     async def leave(self) -> None:
         """Leaves the push group and the learner's memory."""
         await self._llm.shutdown_weight_transfer_engine()
 
+    @_while_it_lives
     async def rest(self) -> None:
         """Stops generation, as `pause` does, and releases the KV cache's memory if the engine can. The next commit or
         abort resumes."""
@@ -134,6 +163,7 @@ class VLLMEngine:
             if self._releases:
                 await self._llm.release_kv_cache_memory()
 
+    @_while_it_lives
     async def pause(self, in_flight: str) -> None:
         """Stops generation between two engine steps and opens a weight update, in place of one that was left open.
         New requests wait; with `abort` all others end, after they have reported what they sampled.
@@ -160,6 +190,7 @@ class VLLMEngine:
         self._resting = False
         await self._llm.resume_generation()
 
+    @_while_it_lives
     async def receive(self, manifest: Manifest) -> str:
         """Receives the weights; returns their checksum."""
         info: dict[str, Any] = {
@@ -175,6 +206,7 @@ class VLLMEngine:
         self._received = str(checksums.pop())
         return self._received
 
+    @_while_it_lives
     async def commit(self, version: int) -> None:
         """Puts the received weights into service under this version and resumes generation."""
         await self._llm.finish_weight_update(str(version))
@@ -186,6 +218,7 @@ class VLLMEngine:
             del self.checksums[old]
         await self._resume()
 
+    @_while_it_lives
     async def abort(self) -> bool:
         """Drops the received weights and resumes generation with the old ones.
 

@@ -1,0 +1,86 @@
+"""An engine whose process dies while it is asked for something: vLLM would leave the caller waiting."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.weight_transfer.manifest import Manifest
+from services.rollout.config import RolloutConfig
+from services.rollout.vllm.engine import LOOK_S, VLLMEngine
+from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine
+
+
+class Deaf(RecordedEngine):
+    """vLLM's client of a process that answers nothing, and may have died."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 64, max_model_len=32, enable_sleep_mode=False)
+    dead = False
+    cancelled = 0
+
+    def __getattr__(self, name: str) -> Any:
+        answer = super().__getattr__(name)
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            answer(*arguments, **options).close()
+            return self._never()
+
+        return called
+
+    async def _never(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+
+    async def check_health(self) -> None:
+        if self.dead:
+            raise EngineDeadError
+
+
+@pytest.fixture
+def llm() -> Deaf:
+    return Deaf()
+
+
+@pytest.fixture
+def engine(llm: Deaf, policy_folder: Path) -> VLLMEngine:
+    config = RolloutConfig.parse({"model": str(policy_folder), "dtype": "float32", "kv_cache_mib": 8}, "rollout")
+    return VLLMEngine(llm, config)  # type: ignore[arg-type]
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "join": ({"backend": "gloo"},),
+    "leave": (),
+    "rest": (),
+    "pause": ("keep",),
+    "receive": (Manifest.of({}, bucket_bytes=1),),
+    "commit": (1,),
+    "abort": (),
+    "stale": (),
+}
+"""Everything that a push asks of an engine, and the arguments."""
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_a_call_fails_as_soon_as_the_engine_is_dead(llm: Deaf, engine: VLLMEngine, method: str) -> None:
+    call = asyncio.create_task(getattr(engine, method)(*CALLS[method]))
+    await asyncio.sleep(2.5 * LOOK_S)
+    assert not call.done()  # one that only takes long is waited for
+    llm.dead = True
+    async with asyncio.timeout(10 * LOOK_S):
+        with pytest.raises(EngineDeadError):
+            await call
+    await asyncio.sleep(0)
+    assert llm.cancelled == 1
+
+
+async def test_a_caller_that_gives_up_leaves_nothing_waiting(llm: Deaf, engine: VLLMEngine) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.commit(1)
+    await asyncio.sleep(0)
+    assert llm.cancelled == 1
