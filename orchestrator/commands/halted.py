@@ -1,44 +1,70 @@
-"""Ends ranks of the policy and registries of replicas that a signal has stopped while they start."""
+"""Ends processes of a run and of its services that a signal has stopped.
+
+Such a process keeps its connections open and never answers. Ray waits for it without end; Serve's health checks miss
+it after 6 s at best, and look at no replica before its constructor has returned.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import psutil
 
 from orchestrator.deployment import processes
-from orchestrator.deployment.cluster import Cluster
+from orchestrator.deployment.cluster import Cluster, running
 from services.common.ranks.ranks import Rank
+from services.common.ranks.stopped import is_stopped
 from services.common.weight_transfer.registry import Registry
 
-TITLES = tuple(f"ray::{kind.__name__}" for kind in (Rank, Registry))
-"""Beginnings of the titles that Ray gives their processes, of this run or of one that was killed, whose place they
-still take."""
-LOOK_S = 2.0
-"""Seconds between two looks at all processes; one that is found twice in a row is ended."""
+log = logging.getLogger("quartet")
+
+KINDS = (Rank.__name__, Registry.__name__, r"ServeReplica:\S*", "ProxyActor", "ServeController")
+"""Actors that are started again when they end, by the run, by Serve or by Ray. Ray's own processes are not: a cluster
+ends with them. Nor are the processes below a replica, which looks after them itself."""
+_TITLE = re.compile(rf"ray::(?:\S*:)?(?:{'|'.join(KINDS)})(?:\.\w+)?(?:\s|$)")
+"""Beginning of the title that Ray gives an actor's process. An actor that has a name, and is being made, has it in
+front."""
+LOOK_S = 1.0
+"""Seconds between two looks at the processes of this machine."""
+LOOKS = 3
+"""Looks in a row that find a process stopped before it is ended. Looks are counted and not seconds, since this
+process may have been stopped meanwhile too."""
 
 
 @asynccontextmanager
-async def ending_halted(head: Cluster | None) -> AsyncIterator[None]:
-    """Ends stopped ranks and registries of the head while this is open. Those on a cluster of one's own are not
-    seen."""
-    watching = asyncio.ensure_future(_watch(head)) if head else None
+async def ending_halted(head: Callable[[], Cluster | None] = running) -> AsyncIterator[None]:
+    """Ends stopped processes of the head while this is open; those that a debugger holds are not stopped. Others of
+    this machine are left alone, and so is a cluster of one's own, whose processes are not known."""
+    watching = asyncio.ensure_future(_watch(head))
     try:
         yield
     finally:
-        if watching:
-            watching.cancel()
-            await asyncio.wait([watching])
+        watching.cancel()
+        await asyncio.wait([watching])
 
 
-async def _watch(head: Cluster) -> None:
-    before: frozenset[int] = frozenset()
+async def _watch(head: Callable[[], Cluster | None]) -> None:
+    seen: Mapping[psutil.Process, int] = {}
     while True:
         await asyncio.sleep(LOOK_S)
-        stopped = await asyncio.to_thread(lambda: processes.stopped(head.processes()))
-        ours = frozenset(pid for pid, title in stopped.items() if title.startswith(TITLES))
-        for pid in ours & before:
+        try:
+            seen = await asyncio.to_thread(_look, seen, head)
+        except Exception as error:  # a record or a process that cannot be read now may be read at the next look
+            log.warning("stopped processes could not be looked for: %s", error)
+
+
+def _look(before: Mapping[psutil.Process, int], head: Callable[[], Cluster | None]) -> Mapping[psutil.Process, int]:
+    """Ends what LOOKS looks in a row have found stopped; the others that are stopped, with the number of looks."""
+    seen = {process: before.get(process, 0) + 1 for process in psutil.process_iter() if is_stopped(process)}
+    # The processes of a head are found by their environment, which is read only when something is stopped.
+    cluster = head() if any(looks == LOOKS for looks in seen.values()) else None
+    for pid, title in processes.stopped(cluster.processes()).items() if cluster else ():
+        process = next((one for one, looks in seen.items() if one.pid == pid and looks >= LOOKS), None)
+        if process and _TITLE.match(title):
+            log.warning("a signal has stopped %s, process %d: it is ended, and another takes its place", title, pid)
             with contextlib.suppress(psutil.Error):
-                psutil.Process(pid).kill()
-        before = ours
+                process.kill()
+    return seen

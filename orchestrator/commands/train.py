@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,11 @@ async def train(
     run_dir = RUNS / config.name
     try:
         patience = patience_of(deployment, progress.note)
-        check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
-        with locked(run_dir, checkpoint_folder(config)), connected_ray():
-            run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
-            await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
+        async with ending_halted():
+            check_compatible(await described(services, deployment, patience), inputs.tokenizer, config)
+            with locked(run_dir, checkpoint_folder(config)), connected_ray():
+                run = Run(deployment, inputs, services, progress, run_dir, accept_changed_services)
+                await run.finish(patience, overwrite=overwrite, resume=resume, take_over=take_over)
     finally:
         await services.close()
     return run_dir
@@ -130,11 +131,7 @@ class Run:
         run, ttl_s, note = run_id(self.run_dir, resume=resume), self._config.timeouts.lease_s, self.progress.note
         claimed = holding(self.services, run, patience, ttl_s=ttl_s, take_over=take_over, note=note)
 
-        async def again(ask: Callable[[float], Awaitable[Any]]) -> Any:
-            async with ending_halted(running()):
-                return await patience(ask)
-
-        opened = registered(self.services.rollout.application, again)
+        opened = registered(self.services.rollout.application, patience)
         # Claimed before anything is removed or restored, since another run may be using these services.
         certificates = watching_certificates({*targets_of(self._config).values()}, note)
         async with certificates, claimed as hold, opened as registry:
@@ -223,8 +220,7 @@ class Run:
 
     async def _policy(self, attempt: int) -> Policy:
         try:
-            async with ending_halted(running()):
-                return await Policy.start(self._config, self.inputs.distribution)
+            return await Policy.start(self._config, self.inputs.distribution)
         except ResourceExhausted as error:
             if attempt == 0:
                 raise

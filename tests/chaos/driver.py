@@ -29,7 +29,7 @@ APPEARS_S = 20.0
 ON = 2
 """Steps of progress after a fault before the next."""
 FROZEN_S = 90.0
-"""Seconds after which a frozen process is killed that something else should have ended long before."""
+"""Seconds after which a frozen process is killed that the run or Serve should have ended long before."""
 MOST_ENDS = 3
 """Times that a run is resumed which ends by itself without a step in between."""
 MOST_S = 15.0
@@ -38,8 +38,6 @@ MOMENT_S = {"push": 5.0, "checkpoint": 5.0, "return": 30.0}
 """Longest wait for each moment that a run comes to by itself."""
 LENGTH_S = {"start": 8.0, "resume": 8.0, "return": 5.0, "new": 4.0, "step": 1.0}
 """Seconds within which a fault of each moment comes."""
-THAWED = ("controller", "orchestrator")
-"""Kinds that nothing replaces when they stand still; they go on after a while."""
 
 Say = Callable[[str], None]
 
@@ -95,9 +93,7 @@ class Driver:
         self._run, self._say, self._hit = run, say, hit
         self._quartet: Quartet = run.quartet
         self._frozen: dict[int, float] = {}
-        """Frozen processes -> the moment at which they are thawed or killed."""
-        self._thawed: set[int] = set()
-        """The ones that are thawed."""
+        """Frozen processes -> the moment by which they have to be ended."""
         self._struck: list[Struck] = []
         self._problems: list[str] = []
         self._returns = 0
@@ -121,7 +117,7 @@ class Driver:
         finally:
             await asyncio.to_thread(run.kill)
             for pid in list(self._frozen):
-                self._release(pid)
+                self._kill(pid)
         outcome = Outcome(self._struck, self._problems, run.best, time.monotonic() - began, run.usual_s)
         outcome.problems.extend(over_bound(outcome))
         return outcome
@@ -237,8 +233,7 @@ class Driver:
         if application is None or replica is not None:
             await self._until(there, APPEARS_S)
         at = time.monotonic()
-        # A critic may go on with new ranks, and a successor that was frozen goes on starting.
-        if replica is not None and fault.kind != "critic rank" and fault.moment != "new":
+        if replica is not None and fault.kind != "critic rank":  # a critic may go on with new ranks
             self._hit.add(replica)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -246,11 +241,7 @@ class Driver:
                     os.kill(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGSTOP)
-                    # Serve waits for a replica's constructor without a deadline.
-                    thawed = fault.kind in THAWED or fault.moment == "new"
-                    self._frozen[pid] = at + (fault.frozen_s if thawed else FROZEN_S)
-                    if thawed:
-                        self._thawed.add(pid)
+                    self._frozen[pid] = at + FROZEN_S
         return Struck(fault, pids, moment, at)
 
     async def _strike_orchestrator(self, fault: Fault, moment: str) -> Struck:
@@ -304,7 +295,7 @@ class Driver:
         """Notes progress, and an end of the run by itself, after which it is resumed."""
         run = self._run
         run.look()
-        self._thaw()
+        self._look_at_frozen()
         code = run.ended
         if code is not None:
             self._note(f"the run ended by itself, with exit code {code}:\n{run.last_words()}")
@@ -314,22 +305,20 @@ class Driver:
                 raise Hopeless
             run.start()
 
-    def _thaw(self) -> None:
-        """Lets frozen processes go on whose time has come."""
+    def _look_at_frozen(self) -> None:
+        """Notes and kills frozen processes that should have been ended by now."""
         now = time.monotonic()
         for pid, until in list(self._frozen.items()):
             if not psutil.pid_exists(pid) or _is_zombie(pid):
                 del self._frozen[pid]
             elif now > until:
-                if pid not in self._thawed:
-                    self._note(f"process {pid} stood still for {FROZEN_S:g} s, and nothing ended it")
-                self._release(pid)
+                self._note(f"process {pid} stood still for {FROZEN_S:g} s, and nothing ended it")
+                self._kill(pid)
 
-    def _release(self, pid: int) -> None:
+    def _kill(self, pid: int) -> None:
         del self._frozen[pid]
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT if pid in self._thawed else signal.SIGKILL)
-        self._thawed.discard(pid)
+            os.kill(pid, signal.SIGKILL)
 
     def _note(self, problem: str) -> None:
         last = f"{self._struck[-1].fault}, {self._struck[-1].moment}" if self._struck else "before the first fault"
@@ -350,7 +339,7 @@ class Driver:
             if time.monotonic() > end:
                 self._note(f"the run does not reach its last step\n{run.last_words()}")
                 return
-            self._thaw()
+            self._look_at_frozen()
             await asyncio.sleep(0.05)
         run.look()
         if code:

@@ -38,7 +38,7 @@ class Fault:
     delay: float
     """Part of the moment's length after which it comes, from 0 to 1."""
     frozen_s: float
-    """Seconds after which a frozen process goes on that no part of the system ends."""
+    """Seconds after which an orchestrator that was frozen goes on, which nothing ends."""
 
     def __str__(self) -> str:
         return f"fault {self.number}: {self.action} {self.kind} ({self.moment}, {self.delay:.2f})"

@@ -181,6 +181,30 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
     assert_same(again, straight)
 
 
+SERVED = ["ray::ServeReplica:critic", "ray::ProxyActor", "ray::ServeController"]
+"""Processes of Serve's of which there is one."""
+
+
+@pytest.mark.exhaustive  # which processes are ended: tests/unit/orchestrator/commands/test_halted.py
+@pytest.mark.parametrize("title", SERVED)
+async def test_a_process_of_serves_that_stands_still_is_replaced(
+    quartet: Quartet, straight: Run, again: Run, title: str
+) -> None:
+    """SIGSTOP. The run ends it, since nothing else serves in its place, and prints what it cost."""
+    process = again.start("--resume")
+    again.wait(again.reached(3), process)
+    frozen = named(quartet, title)
+    frozen.suspend()
+    began = time.monotonic()
+    await eventually(partial(ended, frozen), PATIENCE_S)
+    ended_s = time.monotonic() - began
+    again.wait(again.reached(5), process)
+    print(f"{title} was ended after {ended_s:.1f} s, two more steps were done after {time.monotonic() - began:.1f} s")
+    assert ended_s < 30  # before Serve would have, with the time that a busy machine may take
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    assert_same(again, straight)
+
+
 @pytest.mark.exhaustive  # in `make test` it dies there
 async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
     """The replicas' connections to it stay open, and a bucket may take a minute to come."""

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -44,7 +45,8 @@ async def test_a_proxy_that_stands_still_and_then_dies_as_a_run_starts(quartet: 
         process = short.start("--overwrite")
         short.wait(lambda: WAITS in short.log.read_text() if short.log.exists() else False, process)
     finally:
-        proxy.kill()
+        with suppress(psutil.NoSuchProcess):  # the run ends it too
+            proxy.kill()
     assert process.wait(PATIENCE_S) == 0, short.log.read_text()
     waits = [line for line in short.log.read_text().splitlines() if line.startswith(WAITS)]
     print(f"\n{time.monotonic() - began:.0f} s; {waits}")

@@ -1,15 +1,17 @@
-"""A rank or registry that a signal has stopped while it starts is ended, and nothing else is."""
+"""A process of a run or of its services that a signal has stopped is ended, and nothing else is."""
 
 import asyncio
+import ctypes
 import os
 import secrets
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from orchestrator.commands.halted import LOOK_S, TITLES, ending_halted
+from orchestrator.commands.halted import LOOK_S, LOOKS, ending_halted
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.processes import MARK
 from tests.unit.waiting import until
@@ -17,35 +19,97 @@ from tests.unit.waiting import until
 pytestmark = pytest.mark.processes
 
 SECRET = secrets.token_hex(32)
+TITLES = (
+    "ray::Rank",
+    "ray::Registry",
+    "ray::ServeReplica:critic:Critic",
+    "ray::SERVE_REPLICA::reward#Reward#julptkm2:ServeReplica:reward:Reward.__init__",
+    "ray::ProxyActor",
+    "ray::SERVE_PROXY_ACTOR-1f:ProxyActor.__init__",
+    "ray::ServeController",
+)
+OTHERS = ("ray::DashboardAgent", "ray::IDLE", "ray::Ranking", "raylet", "python")
+"""Of the head, but another would not take their place."""
+
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
-async def titled(title: str, secret: str = SECRET) -> asyncio.subprocess.Process:
-    """A process of the head with this title."""
-    command = ["bash", "-c", f"exec -a {title} sleep 600"]
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | {MARK: secret})
-    await until(lambda: psutil.Process(process.pid).cmdline()[:1] == [title])
-    return process
+@pytest.fixture
+def head(tmp_path: Path) -> Cluster:
+    return Cluster(os.getpid(), 0.0, "", "", "", str(tmp_path), SECRET)
 
 
-@pytest.mark.parametrize("title", TITLES)
-async def test_a_stopped_rank_or_registry_of_the_head_is_ended(tmp_path: Path, title: str) -> None:
-    head = Cluster(os.getpid(), 0.0, "", "", "", str(tmp_path), SECRET)
-    rank, other, well = await titled(title), await titled("ray::ProxyActor"), await titled(title)
-    foreign = await titled(title, "8" * 64)
-    try:
-        for process in (rank, other, foreign):
+@pytest.fixture
+async def titled() -> AsyncIterator[Start]:
+    """Starts a process of the head with a title."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(title: str, secret: str = SECRET) -> asyncio.subprocess.Process:
+        command = ["bash", "-c", f"exec -a '{title}' sleep 600"]
+        process = await asyncio.create_subprocess_exec(*command, env=os.environ | {MARK: secret})
+        started.append(process)
+        await until(lambda: psutil.Process(process.pid).cmdline()[:1] == [title])
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_what_is_stopped_and_has_a_successor_is_ended(head: Cluster, titled: Start) -> None:
+    ours, others = [await titled(title) for title in TITLES], [await titled(title) for title in OTHERS]
+    well, foreign = await titled(TITLES[0]), await titled(TITLES[0], "8" * 64)
+    for process in (*ours, *others, foreign):
+        process.send_signal(signal.SIGSTOP)
+    async with ending_halted(lambda: head), asyncio.timeout(20 * LOOK_S * LOOKS):
+        assert [await process.wait() for process in ours] == [-signal.SIGKILL] * len(TITLES)
+        await asyncio.sleep(2 * LOOK_S)
+    assert [process.returncode for process in (*others, well, foreign)] == [None] * (len(OTHERS) + 2)
+
+
+async def test_what_goes_on_in_time_is_left_alone(head: Cluster, titled: Start) -> None:
+    process = await titled(TITLES[0])
+    async with ending_halted(lambda: head):
+        for _ in range(3):
             process.send_signal(signal.SIGSTOP)
-        async with ending_halted(head), asyncio.timeout(20 * LOOK_S):
-            assert await rank.wait() == -signal.SIGKILL
-        for process in (other, well, foreign):
-            assert psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
+            await asyncio.sleep(LOOK_S * (LOOKS - 1.5))
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(2 * LOOK_S)
+    assert process.returncode is None
+
+
+async def test_what_a_debugger_holds_is_left_alone(head: Cluster, titled: Start) -> None:
+    process = await titled(TITLES[0])
+    attach, detach = 16, 17
+    assert ctypes.CDLL(None, use_errno=True).ptrace(attach, process.pid, None, None) == 0
+    try:
+        await until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP)
+        async with ending_halted(lambda: head):
+            await asyncio.sleep(LOOK_S * (LOOKS + 2))
+        assert psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP
     finally:
-        for process in (rank, other, well, foreign):
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        ctypes.CDLL(None).ptrace(detach, process.pid, None, None)
 
 
-async def test_on_a_cluster_of_ones_own_nothing_is_looked_at() -> None:
-    async with ending_halted(None):
-        pass
+async def test_a_record_that_cannot_be_read_is_read_again(head: Cluster, titled: Start) -> None:
+    process = await titled(TITLES[0])
+    process.send_signal(signal.SIGSTOP)
+    answers = [OSError("busy")]
+
+    def found() -> Cluster:
+        if answers:
+            raise answers.pop()
+        return head
+
+    async with ending_halted(found), asyncio.timeout(20 * LOOK_S * LOOKS):
+        assert await process.wait() == -signal.SIGKILL
+
+
+async def test_on_a_cluster_of_ones_own_nothing_is_ended(titled: Start) -> None:
+    process = await titled(TITLES[0])
+    process.send_signal(signal.SIGSTOP)
+    async with ending_halted(lambda: None):
+        await asyncio.sleep(LOOK_S * (LOOKS + 1))
+    assert process.returncode is None
