@@ -13,7 +13,7 @@ from tests.preloaded import fork_of
 from tests.pushing import EngineHost
 
 LONG_S = 60.0
-"""As long as a phase of a push may take, which the caller would wait."""
+"""Deadline of a phase of a push; a caller would wait as long for an engine that died."""
 
 
 async def _lost(folder: Path) -> float:

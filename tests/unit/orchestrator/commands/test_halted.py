@@ -29,7 +29,7 @@ TITLES = (
     "ray::ServeController",
 )
 OTHERS = ("ray::DashboardAgent", "ray::IDLE", "ray::Ranking", "raylet", "python")
-"""Of the head, but another would not take their place."""
+"""Titles of the head's other processes, in whose place the system would not start others."""
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 

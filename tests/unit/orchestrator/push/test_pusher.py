@@ -92,7 +92,7 @@ async def test_replicas_of_an_earlier_run_form_a_new_group_at_once(source: FakeS
 
 
 async def test_a_learners_memberships_never_share_a_number_though_all_replicas_have_left(source: FakeSource) -> None:
-    """Its store still has the addresses of those who met under the first: gloo would connect to them, in vain."""
+    """The store still has the addresses of those who met under the first: gloo would connect to them, in vain."""
     fleet = Fleet(source, a=1)
     async with make_pusher(fleet) as pusher:
         await pusher.push(1)
