@@ -37,7 +37,7 @@ SERVICES = ("rollout", "reward", "reference", "critic")
 START_S = 300
 SECURED = "QUARTET_TEST_SECURED"
 """Environment variable: set, the cluster has TLS and a policy, and the tests and their commands are a trainer."""
-_MARK = "QUARTET_TEST_CLUSTER"
+MARK = "QUARTET_TEST_CLUSTER"
 """Inherited by every process of the cluster, wherever it ends up in the process tree."""
 
 
@@ -174,7 +174,7 @@ async def running_quartet(
     target = f"127.0.0.1:{grpc_port}"
     mark = uuid.uuid4().hex
     try:
-        up = command(folder, "up", str(config), **{_MARK: mark})
+        up = command(folder, "up", str(config), **{MARK: mark})
         assert up.returncode == 0, up.stderr
         preloaded.preload_learners(imported)
         cluster = ray_cluster.running(folder / ray_cluster.STATE)
@@ -225,10 +225,17 @@ def engine_of(pid: int) -> int:
 def left_behind(mark: str) -> list[str]:
     """Command lines of the living processes that inherited `mark`."""
     left = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
+    for process in inherited(mark):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            left.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
     return left
+
+
+def inherited(mark: str) -> list[psutil.Process]:
+    """The living processes that inherited the environment variable MARK with this value."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -45,22 +45,22 @@ def logprobs(
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompts: Sequence[Ints], max_new_tokens: int) -> list[list[int]]:
-    """The tokens of largest logit for each prompt, until and with the end of the text. Padding is left out."""
-    answers = []
-    padding = list(range(len(WORDS), model.config.vocab_size)) or None
-    for prompt in prompts:
-        row = _row(prompt)
-        # Without a mask transformers would leave out the prompt's pad tokens.
-        whole = model.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            suppress_tokens=padding,
-        )
-        answers.append(whole[0, len(prompt) :].tolist())
-    return answers
+def shortfall(model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], max_new_tokens: int) -> float:
+    """How far the logit of a response's token lies below the largest at its place, at most: 0 for greedy responses.
+
+    Not compared token by token, since two logits that differ by rounding alone may be ordered either way, after which
+    the whole texts differ. Padding of the vocabulary does not count. Infinite if a response is cut before the end of
+    its text and `max_new_tokens`, or goes on after one of them.
+    """
+    ends = torch.tensor(model.generation_config.eos_token_id).flatten()
+    worst = 0.0
+    for prompt, response in zip(prompts, responses, strict=True):
+        ended = np.isin(response, ends)
+        if ended[:-1].any() or not (ended[-1] or len(response) == max_new_tokens):
+            return float("inf")
+        logits = model(_row(prompt, response)).logits[0, len(prompt) - 1 : -1, : len(WORDS)].numpy()
+        worst = max(worst, float((logits.max(-1) - logits[np.arange(len(response)), response]).max()))
+    return worst
 
 
 @torch.inference_mode()

@@ -184,9 +184,9 @@ async def test_the_saved_policy_is_the_one_that_is_served(quartet: Quartet, run:
     prompts, _ = plain.random_pairs(20, seed=31, longest=30)
     stream = quartet.services.rollout.generate(prompts, Sampling(max_new_tokens=30, temperature=0), timeout_s=60)
     samples = sorted([sample async for some in stream for sample in some], key=lambda sample: sample.index)
-    served = [sample.response_ids.tolist() for sample in samples]
-    assert served == plain.greedy(plain.language_model(run / "policy"), prompts, 30)
-    assert served != plain.greedy(plain.language_model(quartet.policy), prompts, 30)
+    served = [sample.response_ids for sample in samples]
+    assert plain.shortfall(plain.language_model(run / "policy"), prompts, served, 30) < 1e-4
+    assert plain.shortfall(plain.language_model(quartet.policy), prompts, served, 30) > 1e-3
 
 
 async def test_the_saved_policy_is_evaluated_as_the_served_one_is(quartet: Quartet, run: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
+from services.common.wire.codec import Ints
 from services.common.wire.errors import Unavailable
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
@@ -29,13 +30,12 @@ class Loaded:
     model: Any
     engine: EngineProcess
 
-    async def greedy(self) -> list[list[int]]:
-        samples = await self.engine.generate(PROMPTS, GREEDY)
-        return [sample.response_ids.tolist() for sample in samples]
+    async def greedy(self) -> list[Ints]:
+        return [sample.response_ids for sample in await self.engine.generate(PROMPTS, GREEDY)]
 
     async def check(self, version: int) -> None:
-        """Greedy tokens equal transformers', sampled tokens' log-probs too, and all are of this version."""
-        assert await self.greedy() == plain.greedy(self.model, PROMPTS, GREEDY.max_new_tokens)
+        """Greedy tokens are the likeliest of transformers, sampled ones have its log-probs, all of this version."""
+        assert plain.shortfall(self.model, PROMPTS, await self.greedy(), GREEDY.max_new_tokens) < 1e-4
         for temperature in (1.0, 0.7):
             samples = await self.engine.generate(PROMPTS, Sampling(max_new_tokens=40, temperature=temperature))
             responses = [s.response_ids for s in samples]
@@ -81,7 +81,7 @@ async def test_it_equals_transformers_before_and_after_every_push(loaded: Loaded
         assert (report.policy_version, report.replicas, report.attempts) == (version, ("only",), 1)
         await loaded.check(version)
         after = await loaded.greedy()
-        assert after != before
+        assert plain.shortfall(loaded.model, PROMPTS, before, GREEDY.max_new_tokens) > 0.1
         before = after
 
 

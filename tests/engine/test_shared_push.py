@@ -30,8 +30,11 @@ async def loaded(
     return plain.language_model(folder)
 
 
-async def greedy(engine: EngineProcess) -> list[list[int]]:
-    return [sample.response_ids.tolist() for sample in await engine.generate(PROMPTS, GREEDY)]
+async def shortfall(engine: EngineProcess, model: Any) -> float:
+    """How far the engine's greedy tokens are from the model's likeliest."""
+    samples = await engine.generate(PROMPTS, GREEDY)
+    responses = [sample.response_ids for sample in samples]
+    return float(plain.shortfall(model, PROMPTS, responses, GREEDY.max_new_tokens))
 
 
 @pytest.mark.parametrize("senders", [1, pytest.param(2, marks=pytest.mark.exhaustive)])  # two by gloo in test_engine
@@ -44,7 +47,7 @@ async def test_the_engine_equals_transformers_after_every_push(
         perturbed(loaded, seed=version)
         report = await pusher.push(version)
         assert (report.policy_version, report.attempts) == (version, 1)
-        assert await greedy(engine) == plain.greedy(loaded, PROMPTS, GREEDY.max_new_tokens)
+        assert await shortfall(engine, loaded) < 1e-4
     source.leave()
 
 
@@ -66,5 +69,5 @@ async def test_weights_that_change_while_they_are_loaded_are_never_served(engine
     assert lost.policy_version == NO_VERSION
     # The next push mends it.
     await make_pusher(rollout, source).push(71)
-    assert await greedy(engine) == plain.greedy(loaded, PROMPTS, GREEDY.max_new_tokens)
+    assert await shortfall(engine, loaded) < 1e-4
     source.leave()

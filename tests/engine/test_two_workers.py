@@ -30,6 +30,6 @@ async def test_two_workers_serve_what_was_pushed(engine: EngineProcess, tmp_path
         perturbed(model, seed=version)
         assert (await pusher.push(version)).attempts == 1
         samples = await engine.generate(PROMPTS, GREEDY)
-        greedy = [sample.response_ids.tolist() for sample in samples]
-        assert greedy == plain.greedy(model, PROMPTS, GREEDY.max_new_tokens)
+        greedy = [sample.response_ids for sample in samples]
+        assert plain.shortfall(model, PROMPTS, greedy, GREEDY.max_new_tokens) < 1e-4
     source.leave()

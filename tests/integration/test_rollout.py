@@ -42,9 +42,9 @@ async def test_info_describes_model_and_load(quartet: Quartet) -> None:
     assert len({info.weights_checksum for info in replicas}) == 1
 
 
-async def test_greedy_tokens_are_those_of_transformers(quartet: Quartet, base: Any) -> None:
+async def test_greedy_tokens_are_transformers_likeliest(quartet: Quartet, base: Any) -> None:
     samples = in_order(await generate(quartet, PROMPTS, Sampling(max_new_tokens=30, temperature=0)))
-    assert [sample.response_ids.tolist() for sample in samples] == plain.greedy(base, PROMPTS, 30)
+    assert plain.shortfall(base, PROMPTS, [sample.response_ids for sample in samples], 30) < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
