@@ -115,14 +115,16 @@ def check(config: ConfigFile) -> None:
     from orchestrator.deployment import cluster
     from orchestrator.deployment.file import Deployment
 
-    deployment = Deployment.load(config, check_services=True)
+    written = Deployment.load(config, check_services=True)
     # Imported here because they load torch, which takes seconds that an error in the file need not wait for.
     from orchestrator.commands.checks.preflight import preflight
-    from orchestrator.commands.checks.startable import sums_of
+    from orchestrator.commands.checks.startable import decided_here, sums_of
     from orchestrator.commands.up import consequences
+    from orchestrator.deployment.recomputation import choices
 
+    deployment = decided_here(written)
     notes = preflight(deployment).notes
-    for note in itertools.chain(sums_of(deployment).lines(), notes):
+    for note in itertools.chain(sums_of(deployment).lines(), choices(written, deployment), notes):
         _say(note)
     head = cluster.running()
     for line in itertools.chain(*consequences(head, deployment)) if head else []:

@@ -13,6 +13,7 @@ import ray
 from orchestrator.clients import Services, agreed_backend, check_compatible, targets_of
 from orchestrator.commands.beginning import first_state, restore, resumed_state, to_resume
 from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, preflight
+from orchestrator.commands.checks.startable import decided_here
 from orchestrator.commands.halted import ending_halted
 from orchestrator.commands.lease import Hold, holding
 from orchestrator.commands.patience import Patience, described, patience_of, reasons
@@ -98,6 +99,7 @@ async def train(
         ServiceError, PolicyError: a service does not come within timeouts.start_s, or it or the learner failed and
             the restarts are used up.
     """
+    deployment = decided_here(deployment)
     config = deployment.orchestrator
     inputs = preflight(deployment)
     services = Services.connect(config)

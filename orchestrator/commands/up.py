@@ -31,7 +31,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError, PortError, ClusterError: the file, a port or a service is wrong; the message says how.
     """
-    deployment = Deployment.load(config, check_services=True)
+    deployment = _decided(Deployment.load(config, check_services=True))
     if deployment.port.policy and not os.environ.get(CREDENTIALS):
         raise ConfigError(
             f"{CREDENTIALS}: unset, and {deployment.port.policy} refuses callers without credentials; set it to the "
@@ -56,7 +56,7 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
             raise ConfigError("\n".join(refused))
         for line in told:
             say(line)
-    serving.deploy(ray, config)
+    serving.deploy(ray, config, deployment.raw)
     serving.await_running(ray, deployment.applications, say, timeout_s)
     asyncio.run(_ask_all(deployment, say, timeout_s))
     try:
@@ -69,6 +69,14 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs in "
         f"{ray.logs}"
     )
+
+
+def _decided(deployment: Deployment) -> Deployment:
+    """The file with what it leaves to the sums of memory decided."""
+    # Imported here because it loads torch, as below.
+    from orchestrator.commands.checks.startable import decided_here
+
+    return decided_here(deployment)
 
 
 class Consequences(NamedTuple):

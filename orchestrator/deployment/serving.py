@@ -3,8 +3,9 @@
 import json
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from orchestrator.deployment import processes
 from orchestrator.deployment.applications import failure_of, hindrance, status_of
@@ -19,15 +20,20 @@ SAY_EVERY_S = 10.0
 """Longest time, in seconds, for which a user who waits is told nothing."""
 
 
-def deploy(cluster: Cluster, config: Path) -> None:
+def deploy(cluster: Cluster, config: Path, contents: Mapping[str, Any] | None = None) -> None:
     """Deploys the applications of the file in place of those that run, each in its `scalable` form.
 
     Does not wait until they run.
 
+    Args:
+        cluster: the head.
+        config: the file.
+        contents: the file's contents where something was decided in them; None to read them.
+
     Raises:
         ClusterError: Serve refused, with its message, or did not answer in time.
     """
-    raw = read_yaml(config)
+    raw = read_yaml(config) if contents is None else contents
     sections = {key: value for key, value in raw.items() if key in SERVE_KEYS}
     sections["applications"] = [scalable(section) for section in raw.get("applications") or []]
     try:

@@ -21,6 +21,7 @@ from orchestrator.commands.checks.models import (
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory_sums import MemorySums
+from orchestrator.deployment.recomputation import decided
 from services.common.config.base import MIB, ConfigError
 from services.common.config.learner import LearnerConfig
 from services.common.folders import unusable
@@ -68,6 +69,12 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
 def sums_of(deployment: Deployment) -> MemorySums:
     """The memory that the file's processes need. ConfigError if a folder describes no language model."""
     return MemorySums.of(deployment, {path: load_model_config(path) for _, path in models(deployment)})
+
+
+def decided_here(deployment: Deployment) -> Deployment:
+    """The file with what it leaves to the sums of memory decided. ConfigError if a folder describes no language
+    model."""
+    return decided(deployment, {path: load_model_config(path) for _, path in models(deployment)})
 
 
 def unfit_policy(config: OrchestratorConfig) -> Iterator[str]:

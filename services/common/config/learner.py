@@ -111,8 +111,10 @@ class LearnerConfig(Config):
     """Keep a running mean of the weights, mean = decay * mean + (1 - decay) * weights after each optimizer step, in
     fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models hold the mean; training and
     pushes use the weights. Null: no mean."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: only where the sums of
+    `orchestrator.gpu_gib` do not fit without, or where it is not given; never on a CPU. `quartet check` prints which.
+    It is decided by `quartet up` and `quartet train`; a critic deployed in another way recomputes with auto."""
     compile_layers: bool = False
     """Have torch compile the layers of the model, so that they need fewer kernels: faster on a GPU, after a minute or
     so at the first passes, and equal up to rounding. Needs a C compiler, attn_implementation sdpa or eager,
@@ -128,6 +130,11 @@ class LearnerConfig(Config):
     """Environment of each rank's process, for instance OMP_NUM_THREADS."""
     rank_timeout_s: Seconds = 1800
     """Longest time that a rank waits for the others, in seconds; then it fails."""
+
+    @property
+    def recomputes(self) -> bool:
+        """True if activations are recomputed; also with auto, as long as it is not decided."""
+        return bool(self.gradient_checkpointing)
 
     @model_validator(mode="after")
     def _bf16_needs_zero(self) -> Self:

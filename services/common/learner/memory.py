@@ -75,7 +75,7 @@ def _pass(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
     backward = tokens * width * (3 * shape.intermediate + 4 * shape.hidden)
     divided = config.tensor_parallel.size > 1
     head = (_logits(shape, tokens, width) if divided else _tiled(shape, tokens, width)) if logits else 0
-    if config.gradient_checkpointing:
+    if config.recomputes:
         return shape.layers * tokens * shape.hidden * width + max(layer + backward, head)
     return shape.layers * layer + max(backward, head)
 

@@ -48,7 +48,7 @@ class TrainedModule:
         start_distributed(self._ranks)
         import deepspeed
 
-        if config.gradient_checkpointing:
+        if config.recomputes:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
         if config.compile_layers:
             compile_layers(module)

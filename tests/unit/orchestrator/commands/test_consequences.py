@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     deployment.raw["grpc_options"]["port"] = port
+    auto = {"gradient_checkpointing": "auto"}
+    deployment.raw["orchestrator"]["policy"] |= auto
+    policy = deployment.orchestrator.policy.model_copy(update=auto)
+    deployment = replace(deployment, orchestrator=deployment.orchestrator.model_copy(update={"policy": policy}))
     asked, said, deployed = list[Cluster](), list[str](), list[Path]()
     describe = cluster.serve
 
@@ -108,8 +113,10 @@ def test_up_asks_the_dashboard_once_and_deploys_only_what_serve_takes(
     class Deployed(Exception):
         """The end of the test: the file has been given to Serve."""
 
-    def deploy(ray: Cluster, config: Path) -> None:
+    def deploy(ray: Cluster, config: Path, contents: Any) -> None:
         deployed.append(config)
+        # No learner has a GPU here.
+        assert contents["orchestrator"]["policy"]["gradient_checkpointing"] is False
         raise Deployed
 
     monkeypatch.setattr(os, "environ", dict(os.environ))  # `up` changes it, for the head

@@ -143,11 +143,11 @@ QWEN = {
 @pytest.mark.parametrize(
     ("size", "changes", "expected"),
     [
-        ("0.5B", {}, 57),
-        ("1.5B", {}, 121),
-        ("1.5B", {"&recomputed false": "&recomputed true"}, 93),
-        ("3B", {"&recomputed false": "&recomputed true"}, 169),
-        ("7B", {"&recomputed false": "&recomputed true", "# lora:": "lora:"}, 117),
+        ("0.5B", {"&recomputed auto": "&recomputed false"}, 57),
+        ("1.5B", {"&recomputed auto": "&recomputed false"}, 121),
+        ("1.5B", {"&recomputed auto": "&recomputed true"}, 93),
+        ("3B", {"&recomputed auto": "&recomputed true"}, 169),
+        ("7B", {"&recomputed auto": "&recomputed true", "# lora:": "lora:"}, 117),
     ],
 )
 def test_the_sums_at_the_head_of_the_file_for_one_gpu(
@@ -210,7 +210,9 @@ def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_pat
     file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
     (tmp_path / "colocated").mkdir()
     copy = tmp_path / "colocated" / file.name
-    copy.write_text(file.read_text().replace("&colocate false", "&colocate true"))
+    copy.write_text(
+        file.read_text().replace("&colocate false", "&colocate true").replace("&recomputed auto", "&recomputed false")
+    )
     deployment = load(copy, tmp_path)
     assert deployment.orchestrator.loop.colocate
     assert deployment.orchestrator.policy.colocate
