@@ -46,7 +46,7 @@ def logprobs(
 
 @torch.inference_mode()
 def shortfall(model: Any, prompts: Sequence[Ints], responses: Sequence[Ints], max_new_tokens: int) -> float:
-    """How far the logit of a response's token lies below the largest at its place, at most: 0 for greedy responses.
+    """The most by which the logit of a response's token lies below the largest at its place: 0 for greedy responses.
 
     Not compared token by token, since two logits that differ by rounding alone may be ordered either way, after which
     the whole texts differ. Padding of the vocabulary does not count. Infinite if a response is cut before the end of

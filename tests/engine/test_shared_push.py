@@ -31,7 +31,7 @@ async def loaded(
 
 
 async def shortfall(engine: EngineProcess, model: Any) -> float:
-    """How far the engine's greedy tokens are from the model's likeliest."""
+    """The distance of the engine's greedy tokens from the model's likeliest."""
     samples = await engine.generate(PROMPTS, GREEDY)
     responses = [sample.response_ids for sample in samples]
     return float(plain.shortfall(model, PROMPTS, responses, GREEDY.max_new_tokens))

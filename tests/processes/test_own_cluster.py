@@ -49,7 +49,7 @@ class Shell:
         self._environment = own | variables
 
     def run(self, line: str) -> str:
-        """What the command printed, which has to succeed."""
+        """Text that the command printed, which has to succeed."""
         for old, new in self._exchanged.items():
             line = line.replace(old, new)
         done = subprocess.run(

@@ -39,7 +39,7 @@ def configs(folder: Path, policy: ModelSize | None, reward: ModelSize) -> dict[s
 
 
 def outcome(deployment: Deployment) -> tuple[Any, Any]:
-    """Of policy and critic, in the sections and as Serve gets them."""
+    """The choices of policy and critic, the same in their sections and in the file's contents."""
     critic = next(section for section in deployment.services.values() if isinstance(section, CriticConfig))
     raw = next(one for one in deployment.raw["applications"] if one["name"] == "critic")
     asked = deployment.raw["orchestrator"]["policy"]["gradient_checkpointing"], raw["args"]["gradient_checkpointing"]
