@@ -3,9 +3,13 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+MARK = "QUARTET_MARK"
+"""Environment variable of a command that runs marked, and of the processes that it starts."""
 
 
 def ended(
@@ -28,3 +32,67 @@ def ended(
             raise
         raise RuntimeError(f"{' '.join(command[:3])} was not done after {timeout_s:g} s, and was killed") from None
     return subprocess.CompletedProcess(command, process.returncode, printed, errors)
+
+
+def logged(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, mark: str, timeout_s: float, log: Path
+) -> int | None:
+    """Runs a command in `folder`, in a process group of its own, and writes to `log` what it prints.
+
+    All processes that it leaves are killed at its end, those too that went into sessions of their own, as Ray's do.
+
+    Returns:
+        Its exit status; None if it was not done in time, and was killed.
+    """
+    with log.open("wb") as file:
+        # Not in a session of its own: a machine that ends what a command has left looks for the command's session.
+        process = subprocess.Popen(
+            command,
+            env={**environment, MARK: mark},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            end_marked(mark)
+
+
+def end_marked(mark: str) -> None:
+    """Kills the processes whose environment has the mark, and their descendants, whose titles may replace it."""
+    for _ in range(5):
+        found = marked(mark)
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.2)
+
+
+def marked(mark: str) -> set[int]:
+    """Numbers of those processes, without this one and ones that have ended."""
+    wanted = f"{MARK}={mark}\0".encode()
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state in "ZX":
+                continue
+            parents[int(folder.name)] = int(parent)
+            if wanted in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}

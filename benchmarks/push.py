@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bare_broadcast import STALL_S, Bare
+from benchmarks.figures import keep
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
@@ -78,12 +79,16 @@ def main(
     ):
         drawn.add_column(column, justify="right")
     for count in [int(number) for number in replicas.split(",")]:
-        drawn.add_row(str(count), *asyncio.run(_measure(mib, count, rounds, bucket_mib, backend, device)))
+        medians = asyncio.run(_measure(mib, count, rounds, bucket_mib, backend, device))
+        keep(f"{backend}, {count} {'replica' if count == 1 else 'replicas'}", medians)
+        drawn.add_row(str(count), *_cells(medians))
     console.print(drawn)
 
 
-async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int, backend: str, device: str) -> list[str]:
-    """The cells of one row, from the medians of the rounds."""
+async def _measure(
+    mib: int, replicas: int, rounds: int, bucket_mib: int, backend: str, device: str
+) -> dict[str, float]:
+    """Median seconds of each side over the rounds."""
     weights = {name: tensor.to(device) for name, tensor in _weights(mib).items()}
     fleet, others, newcomers = Fleet(backend, device), Fleet(), Fleet(backend, device)
     for each in (fleet, others):
@@ -116,7 +121,12 @@ async def _measure(mib: int, replicas: int, rounds: int, bucket_mib: int, backen
         await fleet.end()
         await others.end()
         await newcomers.end()
-    medians = {name: median(values) for name, values in seconds.items()}
+    return {f"{name}_s": median(values) for name, values in seconds.items()}
+
+
+def _cells(seconds: dict[str, float]) -> list[str]:
+    """The cells of one row."""
+    medians = {name.removesuffix("_s"): took for name, took in seconds.items()}
     times = [f"{medians[name]:.3f}" for name in ("bare", "transfer", "push", "layers", "join")]
     ratios = [("transfer", "bare"), ("push", "bare"), ("layers", "push"), ("join", "push")]
     proof = (medians["proved"] - medians["push"]) / WeightsConfig().prove_every

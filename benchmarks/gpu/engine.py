@@ -2,6 +2,7 @@
 learner's. Six minutes.
 
     python -m benchmarks.gpu.engine [--sizes 0.5B,1.5B] [--prompts 256] [--prompt 128] [--new 256] [--device cuda]
+                                    [--settings NAME;NAME]
 
 Each engine runs in a process of its own, since vLLM gives a GPU's memory back with its process. `mismatch` is the
 mean of |log-prob of the engine - log-prob of transformers' model|, both in bfloat16. A push follows: the engine's own
@@ -41,6 +42,7 @@ def main(
     prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 128,
     new: Annotated[int, typer.Option(help="tokens of a response")] = 256,
     device: str = "cuda",
+    settings: Annotated[str, typer.Option(help="those to measure, separated by semicolons")] = ";".join(SETTINGS),
     out: Path = Path("runs/gpu"),
 ) -> None:
     """Runs the benchmark and prints its results."""
@@ -49,8 +51,9 @@ def main(
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder), size, dtype)
-            for name, settings in SETTINGS.items():
-                given = {"model": folder, "dtype": dtype, "max_length": prompt + new, "kv_cache_mib": 4096} | settings
+            for name in settings.split(";"):
+                given = {"model": folder, "dtype": dtype, "max_length": prompt + new, "kv_cache_mib": 4096}
+                given |= SETTINGS[name]
                 if device == "cpu":
                     given |= {"kv_cache_mib": 64, "enforce_eager": True}
                 task = [json.dumps(given), size, str(prompts), str(prompt), str(new), device]

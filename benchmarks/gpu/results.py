@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.ended import ended
+from benchmarks.figures import append, keep
 
 console = Console(width=160)
 LONGEST_S = 200.0
@@ -39,8 +40,8 @@ class Results:
         """Keeps a row."""
         row: dict[str, Cell] = {"what": what, **figures}
         self._rows.append(row)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(self._path, row)
+        keep(what, figures)
         cells = ", ".join(f"{name} {_shown(value)}" for name, value in figures.items())
         console.print(f"[{time.time() - self._began:5.0f} s] {what}: {cells}", highlight=False, markup=False)
 

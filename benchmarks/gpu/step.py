@@ -1,7 +1,7 @@
 """A whole PPO step with everything on one GPU, beside TRL 1.12.0's PPOTrainer on the same models. Ten minutes.
 
     python -m benchmarks.gpu.step [--sizes 0.5B,1.5B] [--batch 256] [--prompt 128] [--new 256] [--updates 4]
-                                  [--colocate] [--peer PYTHON] [--device cuda]
+                                  [--colocate] [--peer PYTHON] [--only quartet|trl] [--device cuda]
 
 Quartet runs `deploy/ppo-1gpu.yaml` with these models and lengths: seconds of each stage, samples/s, most memory of
 each process (where nvidia-smi shows processes) and of the GPU, and how busy the GPU was. Then TRL trains on the same
@@ -49,6 +49,7 @@ def main(
     updates: Annotated[int, typer.Option(min=2)] = 4,
     colocate: Annotated[bool, typer.Option(help="parts give memory to one another")] = False,
     peer: str = sys.executable,
+    only: Annotated[str, typer.Option(help="one side: quartet or trl")] = "",
     device: str = "cuda",
     out: Path = Path("runs/gpu"),
 ) -> None:
@@ -58,9 +59,10 @@ def main(
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             models(folder, size, batch, prompt, device)
-            raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
-            results.attempt(f"{size} Quartet", partial(ours, folder, raw, batch, updates))
-            for count, forward in trials(batch):
+            if only != "trl":
+                raw = configured(folder, batch=batch, prompt=prompt, new=new, device=device, colocate=colocate)
+                results.attempt(f"{size} Quartet", partial(ours, folder, raw, batch, updates))
+            for count, forward in trials(batch) if only != "quartet" else ():
                 settings = peer_settings(folder, count, new, updates, device, forward)
                 what = f"{size} TRL, batches of {count}, {forward} at a time"
                 results.attempt(what, partial(theirs, peer, settings))

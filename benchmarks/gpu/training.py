@@ -1,12 +1,13 @@
 """The policy learner's step in bfloat16: tokens/s, MFU, and over a plain loop with the same kernels. Eight minutes.
 
     python -m benchmarks.gpu.training [--sizes 0.5B,1.5B] [--tokens 16384] [--length 2048] [--device cuda]
+                                      [--sides SIDE;SIDE]
 
 One optimizer step on `tokens` packed tokens, sequences of `length`, of which half are the response. MFU counts 6
 operations for each parameter and token and 6 x layers x width x length for each token's attention, which is causal,
 over `--peak` TFLOP/s (989: a dense H100 or H200 by its data sheet). The plain loop is transformers' model in bfloat16
 with fp32 masters and torch's fused AdamW. Then five steps in float32 on this device and on a CPU, whose losses should
-agree.
+agree; these are left out where `--sides` names some of the sides.
 """
 
 import json
@@ -42,6 +43,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="of the step, packed")] = 16_384,
     length: Annotated[int, typer.Option(help="of each sequence")] = 2048,
     device: str = "cuda",
+    sides: Annotated[str, typer.Option(help="those to measure, separated by semicolons; all by default")] = "",
     peak: Annotated[float, typer.Option(help="TFLOP/s of the device in bfloat16")] = 989,
     out: Path = Path("runs/gpu"),
 ) -> None:
@@ -50,12 +52,13 @@ def main(
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder), size)
-            for name in SIDES:
+            for name in sides.split(";") if sides else SIDES:
                 side = ["--side", name, folder, size, str(tokens), str(length), device, str(peak)]
                 results.attempt(f"{size} {name}", partial(alone, MODULE, side))
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder), sizes.split(",")[0], "float32")
-        results.attempt("fp32, 5 steps, here and on a CPU", partial(_agreement, folder))
+    if not sides:
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder), sizes.split(",")[0], "float32")
+            results.attempt("fp32, 5 steps, here and on a CPU", partial(_agreement, folder))
     results.show()
 
 
@@ -139,6 +142,7 @@ class Plain:
 
 SIDES: dict[str, Callable[..., Callable[[], object]]] = {
     "learner": _learner,
+    "learner, compiled": partial(_learner, compile_layers=True),
     "learner, checkpointing": partial(_learner, gradient_checkpointing=True),
     "learner, padded": partial(_learner, packing=False),
     "learner, colocate": partial(_learner, colocate=True),

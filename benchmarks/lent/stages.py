@@ -1,0 +1,205 @@
+"""The plan: the stages of a lease in order of value, and the figures that are expected of them."""
+
+from dataclasses import dataclass, field
+
+PEER = "{peer}"
+"""Stands in a stage's arguments for the Python that has TRL in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One figure that is expected, by arithmetic."""
+
+    what: str
+    """Beginning of the row's name."""
+    figure: str
+    value: float
+    most: bool
+    """The figure may be at most the value; else it should be at least the value."""
+
+    def reached(self, actual: float) -> bool:
+        """True if a figure is as good as this one or better."""
+        return actual <= self.value if self.most else actual >= self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A benchmark with its arguments, which runs in processes of its own."""
+
+    name: str
+    module: str
+    gpu: tuple[str, ...]
+    """Arguments on a GPU."""
+    cpu: tuple[str, ...]
+    """Arguments of the smallest size, on a CPU."""
+    expected_s: float
+    """Seconds that it should take on a GPU: it is not started where fewer are left."""
+    limit_s: float
+    """Seconds after which it is killed on a GPU."""
+    needs: tuple[str, ...] = ()
+    """Packages that it imports and that a bare image lacks."""
+    goals: tuple[Goal, ...] = field(default=())
+
+
+def at_least(what: str, **figures: float) -> tuple[Goal, ...]:
+    """Goals of one row whose figures should be as large as these."""
+    return tuple(Goal(what, name, value, most=False) for name, value in figures.items())
+
+
+def at_most(what: str, **figures: float) -> tuple[Goal, ...]:
+    """Goals of one row whose figures should be as small as these."""
+    return tuple(Goal(what, name, value, most=True) for name, value in figures.items())
+
+
+CPU_S = 600.0
+"""Seconds after which a stage is killed on a CPU."""
+LEARNER = ("pydantic", "deepspeed")
+ENGINE = ("pydantic", "vllm")
+SYSTEM = (*LEARNER, "vllm", "ray", "cryptography")
+TINY = ("--sizes", "tiny", "--device", "cpu")
+SMALL_STEP = (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2")
+SMALL_PUSH = ("--backend", "ipc", "--device", "cpu", "--mib", "1", "--bucket-mib", "1")
+ONE = ("--replicas", "1")
+
+
+def _push(backend: str, **figures: float) -> Stage:
+    """A push of the size of 1.5B through memory that is shared."""
+    return Stage(
+        f"push {backend}",
+        "benchmarks.push",
+        ("--backend", backend, "--device", "cuda", "--mib", "3072", "--bucket-mib", "256", *ONE, "--rounds", "3"),
+        (*SMALL_PUSH, *ONE, "--rounds", "1"),
+        expected_s=50,
+        limit_s=100,
+        needs=("pydantic",),
+        goals=at_most(f"{backend}, 1 replica", **figures),
+    )
+
+
+def _step(name: str, size: str, *options: str, expected_s: float, goals: tuple[Goal, ...] = ()) -> Stage:
+    """A whole PPO step of one side."""
+    theirs = "trl" in options
+    return Stage(
+        name,
+        "benchmarks.gpu.step",
+        ("--sizes", size, "--updates", "3", *options),
+        (*SMALL_STEP, *options),
+        expected_s=expected_s,
+        limit_s=2 * expected_s,
+        needs=("trl", "datasets") if theirs else SYSTEM,
+        goals=goals,
+    )
+
+
+STAGES = (
+    Stage(
+        "machine",
+        "benchmarks.gpu.machine",
+        (),
+        ("--device", "cpu", "--mib", "8", "--side", "128"),
+        expected_s=25,
+        limit_s=60,
+        goals=(
+            *at_least("pinned, to the device", gib_s=45),
+            *at_least("XXH3, one thread", gib_s=10),
+            *at_least("matrix product, bfloat16", tflop_s=700),
+        ),
+    ),
+    Stage(
+        "group",
+        "benchmarks.gpu.group",
+        (),
+        ("--device", "cpu", "--mib", "1"),
+        expected_s=45,
+        limit_s=110,
+        goals=(
+            *at_most("a member that never joins", noticed_s=6),
+            *at_most("a member that is frozen", noticed_s=6, close_s=6),
+            *at_most("a member that is killed", noticed_s=6, close_s=6),
+        ),
+    ),
+    Stage(
+        "kernels",
+        "benchmarks.gpu.kernels",
+        (),
+        ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
+        expected_s=35,
+        limit_s=90,
+    ),
+    _push("cuda-ipc", push_s=0.15),
+    _push("ipc", push_s=0.3),
+    Stage(
+        "training 1.5B",
+        "benchmarks.gpu.training",
+        ("--sizes", "1.5B", "--sides", "learner, compiled;plain loop;learner"),
+        (*TINY, "--tokens", "512", "--length", "64", "--sides", "learner;plain loop"),
+        expected_s=110,
+        limit_s=240,
+        needs=LEARNER,
+        goals=(*at_least("1.5B learner, compiled", mfu_percent=45), *at_least("1.5B learner", mfu_percent=33)),
+    ),
+    Stage(
+        "engine 0.5B",
+        "benchmarks.gpu.engine",
+        ("--sizes", "0.5B", "--settings", "eager"),
+        (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16", "--settings", "eager"),
+        expected_s=60,
+        limit_s=150,
+        needs=ENGINE,
+        goals=at_most("0.5B eager", mismatch=5e-3),
+    ),
+    _step(
+        "step 1.5B",
+        "1.5B",
+        *("--only", "quartet"),
+        expected_s=150,
+        goals=(*at_least("1.5B Quartet", samples_s=28), *at_most("1.5B Quartet", push_s=0.15)),
+    ),
+    _step("TRL's step 1.5B", "1.5B", "--only", "trl", "--peer", PEER, expected_s=80),
+    Stage(
+        "engine 1.5B",
+        "benchmarks.gpu.engine",
+        ("--sizes", "1.5B", "--settings", "graphs"),
+        (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16", "--settings", "graphs"),
+        expected_s=90,
+        limit_s=180,
+        needs=ENGINE,
+        goals=(
+            *at_most("1.5B graphs", mismatch=5e-3, **{"cuda-ipc_push_s": 0.15}),
+            *at_least("1.5B graphs", tokens_s=35_000),
+        ),
+    ),
+    Stage(
+        "pushes 1.5B",
+        "benchmarks.gpu.pushes",
+        ("--sizes", "1.5B", "--rounds", "3"),
+        (*TINY, "--rounds", "1"),
+        expected_s=120,
+        limit_s=240,
+        needs=ENGINE,
+        goals=(*at_most("1.5B cuda-ipc", push_s=0.15), *at_most("1.5B ipc", push_s=0.3)),
+    ),
+    _step("step 1.5B, colocated", "1.5B", "--only", "quartet", "--colocate", expected_s=150),
+    _step("step 0.5B", "0.5B", "--only", "quartet", expected_s=120),
+    _step("TRL's step 0.5B", "0.5B", "--only", "trl", "--peer", PEER, expected_s=60),
+    Stage(
+        "training 1.5B, others",
+        "benchmarks.gpu.training",
+        ("--sizes", "1.5B", "--sides", "learner, checkpointing;learner, colocate;plain loop, checkpointing"),
+        (*TINY, "--tokens", "512", "--length", "64", "--sides", "learner, checkpointing;learner, colocate"),
+        expected_s=110,
+        limit_s=240,
+        needs=LEARNER,
+    ),
+    Stage(
+        "pushes 7B",
+        "benchmarks.gpu.pushes",
+        ("--sizes", "7B", "--rounds", "3"),
+        (*TINY, "--rounds", "1"),
+        expected_s=200,
+        limit_s=400,
+        needs=ENGINE,
+        goals=(*at_most("7B cuda-ipc", push_s=0.4), *at_most("7B ipc", push_s=1.2)),
+    ),
+)
+"""All stages. The first five need no vLLM, Ray or DeepSpeed."""

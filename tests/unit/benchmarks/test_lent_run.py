@@ -1,0 +1,254 @@
+"""The plan for a lent machine goes through stages that fail, hang and are cut off, and loses no figure."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.ended import marked
+from benchmarks.figures import append, mend, read
+from benchmarks.lent.ledger import NAME, Ledger
+from benchmarks.lent.report import report
+from benchmarks.lent.run import Command, run
+from benchmarks.lent.stages import STAGES, Stage, at_least, at_most
+
+ROOT = Path(__file__).parents[3]
+FIGURE = "from benchmarks.figures import keep\nkeep('row', {'speed': 3.5})\n"
+ESCAPE = "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'],"
+HANG = f"{FIGURE}{ESCAPE} start_new_session=True)\nprint(p.pid, flush=True)\ntime.sleep(300)\n"
+PROGRAMS = {
+    "good": FIGURE + "print('all went well')\n",
+    "bad": FIGURE + "raise SystemExit('the reason')\n",
+    "hollow": "from benchmarks.figures import keep\nkeep('row', {'error': 'no memory'})\n",
+    "hang": HANG,
+}
+
+
+def stage(name: str, **fields: Any) -> Stage:
+    return Stage(name, f"lent_{name}", (), (), expected_s=1, limit_s=60, **fields)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for figures; modules of the names above can be imported."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    for name, text in PROGRAMS.items():
+        (modules / f"lent_{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(modules))
+    monkeypatch.setattr("benchmarks.lent.run.gpus", lambda: "")
+    kept = signal.getsignal(signal.SIGTERM)
+    yield tmp_path / "out"
+    signal.signal(signal.SIGTERM, kept)
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read(folder / NAME) if record["kind"] == kind]
+
+
+def outcomes(folder: Path) -> list[tuple[str, str]]:
+    return [(record["stage"], record["outcome"]) for record in records(folder, "ended")]
+
+
+def test_each_stage_has_its_outcome_and_those_after_it_go_on(folder: Path) -> None:
+    names = ("bad", "hollow", "good")
+    status = run(Command(60, folder, copy=folder / "copy"), [stage(name) for name in names])
+    assert status == 1
+    assert outcomes(folder) == [("bad", "failed"), ("hollow", "failed"), ("good", "done")]
+    assert [record["tail"].strip() for record in records(folder, "ended")] == ["the reason", "", "all went well"]
+    assert [(one["stage"], one.get("speed")) for one in records(folder, "figure")] == [
+        ("bad", 3.5),
+        ("hollow", None),
+        ("good", 3.5),
+    ]
+    assert (folder / "copy" / NAME).read_bytes() == (folder / NAME).read_bytes()
+    assert "the reason" in (folder / "log.txt").read_text()
+
+
+def test_a_stage_that_hangs_is_killed_with_what_left_its_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.lent.run.CPU_S", 3.0)
+    assert run(Command(60, folder), [stage("hang"), stage("good")]) == 1
+    assert outcomes(folder) == [("hang", "too slow"), ("good", "done")]
+    assert [one["stage"] for one in records(folder, "figure")] == ["hang", "good"]
+    child = int(records(folder, "ended")[0]["tail"])
+    assert not alive(child)
+    assert run(Command(60, folder), [stage("hang")]) == 0
+    assert len(records(folder, "begun")) == 2
+
+
+def test_a_stage_that_is_done_is_not_run_again_unless_asked(folder: Path) -> None:
+    stages = [stage("good"), stage("bad")]
+    for again in ((), (), ("good",)):
+        run(Command(60, folder, again=again), stages)
+    assert [record["stage"] for record in records(folder, "begun")] == ["good", "bad", "good"]
+
+
+def test_what_no_longer_fits_is_skipped_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = replace(stage("bad"), expected_s=50)
+    assert run(Command(30, folder, device="cuda"), [long, stage("good")]) == 0
+    assert outcomes(folder) == [("good", "done")]
+    (skipped,) = records(folder, "skipped")
+    assert skipped["why"].startswith("it takes 50 s, and 2")
+    assert "bad: skipped, it takes 50 s" in capsys.readouterr().out
+
+
+def test_what_needs_a_missing_package_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [stage("good", needs=("lent_arriving",))]
+    run(Command(60, folder), waiting)
+    assert [record["why"] for record in records(folder, "skipped")] == ["not installed: lent_arriving"]
+    (folder / "lent_arriving.py").write_text("")
+    monkeypatch.syspath_prepend(folder)
+    run(Command(60, folder), waiting)
+    assert outcomes(folder) == [("good", "done")]
+
+
+def test_the_end_of_a_commands_time_cuts_a_stage_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.lent.run.LEAST_S", 1.0)
+    assert run(Command(4, folder), [stage("hang")]) == 0
+    assert outcomes(folder) == [("hang", "cut off")]
+
+
+def test_a_stage_that_was_cut_off_comes_last_and_is_tried_once_more(folder: Path) -> None:
+    ledger, stages = Ledger([folder / NAME]), [stage("bad"), stage("good")]
+    ledger.add("begun", stage="bad", mark="of a command that was killed")
+    run(Command(60, folder), stages)
+    assert outcomes(folder) == [("good", "done"), ("bad", "failed")]
+    ledger.add("again", stage="good")
+    for _ in range(2):
+        ledger.add("begun", stage="good", mark="of a command that was killed")
+    run(Command(60, folder), stages)
+    (skipped,) = records(folder, "skipped")
+    assert skipped["why"] == "it was cut off 2 times; --again runs it once more"
+    run(Command(60, folder, again=("good",)), stages)
+    assert outcomes(folder)[2:] == [("good", "done")]
+
+
+def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
+    program = (
+        "from pathlib import Path; from benchmarks.lent import run; from benchmarks.lent.stages import Stage;"
+        f"run.run(run.Command(60, Path({str(folder)!r})), [Stage('hang', 'lent_hang', (), (), 1, 60)])"
+    )
+    path = f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"
+    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
+    mark = records(folder, "begun")[0]["mark"]
+    eventually(lambda: len(marked(mark)) == 2)
+    process.kill()
+    process.wait()
+    assert len(marked(mark)) == 2
+    run(Command(60, folder), [stage("good")])
+    assert marked(mark) == set()
+    assert [one["what"] for one in records(folder, "figure")] == ["row", "row"]
+
+
+def test_a_command_that_is_asked_to_end_ends_its_stage_and_says_so(folder: Path) -> None:
+    program = (
+        "from pathlib import Path; from benchmarks.lent import run; from benchmarks.lent.stages import Stage;"
+        f"run.run(run.Command(60, Path({str(folder)!r})), [Stage('hang', 'lent_hang', (), (), 1, 60)])"
+    )
+    path = f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"
+    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert outcomes(folder) == [("hang", "cut off")]
+    assert marked(records(folder, "begun")[0]["mark"]) == set()
+
+
+def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    append(path, {"kind": "figure", "what": "first"})
+    with path.open("a") as file:
+        file.write('{"kind": "fig')
+    assert [one["what"] for one in read(path)] == ["first"]
+    mend(path)
+    append(path, {"kind": "figure", "what": "second"})
+    assert [one["what"] for one in read(path)] == ["first", "second"]
+    assert Ledger([path, tmp_path / "other" / NAME]).records == read(tmp_path / "other" / NAME)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"only": ("god",)}, "'god' is not a stage; these are: good"), ({"device": "tpu"}, "--device tpu: it is auto")],
+)
+def test_a_wrong_option_is_named(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(Command(60, folder, **options), [stage("good")])
+
+
+def test_the_report_puts_figures_beside_those_expected(tmp_path: Path) -> None:
+    goals = (*at_least("push", gib_s=10), *at_most("push", s=0.15))
+    plan = [stage("good", goals=goals), stage("bad"), stage("hang")]
+    path = tmp_path / NAME
+    ledger = Ledger([path])
+    ledger.add("run", device="cuda", machine="a GPU", seconds=60)
+    ledger.add("begun", stage="good", mark="1", limit_s=60)
+    append(path, {"kind": "figure", "stage": "good", "what": "push of 3 GB", "gib_s": 12.0, "s": 0.2})
+    ledger.add("ended", stage="good", outcome="done", s=4.0, tail="")
+    ledger.add("begun", stage="bad", mark="2", limit_s=60)
+    ledger.add("ended", stage="bad", outcome="failed", s=1.0, tail="the reason\n")
+    ledger.add("skipped", stage="hang", why="not installed: vllm")
+    told = report(path, plan)
+    assert "push of 3 GB: gib_s 12 (reached: at least 10), s 0.2 (MISSED: at most 0.15)" in told
+    assert "bad: failed after 1 s\n    | the reason" in told
+    assert "hang: skipped, not installed: vllm" in told
+    assert told.startswith("cuda: a GPU\n\n")
+
+
+def test_the_report_compares_whole_steps(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    Ledger([path]).add("run", device="cuda", machine="a GPU", seconds=60)
+    rows = [("step 1.5B", "1.5B Quartet", 30.0), ("TRL's step 1.5B", "1.5B TRL, batches of 256", 12.0)]
+    for name, what, rate in rows:
+        append(path, {"kind": "figure", "stage": name, "what": what, "samples_s": rate})
+    assert "1.5B: Quartet over TRL, samples/s: 2.50 (at least 2 is expected)" in report(path)
+
+
+def test_the_plan_is_in_order_and_fits_the_benchmarks() -> None:
+    names = [stage.name for stage in STAGES]
+    assert len(set(names)) == len(names)
+    assert sum(stage.expected_s for stage in STAGES[:6]) + 120 < 600  # what needs no vLLM is done in one command
+    assert all(stage.expected_s < stage.limit_s < 590 for stage in STAGES)
+    assert all((ROOT / f"{stage.module.replace('.', '/')}.py").is_file() for stage in STAGES)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def eventually(condition: Callable[[], object], seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_figures_need_no_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks.figures import FILES, STAGE, keep
+
+    monkeypatch.delenv(FILES, raising=False)
+    keep("row", {"speed": 1})
+    monkeypatch.setenv(FILES, f"{tmp_path / 'a'}{os.pathsep}{tmp_path / 'b'}")
+    monkeypatch.setenv(STAGE, "its stage")
+    keep("row", {"speed": 1})
+    assert json.loads((tmp_path / "b").read_text()) == {
+        "kind": "figure",
+        "stage": "its stage",
+        "what": "row",
+        "speed": 1,
+    }
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
