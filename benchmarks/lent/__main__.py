@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.action(options))
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -33,6 +33,13 @@ def _parser() -> argparse.ArgumentParser:
     doing.add_argument("--only", type=_names, default=(), metavar="STAGE;STAGE", help="go through these alone")
     doing.add_argument("--again", type=_names, default=(), metavar="STAGE;STAGE", help="try these once more")
     doing.set_defaults(action=_run)
+
+    packing = commands.add_parser("pack", help="write the parts that travel, with wheels from where pip gets them")
+    packing.add_argument("out", type=Path, help="a new folder for the parts")
+    packing.add_argument("--part-mib", type=int, default=55, help="largest size of a part in MiB (55)")
+    packing.add_argument("--image", type=Path, help="packages that the machine has (benchmarks/lent/image.txt)")
+    packing.add_argument("--whole", action="store_true", help="pack the wheels as they are: larger, and complete")
+    packing.set_defaults(action=_pack)
 
     telling = commands.add_parser("report", help="show the figures beside those expected")
     telling.add_argument("file", type=Path, help="the figures.jsonl that run writes")
@@ -57,6 +64,14 @@ def _run(options: argparse.Namespace) -> int:
             again=options.again,
         )
     )
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from benchmarks.lent.pack import Packing, pack, told  # imports what a bare machine lacks
+
+    given = {"image": options.image} if options.image else {}
+    print(told(pack(Packing(options.out, part_mib=options.part_mib, whole=options.whole, **given))))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:
