@@ -53,6 +53,7 @@ class Results:
         except Exception as error:
             self.last_worked = False
             self.add(what, error=f"{type(error).__name__}: {str(error)[:200]}")
+            console.print(str(error)[200:], highlight=False, markup=False)
 
     def show(self) -> None:
         """Prints the table."""

@@ -32,6 +32,7 @@ import yaml
 
 from benchmarks.gpu.models import LETTERS, make
 from benchmarks.gpu.results import Cell, Results
+from benchmarks.tails import tails
 from benchmarks.vs_trl.sides import PEER, STAGES, Quartet, run
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ppo-1gpu.yaml"
@@ -123,13 +124,15 @@ def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
 
 def ours(folder: Path, raw: dict[str, Any], batch: int, updates: int) -> dict[str, Cell]:
     """Median seconds of each stage of Quartet's updates, samples/s, and what the GPU had to hold."""
-    quartet = Quartet(folder, raw)
-    quartet.up()
+    quartet, done = Quartet(folder, raw), []
     try:
+        quartet.up()
         with Watch() as watch:
             done = quartet.updates(updates)[1:]
     finally:
         quartet.down()
+        if not done:
+            print(tails(folder), flush=True)  # the folder is about to go
     stages: dict[str, Cell] = {f"{stage}_s": median(update[stage] for update in done) for stage in STAGES}
     step_s = median(update["step"] for update in done)
     return {"samples_s": batch / step_s, "step_s": step_s} | stages | watch.figures()

@@ -67,12 +67,13 @@ def manifest_part(part: Path, manifest: dict[str, Any]) -> int:
 
 
 def join(manifest: dict[str, Any], store: Path) -> tuple[list[Path], list[str]]:
-    """Joins the files whose pieces are there: those that are new, and a line for each that is incomplete.
+    """Joins the files whose pieces are there: those that are new, and for each missing part what waits for it.
 
     Raises:
         Wrong: a joined file has other bytes than were packed.
     """
-    files, incomplete, new = store / "files", [], []
+    files, new = store / "files", []
+    waiting: dict[int, list[str]] = {}
     files.mkdir(exist_ok=True)
     for file in manifest["files"]:
         target = files / file["name"]
@@ -80,7 +81,8 @@ def join(manifest: dict[str, Any], store: Path) -> tuple[list[Path], list[str]]:
             continue
         missing = sorted({one["part"] for one in file["pieces"] if not (store / "pieces" / one["name"]).exists()})
         if missing:
-            incomplete.append(f"{file['name']}: not complete without part {', '.join(map(str, missing))}")
+            for part in missing:
+                waiting.setdefault(part, []).append(file["name"].partition("-")[0])
             continue
         pieces = [store / "pieces" / one["name"] for one in file["pieces"]]
         with (store / "pieces" / "new").open("wb") as joined:
@@ -93,7 +95,7 @@ def join(manifest: dict[str, Any], store: Path) -> tuple[list[Path], list[str]]:
         new.append(target)
         for piece in pieces:
             piece.unlink()
-    return new, incomplete
+    return new, [f"without part {part} incomplete: {', '.join(names)}" for part, names in sorted(waiting.items())]
 
 
 def install(files: Iterable[Path], store: Path, target: Path | None) -> None:

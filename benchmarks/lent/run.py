@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from benchmarks.ended import end_marked, logged
 from benchmarks.figures import FILES, STAGE
 from benchmarks.lent.ledger import CUT_OFF, DONE, FAILED, FINAL, NAME, TOO_SLOW, TRIES, Ledger
 from benchmarks.lent.stages import CPU_S, PEER, STAGES, Stage
+from benchmarks.tails import tails
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -138,6 +140,9 @@ class Runner:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         files = os.pathsep.join(map(str, self._ledger.paths))
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, FILES: files, STAGE: stage.name}
+        # A stage that is killed removes neither models nor logs. Ray's sockets allow short paths only.
+        scratch = Path(tempfile.mkdtemp(prefix="lent-", dir="/tmp"))
+        environment |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch)}
         self._ledger.add("begun", stage=stage.name, mark=mark, limit_s=round(limit))
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
         began = time.monotonic()
@@ -151,7 +156,12 @@ class Runner:
             else:
                 outcome = FAILED if status or self._ledger.failures(stage.name) else DONE
         finally:
-            took, tail = time.monotonic() - began, self._keep(stage, log)
+            took = time.monotonic() - began
+            if outcome != DONE:
+                with log.open("a") as file:
+                    file.write(tails(scratch))
+            shutil.rmtree(scratch, ignore_errors=True)
+            tail = self._keep(stage, log)
             self._ledger.add("ended", stage=stage.name, outcome=outcome, status=status, s=round(took, 1), tail=tail)
         print(f"{stage.name}: {outcome} after {took:.0f} s", flush=True)
         if outcome != DONE:

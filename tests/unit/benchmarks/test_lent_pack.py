@@ -103,7 +103,7 @@ def checkout(root: Path) -> Path:
     (root / "pyproject.toml").write_text(PYPROJECT)
     (root / "uses_large.py").write_text(STAGE)
     shutil.copytree(ROOT / "benchmarks" / "lent", root / "benchmarks" / "lent")
-    for name in ("__init__.py", "ended.py", "figures.py"):
+    for name in ("__init__.py", "ended.py", "figures.py", "tails.py"):
         shutil.copy(ROOT / "benchmarks" / name, root / "benchmarks")
     plan = root / "benchmarks" / "lent" / "stages.py"
     plan.rename(plan.with_name("table.py"))
@@ -136,12 +136,12 @@ def test_parts_install_and_run_the_plan_as_they_come(packing: Packing, tmp_path:
     assert f"{len(parts)} parts, " in told(parts)
     first = there(parts[0], tmp_path / "machine")
     assert first.returncode == 0, first.stderr
-    assert "large-2.0-py3-none-any.whl: not complete without part 2" in first.stdout
+    assert "without part 2 incomplete: large" in first.stdout
     assert "large: skipped, not installed: large" in first.stdout
     for part in parts[1:]:
         last = there(part, tmp_path / "machine")
         assert last.returncode == 0, last.stderr
-    assert "not complete" not in last.stdout
+    assert "incomplete" not in last.stdout
     (figure,) = [one for one in read(tmp_path / "machine" / "out" / "figures.jsonl") if one["kind"] == "figure"]
     assert (figure["size"], figure["plugin"]) == (3 << 20, True)
     installed = {path.name for path in (tmp_path / "machine" / "packages").iterdir()}

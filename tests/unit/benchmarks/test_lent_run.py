@@ -24,11 +24,20 @@ ROOT = Path(__file__).parents[3]
 FIGURE = "from benchmarks.figures import keep\nkeep('row', {'speed': 3.5})\n"
 ESCAPE = "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'],"
 HANG = f"{FIGURE}{ESCAPE} start_new_session=True)\nprint(p.pid, flush=True)\ntime.sleep(300)\n"
+LOGS = """
+import os
+scratch = os.environ["TMPDIR"]
+with open(f"{scratch}/serve.log", "w") as file:
+    file.write("why")
+print(scratch, flush=True)
+os._exit(1)
+"""
 PROGRAMS = {
     "good": FIGURE + "print('all went well')\n",
     "bad": FIGURE + "raise SystemExit('the reason')\n",
     "hollow": "from benchmarks.figures import keep\nkeep('row', {'error': 'no memory'})\n",
     "hang": HANG,
+    "logs": LOGS,
 }
 
 
@@ -84,6 +93,13 @@ def test_a_stage_that_hangs_is_killed_with_what_left_its_session(
     assert not alive(child)
     assert run(Command(60, folder), [stage("hang")]) == 0
     assert len(records(folder, "begun")) == 2
+
+
+def test_logs_of_a_stage_that_failed_are_kept_and_its_files_are_not(folder: Path) -> None:
+    run(Command(60, folder), [stage("logs")])
+    scratch, *tail = records(folder, "ended")[0]["tail"].splitlines()
+    assert tail == ["---- serve.log", "why"]
+    assert not Path(scratch).exists()
 
 
 def test_a_stage_that_is_done_is_not_run_again_unless_asked(folder: Path) -> None:
