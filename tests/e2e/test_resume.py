@@ -181,16 +181,12 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
     assert_same(again, straight)
 
 
-SERVED = ["ray::ServeReplica:critic", "ray::ProxyActor", "ray::ServeController"]
-"""Processes of Serve's of which there is one."""
-
-
 @pytest.mark.exhaustive  # which processes are ended: tests/unit/orchestrator/commands/test_halted.py
-@pytest.mark.parametrize("title", SERVED)
+@pytest.mark.parametrize("title", ["ray::ServeReplica:critic", "ray::ProxyActor"])
 async def test_a_process_of_serves_that_stands_still_is_replaced(
     quartet: Quartet, straight: Run, again: Run, title: str
 ) -> None:
-    """SIGSTOP. The run ends it, since nothing else serves in its place, and prints what it cost."""
+    """SIGSTOP. The run ends it, as there is only one of its kind. The test prints what that cost."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     frozen = named(quartet, title)

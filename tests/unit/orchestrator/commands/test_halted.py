@@ -1,10 +1,11 @@
 """A process of a run or of its services that a signal has stopped is ended, and nothing else is."""
 
 import asyncio
-import ctypes
 import os
 import secrets
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -30,6 +31,17 @@ TITLES = (
 )
 OTHERS = ("ray::DashboardAgent", "ray::IDLE", "ray::Ranking", "raylet", "python")
 """Titles of the head's other processes, in whose place the system would not start others."""
+
+DEBUGGER = """
+import ctypes, os, shutil, signal, subprocess, sys
+held = subprocess.Popen([sys.argv[1], "600"], executable=shutil.which("sleep"), stdout=subprocess.DEVNULL)
+attach = 16
+assert ctypes.CDLL(None).ptrace(attach, held.pid, None, None) == 0
+print(held.pid, flush=True)
+sys.stdin.read()
+os.kill(held.pid, signal.SIGKILL)  # held.kill() would take the stop for an end
+"""
+"""Holds a process with a title until its input ends, as gdb does."""
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
@@ -80,17 +92,18 @@ async def test_what_goes_on_in_time_is_left_alone(head: Cluster, titled: Start) 
     assert process.returncode is None
 
 
-async def test_what_a_debugger_holds_is_left_alone(head: Cluster, titled: Start) -> None:
-    process = await titled(TITLES[0])
-    attach, detach = 16, 17
-    assert ctypes.CDLL(None, use_errno=True).ptrace(attach, process.pid, None, None) == 0
-    try:
-        await until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP)
+async def test_what_a_debugger_holds_is_left_alone(head: Cluster) -> None:
+    script = [sys.executable, "-c", DEBUGGER, TITLES[0]]
+    pipe, environment = subprocess.PIPE, os.environ | {MARK: SECRET}
+    with subprocess.Popen(script, env=environment, text=True, stdin=pipe, stdout=pipe) as debugger:
+        assert debugger.stdin
+        assert debugger.stdout
+        held = psutil.Process(int(debugger.stdout.readline()))
+        assert held.cmdline()[0] == TITLES[0]
         async with ending_halted(lambda: head):
             await asyncio.sleep(LOOK_S * (LOOKS + 2))
-        assert psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP
-    finally:
-        ctypes.CDLL(None).ptrace(detach, process.pid, None, None)
+        assert held.status() == psutil.STATUS_TRACING_STOP
+        debugger.stdin.close()
 
 
 async def test_a_record_that_cannot_be_read_is_read_again(head: Cluster, titled: Start) -> None:
