@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from services.common.weight_transfer.groups.group import Group, Wire, turned
+from services.common.weight_transfer.groups.group import ABORT_S, Group, Wire, leave, turned
 from services.common.weight_transfer.groups.wires import make_wire
 from services.common.weight_transfer.ipc import SharedBuckets
 from services.common.weight_transfer.manifest import Manifest
@@ -110,7 +110,7 @@ class GroupReceiver:
 
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
-        self.close()
+        self._leave(min(ABORT_S, max(0.0, joining.joining_s)))
         wire = self._wires(joining.backend, joining.host, self._device, joining.stall_s)
         senders = len(joining.senders)
         self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
@@ -159,6 +159,9 @@ class GroupReceiver:
         if self._staging is None:
             return Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
         memory = torch.empty(Buckets.size(manifest), dtype=torch.uint8, device=self._staging)
+        if self._staging.type == "cuda":
+            # Buckets come on other streams, while this one may still use what was freed for the area.
+            torch.cuda.current_stream(self._staging).synchronize()
         return Buckets(manifest, memory=memory)
 
     def _carriers(self, size: int) -> list[torch.Tensor]:
@@ -201,10 +204,17 @@ class GroupReceiver:
             for number, bucket in enumerate(manifest.buckets()):
                 following = line.submit(receive, number, bucket)
                 if coming is not None:
-                    yield self._or_close(coming)
+                    yield self._taken(coming)
                 coming = following
             if coming is not None:
-                yield self._or_close(coming)
+                yield self._taken(coming)
+
+    def _taken(self, coming: Future[tuple[int, range, torch.Tensor]]) -> tuple[int, range, torch.Tensor]:
+        """A bucket for this thread. Torch gives its memory to no other stream until this one has used it."""
+        number, bucket, data = self._or_close(coming)
+        if data.device.type == "cuda":
+            data.record_stream(torch.cuda.current_stream(data.device))
+        return number, bucket, data
 
     def _expect_groups(self) -> None:
         if not self._groups:
@@ -226,10 +236,12 @@ class GroupReceiver:
 
     def close(self) -> None:
         """Leaves all groups."""
+        self._leave(ABORT_S)
+
+    def _leave(self, seconds: float) -> None:
         self._left.set()
-        for group in self._groups:
-            group.close()
-        self._groups = []
+        groups, self._groups = self._groups, []
+        leave(groups, seconds)
 
 
 def _beside(device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:
@@ -255,8 +267,7 @@ def _heed(groups: Sequence[Group], left: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):
         while not left.wait(LOOK_S):
             if groups[0].abandoned:
-                for group in groups:
-                    group.close()
+                leave(groups)
                 return
 
 

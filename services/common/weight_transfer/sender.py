@@ -86,6 +86,8 @@ class GroupSender:
         else:
             self._buckets = Buckets(manifest, sender, senders, device=device)
         self._ahead: deque[tuple[int, torch.Tensor]] = deque(maxlen=AHEAD)
+        self._over: int | None = None
+        """The push whose sending has ended, while its weights may still be loaded."""
         # Newcomers are served beside the training thread; a push must not overwrite the buckets they are being sent.
         self._in_use = threading.Lock()
         self._filling = Filling()
@@ -111,6 +113,7 @@ class GroupSender:
     def load(self, weights: Weights, push: int) -> None:
         """Copies the weights into the buckets, so that newcomers can get them while the model is being updated."""
         with self._in_use:
+            self._over = None
             self._ahead.clear()
             self._filling.begin(push)
             try:
@@ -119,6 +122,8 @@ class GroupSender:
                     self._digests[number] = self._digest(carried)
                     if carried is not self._buckets[number]:
                         self._ahead.append((number, carried))
+                        if self._over == push:  # after the append, so that one of both threads clears it
+                            self._ahead.clear()
                     self._filling.full(number)
             finally:
                 self._filling.end()
@@ -137,6 +142,7 @@ class GroupSender:
                 self.close()
                 raise
             finally:
+                self._over = push
                 self._ahead.clear()
         return dict(self._digests)
 

@@ -6,7 +6,8 @@ milliseconds, and a late member of an older group finds no peers there. Gloo and
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -141,22 +142,37 @@ class Group:
         NCCL's abort waits for a communicator that is forming, so it runs in a thread that can be abandoned: it ends
         when the communicator is given up (`nccl_wire`).
         """
+        leave([self])
+
+    def _aborting(self) -> threading.Thread | None:
+        """A thread that has begun to abort the group; None if it was left before."""
         # Taken first, so that a second call, from any thread, does not abort the group again.
         group, self._group = self._group, None
         if group is None:
-            return
+            return None
         thread = threading.Thread(target=_abort, args=(group,), daemon=True, name="push abort")
         # Gloo closes its connections, by which the other members notice, only when the group is freed. A
         # propagating exception may keep this object and its frames alive, so they must not hold the group.
         del group
         thread.start()
-        thread.join(ABORT_S)
+        return thread
+
+
+def leave(groups: Sequence[Group], seconds: float | None = None) -> None:
+    """Leaves groups at the same time, as `Group.close` does; returns within `seconds`, ABORT_S if not given, for all
+    together."""
+    seconds = ABORT_S if seconds is None else seconds
+    until = time.monotonic() + seconds
+    for group, thread in [(group, group._aborting()) for group in groups]:
+        if thread is None:
+            continue
+        thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             log.warning(
                 "membership %d of a push was left, but its abort has not ended in %g s: it keeps a thread and, with "
                 "NCCL, memory of the GPU until it does",
-                self.membership,
-                ABORT_S,
+                group.membership,
+                seconds,
             )
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.distributed import Store
 
+from services.common.weight_transfer import receiver as receiver_module
 from services.common.weight_transfer.groups import group as group_module
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import SENDER, Group, Wire
 from services.common.weight_transfer.groups.nccl import GIVE_UP, SETTINGS, environment, nccl_wire
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import find_store, open_store
-from services.common.weight_transfer.memory.buckets import checksum
+from services.common.weight_transfer.memory.buckets import Buckets, checksum
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, _beside
 from services.common.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
@@ -473,3 +474,115 @@ def test_torch_gives_up_a_communicator_soon_after_the_group_did(monkeypatch: pyt
     assert os.environ[GIVE_UP] == "65"
     nccl_wire(CPU, stall_s=3)  # torch has read it
     assert os.environ[GIVE_UP] == "65"
+
+
+def test_groups_of_several_senders_are_left_together(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    monkeypatch.setattr(receiver_module, "ABORT_S", 0.5)
+    groups, behind = [], []
+    for _ in range(4):
+        process_group = Answering()
+        groups.append(alone(process_group))
+        process_group.stuck = StuckForever()
+        behind.append(process_group.stuck)
+    receiver = GroupReceiver(CPU)
+    receiver._groups = groups
+    start = time.monotonic()
+    receiver.close()
+    # All have begun, before the first was given up.
+    assert [each.aborts for each in behind] == [1] * 4
+    assert 0.4 < time.monotonic() - start < 1.9
+    assert len(logged) == 4
+    for each in behind:
+        each.given_up.set()
+    _until(lambda: not left_behind())
+
+
+def test_groups_that_hang_are_left_within_the_deadline_of_the_next(logged: list[str]) -> None:
+    process_group = Answering()
+    receiver = GroupReceiver(CPU)
+    receiver._groups = [alone(process_group)]
+    process_group.stuck = stuck = StuckForever()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
+        receiver.join(Joining("gloo", [[HOST, 1]], 1, 2, 1, HOST, 60, time.monotonic() + 0.2))
+    assert time.monotonic() - start < group_module.ABORT_S - 0.5
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+
+
+def test_nothing_stays_on_the_gpu_that_is_packed_after_a_failed_send() -> None:
+    pair = Pair(on_gpu=False)
+    failed = threading.Event()
+
+    def gathered() -> Any:
+        for index, weight in enumerate(pair.weights.items()):
+            if index == 2:
+                assert failed.wait(60)
+            yield weight
+
+    loading = threading.Thread(target=pair.sender.load, args=(gathered(), 1))
+    loading.start()
+    pair.receiver.close()  # the other end is gone
+    with pytest.raises(RuntimeError):
+        pair.sender.send(1)
+    failed.set()
+    loading.join()
+    assert not pair.sender._ahead
+    # The next push is ahead of its sending again.
+    pair.sender.load(pair.weights.items(), 2)
+    assert [number for number, _ in pair.sender._ahead] == [3, 4]
+    pair.close()
+
+
+class OnGpu:
+    """A tensor in memory of a GPU that is not there."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def record_stream(self, stream: str) -> None:
+        self._told.append(f"used on {stream}")
+
+
+def test_a_streams_bucket_is_kept_until_the_stream_that_loads_it_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory comes from the stream of another thread."""
+    told: list[str] = []
+    manifest = Manifest.of({"a": torch.zeros(4), "b": torch.zeros(4)}, 16)
+
+    class Told:
+        def broadcast(self, data: Any) -> None:
+            told.append("arrives")
+
+        def _aborting(self) -> None:
+            return None
+
+    receiver = GroupReceiver(OnGpu.device)
+    receiver._groups, receiver._carrying = [Told()], OnGpu.device  # type: ignore[list-item]
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: OnGpu(told))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the loading stream")
+    for number, _, _ in receiver.arriving(manifest):
+        assert told.count("used on the loading stream") == number + 1
+    assert sorted(told) == ["arrives"] * 2 + ["used on the loading stream"] * 2
+
+
+def test_buckets_arrive_in_an_area_that_the_stream_before_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    manifest = Manifest.of({"a": torch.zeros(4)}, 16)
+    receiver = GroupReceiver(OnGpu.device)
+    receiver._staging = OnGpu.device
+    memory = torch.zeros(Buckets.size(manifest), dtype=torch.uint8)
+
+    class Stream:
+        def synchronize(self) -> None:
+            told.append("waited")
+
+    def empty(*sizes: Any, device: torch.device, **options: Any) -> torch.Tensor:
+        told.append(f"memory of {device}")
+        return memory
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert receiver._area(manifest)[0].data_ptr() == memory.data_ptr()
+    assert told == ["memory of cuda:1", "waited"]
