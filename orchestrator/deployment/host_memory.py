@@ -37,7 +37,7 @@ PROCESS = 2 * GIB
 SYSTEM = 4 * GIB
 """Host memory of Ray, Serve and the orchestrator."""
 LIBRARIES = "libraries"
-STAGED = "weights staged by workers"
+STAGED = "weights staged for a push"
 SENT = "weights that are sent"
 SAVED = "model that is saved"
 SHARED = "weights in /dev/shm"
@@ -110,7 +110,7 @@ def _service(
         # The replica, the engine's core, and the workers unless one is part of the core.
         own = {LIBRARIES: PROCESS * (2 + (workers if workers > 1 else 0))}
         if stages_on_host(run, section):
-            own[STAGED] = workers * copy_bytes(section, shape_at)
+            own[STAGED] = copy_bytes(section, shape_at)  # which its workers share
         if not gpu and section.kv_cache_mib is not None:
             own[COMPUTING] = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
         return own, own

@@ -1,6 +1,7 @@
 """A worker's end of a push: one interface, implemented for process groups and for shared memory."""
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,10 @@ from services.common.weight_transfer.meeting import find_store
 from services.common.weight_transfer.memory.buckets import Buckets, checksum, digest
 from services.common.weight_transfer.memory.device_digest import device_digest
 from services.common.weight_transfer.memory.device_memory import Cuda
+from services.common.weight_transfer.memory.pinning import READ_ONLY, pin
+from services.common.weight_transfer.memory.shared_memory import Segment
+
+log = logging.getLogger("quartet")
 
 LOOK_S = 0.5
 """Seconds between two looks of a member whether the sender has abandoned the group."""
@@ -54,6 +59,10 @@ class Joining:
     for the next attempt instead of always one behind."""
     on_gpu: bool = False
     """True to stage what NCCL receives in memory of the worker's GPU, False in host memory."""
+    worker: int = 0
+    """Number of the worker in its replica."""
+    workers: int = 1
+    """Workers of the replica, all on one machine. They share what is staged in host memory."""
 
     @property
     def joining_s(self) -> float:
@@ -93,7 +102,9 @@ class GroupReceiver:
     """Receives from process groups, by gloo or NCCL, into a staging area. A group that breaks closes all of them.
 
     NCCL brings the buckets to the GPU, where they are hashed, and where they stay if they are staged there. Otherwise
-    each is copied to host memory while the next one arrives.
+    each is copied to host memory while the next one arrives. Of several workers of a replica the first one does that,
+    into memory that it shares; the others hash what they receive, and load from there. All of them have received
+    before any of them loads, and have loaded before any of them receives again.
     """
 
     def __init__(self, device: torch.device, wires: Wires = make_wire) -> None:
@@ -107,6 +118,17 @@ class GroupReceiver:
         self._left = threading.Event()
         """Set when this member leaves its groups."""
         self._staged: Buckets | None = None
+        self._worker, self._workers = 0, 1
+        self._segment: Segment | None = None
+        """The memory that the replica's workers share; None: this one's is its own."""
+        self._number = 0
+        """The number that the first worker told of it."""
+        self._loaded = 0
+        """The generation of that memory that is being loaded."""
+        self._received = 0
+        """Pushes of this membership."""
+        self._first = 0
+        """Rank of the replica's first worker."""
 
     def join(self, joining: Joining) -> None:
         """Joins one group for each sender."""
@@ -114,8 +136,10 @@ class GroupReceiver:
         wire = self._wires(joining.backend, joining.host, self._device, joining.stall_s)
         senders = len(joining.senders)
         self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
-        if staging != self._staging:
-            self._staged, self._staging = None, staging
+        if (staging, joining.worker, joining.workers) != (self._staging, self._worker, self._workers):
+            self._staged = self._segment = None
+        self._staging, self._worker, self._workers = staging, joining.worker, joining.workers
+        self._first, self._received = joining.rank - joining.worker, 0
         for sender, (address, number) in enumerate(joining.senders):
             joining_s = joining.joining_s
             if joining_s <= 0:
@@ -130,15 +154,14 @@ class GroupReceiver:
     def receive(self, manifest: Manifest) -> str:
         """Receives all buckets into the staging area; hashes and stages one while the next one arrives."""
         self._expect_groups()
-        if self._staged is None or self._staged.manifest != manifest:
-            self._staged = None  # frees the old memory before the new is allocated
-            self._staged = self._area(manifest)
-        buckets, groups, senders = self._staged, self._groups, len(self._groups)
+        buckets, groups, senders = self._prepared(manifest), self._groups, len(self._groups)
+        writing = self._segment if self._worker == 0 else None
+        only_hashed = self._segment is not None and self._worker > 0
 
         def line(sender: int) -> dict[int, Future[bytes]]:
             digests: dict[int, Future[bytes]] = {}
             numbers = buckets.numbers[sender::senders]
-            carriers = self._carriers(max((len(buckets[number]) for number in numbers), default=0))
+            carriers = self._carriers(max((len(buckets[number]) for number in numbers), default=0), only_hashed)
             for turn, number in enumerate(numbers):
                 arriving = buckets[number]
                 if carriers:
@@ -146,27 +169,61 @@ class GroupReceiver:
                         digests[numbers[turn - len(carriers)]].result()  # then its carrier is free
                     arriving = carriers[turn % len(carriers)][: len(arriving)]
                 groups[sender].broadcast(arriving)
-                stage = partial(self._staged_from, arriving, buckets[number])
+                stage = partial(self._staged_from, arriving, arriving if only_hashed else buckets[number])
                 digests[number] = stagers.submit(_beside(arriving.device, stage))
             return digests
 
         with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
+            if writing is not None:
+                writing.begin()
             parts = self._all_or_close([lines.submit(line, sender) for sender in range(senders)])
-            return checksum({number: coming.result() for part in parts for number, coming in part.items()})
+            received = checksum({number: coming.result() for part in parts for number, coming in part.items()})
+            if writing is not None:
+                writing.end()
+            return received
+
+    def _prepared(self, manifest: Manifest) -> Buckets:
+        """The staging area: that of the push before, if the manifest is the same."""
+        self._received += 1
+        known = self._staged is not None and self._staged.manifest == manifest
+        number = None
+        if self._workers > 1 and self._staging is None:
+            meeting, key = self._groups[0], f"staged {self._first} {self._received}"
+            if self._worker == 0:
+                if not known:
+                    self._staged = self._segment = None
+                    self._segment = _shared(Buckets.size(manifest))
+                meeting.tell(key, str(self._segment.number if self._segment else 0))
+            else:
+                number = int(meeting.told(key))
+                known = known and number == self._number
+        if not known:
+            self._staged = None  # frees the old memory before the new is allocated
+            if number is not None:
+                self._segment, self._number = None, number
+                self._segment = _attached(number, Buckets.size(manifest)) if number else None
+            self._staged = self._area(manifest)
+        assert self._staged is not None
+        return self._staged
 
     def _area(self, manifest: Manifest) -> Buckets:
-        """New memory for all buckets, on the GPU or pinned on the host."""
+        """Memory for all buckets: the workers' own, or new memory on the GPU or pinned on the host."""
+        gpu = self._device if self._device.type == "cuda" else None
+        if self._segment is not None and self._worker > 0:
+            if gpu is not None:
+                pin(self._segment.data, self._segment, flags=READ_ONLY)
+            return Buckets(manifest, memory=self._segment.data)
         if self._staging is None:
-            return Buckets(manifest, device=self._device if self._device.type == "cuda" else None)
+            return Buckets(manifest, memory=self._segment.data if self._segment else None, device=gpu)
         memory = torch.empty(Buckets.size(manifest), dtype=torch.uint8, device=self._staging)
         if self._staging.type == "cuda":
             # Buckets come on other streams, while this one may still use what was freed for the area.
             torch.cuda.current_stream(self._staging).synchronize()
         return Buckets(manifest, memory=memory)
 
-    def _carriers(self, size: int) -> list[torch.Tensor]:
-        """Memory in which buckets of up to `size` bytes arrive, if they are not staged where they arrive."""
-        if self._carrying is None or self._staging is not None:
+    def _carriers(self, size: int, only_hashed: bool) -> list[torch.Tensor]:
+        """Memory in which buckets of up to `size` bytes arrive, if they do not stay where they arrive."""
+        if not only_hashed and (self._carrying is None or self._staging is not None):
             return []
         return [torch.empty(size, dtype=torch.uint8, device=self._carrying) for _ in range(CARRIERS)]
 
@@ -181,8 +238,13 @@ class GroupReceiver:
         return digest(data) if self._carrying is None else device_digest(data)
 
     def buckets(self) -> Iterator[Bucket]:
-        """The received buckets, in host memory or on the GPU."""
+        """The received buckets, in host memory or on the GPU. RuntimeError if the first of several workers has not
+        received them all."""
         assert self._staged is not None
+        if self._segment is not None:
+            self._loaded = self._segment.generation
+            if self._loaded % 2:
+                raise RuntimeError("the first worker of this replica has not received all weights")
         for number, bucket in enumerate(self._staged.ranges):
             yield bucket, self._staged[number]
 
@@ -191,6 +253,7 @@ class GroupReceiver:
         next bucket arrives while the caller loads this one."""
         self._expect_groups()
         groups = self._groups
+        self._loaded = self._segment.generation if self._segment else 0  # nothing is staged meanwhile
 
         def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
             # New memory for each bucket: vLLM keeps tensors until their layer is complete.
@@ -232,7 +295,9 @@ class GroupReceiver:
         return [self._or_close(line) for line in lines]
 
     def check(self) -> None:
-        """Does nothing: only this process writes to its buffers."""
+        """Raises RuntimeError if the first of several workers has received other weights since `buckets`."""
+        if self._segment is not None and self._segment.generation != self._loaded:
+            raise RuntimeError("the first worker of this replica received other weights while these were loaded")
 
     def close(self) -> None:
         """Leaves all groups."""
@@ -242,6 +307,24 @@ class GroupReceiver:
         self._left.set()
         groups, self._groups = self._groups, []
         leave(groups, seconds)
+
+
+def _shared(size: int) -> Segment | None:
+    """Memory for several workers; None if the machine has too little that can be shared."""
+    try:
+        return Segment.create(size)
+    except RuntimeError as error:
+        log.warning("each worker stages weights of its own, as they cannot be shared: %s", error)
+        return None
+
+
+def _attached(number: int, size: int) -> Segment | None:
+    """The first worker's memory; None if this process cannot open it."""
+    try:
+        return Segment.attach(number, size)
+    except RuntimeError as error:
+        log.warning("this worker stages weights of its own, as it cannot open those of the first one: %s", error)
+        return None
 
 
 def _beside(device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:

@@ -74,7 +74,9 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         if self._receiver is None or init_info.backend != self._backend:
             self._receiver, self._backend = make_receiver(init_info.backend, self.device), init_info.backend
         fields = {name: getattr(init_info, name) for name in Joining.__dataclass_fields__}
-        self._receiver.join(Joining(**fields | {"rank": init_info.rank + self.parallel_config.rank}))
+        own = self.parallel_config
+        place = {"rank": init_info.rank + own.rank, "worker": own.rank, "workers": own.world_size}
+        self._receiver.join(Joining(**fields | place))
         receiver = self._receiver
         self._stream = receiver if init_info.streaming and isinstance(receiver, GroupReceiver) else None
 

@@ -122,6 +122,15 @@ class Group:
         finally:
             del work  # for the same reason: it holds the connections too
 
+    def tell(self, key: str, value: str) -> None:
+        """Lets other members know something, under a key that is used once."""
+        self._meeting.set(key, value)
+
+    def told(self, key: str) -> str:
+        """The value that another member lets know; RuntimeError if it does not within the timeout."""
+        self._meeting.wait([key], self.timeout)
+        return bytes(self._meeting.get(key)).decode()
+
     def abandon(self) -> None:
         """Leaves the group as its sender, and lets the members know. Callable from any thread.
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import secrets
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ class Segment:
     def __init__(self, number: int, memory: mmap.mmap, file: int | None) -> None:
         """Wraps mapped memory; use `create` or `attach`."""
         self.number = number
-        self._file = file
+        self._close = weakref.finalize(self, os.close, file) if file is not None else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # a reader only reads
             whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -96,10 +97,9 @@ class Segment:
         self._generation += 1
 
     def close(self) -> None:
-        """Called by the writer; the memory is freed when the last reader leaves."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Called by the writer, or when it drops this object; the memory is freed when the last reader leaves."""
+        if self._close is not None:
+            self._close()
 
 
 def _path(number: int) -> Path:

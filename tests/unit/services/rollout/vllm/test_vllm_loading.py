@@ -114,7 +114,7 @@ class Worker(WorkerExtension):
         record_metadata_for_reloading(self.model)
         hf_config = SimpleNamespace(tie_word_embeddings=False)
         vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(rank=0),
+            parallel_config=SimpleNamespace(rank=0, world_size=1),
             model_config=SimpleNamespace(hf_config=hf_config, dtype=torch.float32),
         )
         engine = QuartetWeightTransferEngine(None, vllm_config, CPU, self.model)

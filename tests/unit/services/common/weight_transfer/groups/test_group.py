@@ -547,7 +547,7 @@ class OnGpu:
 
 
 def test_a_streams_bucket_is_kept_until_the_stream_that_loads_it_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory comes from the stream of another thread."""
+    """The memory comes from the stream of another thread."""
     told: list[str] = []
     manifest = Manifest.of({"a": torch.zeros(4), "b": torch.zeros(4)}, 16)
 
