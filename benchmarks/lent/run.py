@@ -143,6 +143,8 @@ class Runner:
         # A stage that is killed removes neither models nor logs. Ray's sockets allow short paths only.
         scratch = Path(tempfile.mkdtemp(prefix="lent-", dir="/tmp"))
         environment |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch)}
+        # Elsewhere than in TMPDIR, as what one stage compiled saves the next ones time.
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "compiled")}
         self._ledger.add("begun", stage=stage.name, mark=mark, limit_s=round(limit))
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
         began = time.monotonic()
