@@ -62,7 +62,7 @@ STRIPPED = {
         "vllm/third_party/fmha_sm100/*",
         "vllm/vllm_flash_attn/_vllm_fa2_C*",  # Hopper takes FlashAttention 3
     ),
-    "ray": ("ray/jars/*", "ray/cpp/*", "ray/dashboard/client/*.map"),
+    "ray": ("ray/jars/*", "ray/dashboard/client/*.map"),
 }
 """Files of a package that a dense model on Hopper does not use; vLLM imports all of its own on trial."""
 
@@ -223,12 +223,21 @@ def requirements(wheel: Path, extras: Iterable[str]) -> Iterator[Requirement]:
 
 
 def strip(wheel: Path, folder: Path, patterns: Sequence[str]) -> Path:
-    """Writes the wheel without the files of these patterns, with a RECORD of what is left; its path in `folder`."""
+    """Writes the wheel without the files of these patterns, with a RECORD of what is left; its path in `folder`.
+
+    Raises:
+        ValueError: a pattern names no file, as those of another version may have other names.
+    """
     stripped = folder / wheel.name
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(stripped, "w", zipfile.ZIP_DEFLATED) as target:
         (record,) = (
             name for name in source.namelist() if name.count("/") == 1 and name.endswith(".dist-info/RECORD")
         )
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in source.namelist()):
+                raise ValueError(
+                    f"{wheel.name} has no file {pattern}, which STRIPPED in benchmarks/lent/wheels.py names"
+                )
         lines = []
         for info in source.infolist():
             if info.filename == record or any(fnmatchcase(info.filename, pattern) for pattern in patterns):

@@ -166,6 +166,12 @@ def test_a_stripped_wheel_records_what_it_holds(packing: Packing, tmp_path: Path
         assert recorded["large/data"] == f"sha256={digest}"
 
 
+def test_a_pattern_that_strips_nothing_is_named(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.lent.pack.STRIPPED", {"large": ("large/*.so", "large/*.jar")})
+    with pytest.raises(ValueError, match=r"large-2\.0-py3-none-any\.whl has no file large/\*\.jar"):
+        pack(packing)
+
+
 def test_other_bytes_are_refused_and_named_until_the_part_comes_again(packing: Packing, tmp_path: Path) -> None:
     parts = pack(packing)
     (piece,) = parts[0].glob("small-*")
