@@ -10,7 +10,9 @@ beside training; its sender copies those up again that it has not kept on the GP
 
 The least follows from the promises that a push comes whole or not at all, and that newcomers get it while the learner
 trains. Both need a copy of the weights. In the GPU's memory it costs nothing here; on the host it costs one copy down
-and, to be loaded, one up.
+and, to be loaded, one up. A learner that goes on training has room for SENT_BUCKETS on its GPU, as the sums of memory
+count them; the rest of a staged push has to come back from the host. A push that is not staged copies the least while
+sending keeps pace with packing.
 """
 
 import tempfile
@@ -25,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.deployment.memory import SENT_BUCKETS
 from services.common.config.base import MIB
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import Wire
@@ -33,7 +36,7 @@ from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.memory.buckets import checksum
 from services.common.weight_transfer.memory.device_memory import Cuda
 from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver
-from services.common.weight_transfer.sender import AHEAD, GroupSender, Sender
+from services.common.weight_transfer.sender import GroupSender, Sender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 from tests.sources import HOST
 from tests.unit.fake_cuda import FakeGpu
@@ -62,7 +65,7 @@ CASES = (
     Case("cuda-ipc", "cuda-ipc", (0, 0, 0, 0)),
     Case("nccl, stage: gpu", "nccl", (0, 0, 0, 0), on_gpu=True),
     Case("nccl, stage: host", "nccl", (1, 0, 1, 1)),
-    Case("nccl, stage: host, staged", "nccl", (1, 1, 1, 1), staged=True),  # but for those that it has kept
+    Case("nccl, stage: host, staged", "nccl", (1, 1, 1, 1), staged=True),  # but for what stays on the GPU
     Case("ipc", "ipc", (1, 0, 0, 1)),
     Case("gloo", "gloo", (1, 0, 0, 1)),
 )
@@ -78,17 +81,30 @@ def main(
     for column in ("push", *(f"{side} {direction}" for side in SIDES for direction in ("down", "up"))):
         drawn.add_column(column)
     for case in CASES:
-        counted, least = count(case, mib * MIB, bucket_mib * MIB), list(case.least)
-        if case.staged:
-            least[1] = max(0, 1 - AHEAD * bucket_mib / mib)
-        drawn.add_row(case.name, *(f"{done:.2f} / {needed:.2f}" for done, needed in zip(counted, least, strict=True)))
+        counted, least = count(case, mib * MIB, bucket_mib * MIB), needed(case, mib * MIB, bucket_mib * MIB)
+        drawn.add_row(case.name, *(f"{done:.2f} / {most:.2f}" for done, most in zip(counted, least, strict=True)))
     console.print(drawn)
+
+
+def drawn_weights(size: int) -> dict[str, torch.Tensor]:
+    """Weights of `size` bytes, on the device."""
+    return {f"w{i}": torch.randn(size // 4 // TENSORS, device=DEVICE) for i in range(TENSORS)}
+
+
+def needed(case: Case, size: int, bucket_bytes: int) -> Figures:
+    """The least copies of `size` bytes of weights, by the sizes of their buckets."""
+    down, up, *replica = case.least
+    if case.staged:
+        manifest = Manifest.of(drawn_weights(size), bucket_bytes)
+        sizes = sorted(sum(manifest.size(index) for index in bucket) for bucket in manifest.buckets())
+        up -= sum(sizes[-SENT_BUCKETS:]) / sum(sizes)
+    return (down, up, *replica)  # type: ignore[return-value]
 
 
 def count(case: Case, size: int, bucket_bytes: int) -> Figures:
     """Copies of `size` bytes of weights in one push, all of whose bytes were compared in the end."""
     with tempfile.TemporaryDirectory() as folder, FakeDevice().counting() as device:
-        weights = {f"w{i}": torch.randn(size // 4 // TENSORS, device=DEVICE) for i in range(TENSORS)}
+        weights = drawn_weights(size)
         manifest = Manifest.of(weights, bucket_bytes)
         cuda = FakeGpu(Path(folder)).cuda
         view = cuda.view

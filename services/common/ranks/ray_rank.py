@@ -9,7 +9,9 @@ import psutil
 import ray
 
 from services.common.config.learner import LearnerConfig
+from services.common.models.device import VISIBLE
 from services.common.ranks.group import RankDied, RankGroup
+from services.common.ranks.nccl_settings import DEFAULTS
 from services.common.ranks.ranks import Rank
 from services.common.ranks.stopped import is_stopped
 
@@ -17,6 +19,12 @@ CONTROL_GROUP = "beside"
 """The actor's concurrency group for methods that run beside training."""
 BESIDE = 3
 """Such methods at the same time: one sends weights, one writes a checkpoint, and a third can abandon the first."""
+
+
+def variables(config: LearnerConfig) -> dict[str, str]:
+    """The environment variables with which a rank's process begins, beside those of its node."""
+    on_gpu = config.num_gpus or VISIBLE in config.env_vars
+    return (DEFAULTS if on_gpu else {}) | config.env_vars
 
 
 class RayRank:
@@ -30,7 +38,7 @@ class RayRank:
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
                 resources=config.resources,
-                runtime_env={"env_vars": config.env_vars},
+                runtime_env={"env_vars": variables(config)},
                 max_concurrency=1,
             )
             .remote(rank, config.ranks, config.rank_timeout_s)

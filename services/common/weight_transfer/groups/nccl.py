@@ -11,21 +11,18 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from services.common.ranks.nccl_settings import BLOCKING_WAIT, DEFAULTS, ERROR_HANDLING, GIVE_UP
 from services.common.weight_transfer.groups.group import Wire
 
 SETTINGS = {
     # A wait then blocks the caller, and at the timeout aborts the communicator and raises. Otherwise torch's watchdog
     # notices the timeout and ends the process.
-    "TORCH_NCCL_BLOCKING_WAIT": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    BLOCKING_WAIT: "1",
+    ERROR_HANDLING: "0",
 }
 """Environment variables that torch reads only while it makes a group. The learner's own groups keep torch's
 defaults."""
 
-GIVE_UP = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Environment variable: seconds after which torch gives up a communicator that is forming, 1800 by default. Until
-then its abort waits. Torch reads it once in a process, at the first operation of a group like ours; the groups of
-learners and engines form theirs in another way, and do not read it."""
 MARGIN_S = 5
 """Seconds by which torch waits longer than the group, whose own deadline says more."""
 
@@ -38,9 +35,10 @@ def nccl_wire(device: torch.device, stall_s: float) -> Wire:
     Args:
         device: the GPU.
         stall_s: longest time in seconds that a group takes to form. The first wire of a process sets how long an
-            abort may wait for it, unless the environment says so already.
+            abort may wait for it, unless the environment says something else than torch's default.
     """
-    os.environ.setdefault(GIVE_UP, str(math.ceil(stall_s) + MARGIN_S))
+    if os.environ.get(GIVE_UP, DEFAULTS[GIVE_UP]) == DEFAULTS[GIVE_UP]:
+        os.environ[GIVE_UP] = str(math.ceil(stall_s) + MARGIN_S)
     return Wire(_form, device)
 
 
@@ -57,14 +55,11 @@ def _form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
 
 @contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Context in which these environment variables are set."""
-    before = {name: os.environ.get(name) for name in settings}
+    """Context in which these environment variables are set. None is removed afterwards; one that was not there gets
+    torch's default."""
+    before = {name: os.environ.get(name, DEFAULTS[name]) for name in settings}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.update(before)

@@ -2,15 +2,19 @@
 
 import asyncio
 import signal
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
+from services.common.config.learner import LearnerConfig
 from services.common.ranks.group import RankDied
-from services.common.ranks.ray_rank import RayRank, _answer
+from services.common.ranks.nccl_settings import DEFAULTS, GIVE_UP
+from services.common.ranks.ray_rank import RayRank, _answer, variables
 from services.common.ranks.stopped import is_stopped
 from services.common.wire.errors import InvalidArgument
 from tests.unit.waiting import until
@@ -85,3 +89,14 @@ async def test_a_process_that_a_signal_has_stopped_is_seen_on_this_machine_only(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_a_rank_on_a_gpu_begins_with_the_variables_that_a_push_changes(policy_folder: Path) -> None:
+    def variables_of(**fields: Any) -> dict[str, str]:
+        given: dict[str, Any] = {"optimizer": {"learning_rate": 1e-5}, "model": str(policy_folder)}
+        return variables(LearnerConfig.parse(given | fields, "policy"))
+
+    assert variables_of() == {}
+    assert variables_of(num_gpus=1, env_vars={"OMP_NUM_THREADS": "8"}) == DEFAULTS | {"OMP_NUM_THREADS": "8"}
+    own = {"CUDA_VISIBLE_DEVICES": "3", GIVE_UP: "9"}
+    assert variables_of(env_vars=own) == DEFAULTS | own

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.distributed import Store
 
+from services.common.ranks.nccl_settings import DEFAULTS, GIVE_UP, reserve
 from services.common.weight_transfer import receiver as receiver_module
 from services.common.weight_transfer.groups import group as group_module
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import SENDER, Group, Wire
-from services.common.weight_transfer.groups.nccl import GIVE_UP, SETTINGS, environment, nccl_wire
+from services.common.weight_transfer.groups.nccl import SETTINGS, environment, nccl_wire
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.meeting import find_store, open_store
 from services.common.weight_transfer.memory.buckets import Buckets, checksum
@@ -463,13 +464,41 @@ def test_torchs_settings_are_ours_only_while_our_group_is_made(monkeypatch: pyte
     monkeypatch.delenv(second, raising=False)
     with environment(SETTINGS):
         assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
-    assert (os.environ[first], os.environ.get(second)) == ("theirs", None)
+    assert (os.environ[first], os.environ.get(second)) == ("theirs", DEFAULTS[second])
+
+
+def test_no_variable_is_added_or_removed_once_they_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either would move the others under native threads that read them."""
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    reserve(os.environ)
+    assert DEFAULTS.items() <= os.environ.items()
+    changed: list[str] = []
+    put, remove = os.putenv, os.unsetenv
+
+    def puts(name: bytes, value: bytes) -> None:
+        changed.append(name.decode())
+        put(name, value)
+
+    def removes(name: bytes) -> None:
+        changed.append(f"no {name.decode()}")
+        remove(name)
+
+    monkeypatch.setattr(os, "putenv", puts)
+    monkeypatch.setattr(os, "unsetenv", removes)
+    nccl_wire(CPU, stall_s=59.5)
+    with environment(SETTINGS):
+        pass
+    reserve(os.environ)
+    assert set(changed) == set(DEFAULTS)
+    assert os.environ.items() >= (DEFAULTS | {GIVE_UP: "65"}).items()
+    monkeypatch.undo()
 
 
 def test_torch_gives_up_a_communicator_soon_after_the_group_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of half an hour would keep a thread and the communicator's memory for as long."""
-    monkeypatch.setenv(GIVE_UP, "")  # so that it is restored
-    monkeypatch.delenv(GIVE_UP)
+    monkeypatch.setenv(GIVE_UP, DEFAULTS[GIVE_UP])
     nccl_wire(CPU, stall_s=59.5)
     assert os.environ[GIVE_UP] == "65"
     nccl_wire(CPU, stall_s=3)  # torch has read it
