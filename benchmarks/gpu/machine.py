@@ -4,13 +4,14 @@ python -m benchmarks.gpu.machine [--device cuda] [--mib 2048] [--out runs/gpu]
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from benchmarks.gpu.results import Results, seconds
+from benchmarks.gpu.results import Cell, Results, seconds
 from services.common.models.device import gpu_uuid
 from services.common.weight_transfer.memory.buckets import digest
 from services.common.weight_transfer.memory.pinning import pin
@@ -51,7 +52,15 @@ def main(
     for dtype in (torch.bfloat16, torch.float32):
         took = _product(side, dtype, where)
         results.add(f"matrix product, {str(dtype).removeprefix('torch.')}", tflop_s=2 * side**3 / took / 1e12)
+    results.attempt("a kernel after a CUDA error that was handled", partial(_after_an_error, where))
     results.show()
+
+
+def _after_an_error(where: torch.device) -> dict[str, Cell]:
+    """Pins the same memory twice, which CUDA refuses, and computes 1 + 1: the kernel should not raise that error."""
+    host = torch.zeros(1 << 20, dtype=torch.uint8)
+    first, again = pin(host, host), pin(host, host)
+    return {"pinned": str(first), "again": str(again), "sum": float(torch.ones(1, device=where) + 1)}
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, where: torch.device) -> float:

@@ -103,6 +103,7 @@ STAGES = (
             *at_least("pinned, to the device", gib_s=45),
             *at_least("XXH3, one thread", gib_s=10),
             *at_least("matrix product, bfloat16", tflop_s=700),
+            *at_least("a kernel after a CUDA error", sum=2),
         ),
     ),
     Stage(
