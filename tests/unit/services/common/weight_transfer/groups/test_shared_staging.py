@@ -5,19 +5,23 @@ import glob
 import os
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
+from services.common.weight_transfer import receiver as receiver_module
 from services.common.weight_transfer.groups.gloo import gloo_wire
 from services.common.weight_transfer.groups.group import Wire
 from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import checksum
+from services.common.weight_transfer.memory.buckets import Buckets, checksum
+from services.common.weight_transfer.memory.pinning import READ_ONLY
 from services.common.weight_transfer.memory.shared_memory import Segment
 from services.common.weight_transfer.receiver import GroupReceiver, Joining
 from services.common.weight_transfer.sender import GroupSender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
+from tests.forked import FORKED
 
 HOST, STALL_S = "127.0.0.1", 60.0
 CPU = torch.device("cpu")
@@ -121,6 +125,52 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Segment, "create", counted)
     return numbers
+
+
+def second_worker(packed: bytes, joining: Joining, pipe: Connection) -> None:
+    """A worker in a process of its own: sends its checksum and what it loads, after each word that it gets."""
+    manifest, receiver = Manifest.unpack(packed), GroupReceiver(CPU)
+    receiver.join(joining)
+    while pipe.recv():
+        pipe.send(receiver.receive(manifest))
+        pipe.recv()
+        pipe.send([data.tolist() for _, data in receiver.buckets()])
+        receiver.check()
+    receiver.close()
+
+
+def test_workers_in_different_processes_share_what_they_stage(made: list[int]) -> None:
+    weights = {f"w{i}": torch.full((4,), 1.0 + i) for i in range(4)}
+    manifest = Manifest.of(weights, 16)
+    sender, first = GroupSender(manifest, GLOO, host=HOST, stall_s=STALL_S), GroupReceiver(CPU)
+    senders: list[list[Any]] = [[HOST, sender.rendezvous()]]
+    joinings = [
+        Joining("gloo", senders, 1 + worker, 3, 1, HOST, STALL_S, worker=worker, workers=2) for worker in (0, 1)
+    ]
+    mine, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=second_worker, args=(manifest.pack(), joinings[1], theirs), daemon=True)
+    process.start()
+    Replica.all([lambda: first.join(joinings[0]), lambda: sender.join(1, 3)])
+    for number in (1, 2):
+        for tensor in weights.values():
+            tensor += 10
+        mine.send(True)
+        sender.load(weights.items(), number)
+        received: list[str] = []
+        Replica.all(
+            [
+                lambda received=received: received.append(first.receive(manifest)),  # type: ignore[misc]
+                lambda number=number: sender.send(number),  # type: ignore[misc]
+            ]
+        )
+        assert mine.recv() == received[0]
+        mine.send(True)
+        assert mine.recv() == [data.tolist() for _, data in first.buckets()]
+    assert len(made) == 1
+    mine.send(False)
+    process.join(20)
+    first.close()
+    sender.close()
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -277,3 +327,15 @@ def test_memory_that_is_replaced_is_freed() -> None:
         replica.loaded(1)
         assert len(open_here() - before) == 1
     replica.close()
+
+
+def test_on_a_gpu_the_others_pin_what_they_may_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        receiver_module, "pin", lambda memory, owner, *, flags: pinned.append((memory.data_ptr(), flags))
+    )
+    manifest = Manifest.of({"w": torch.zeros(4)}, 16)
+    receiver = GroupReceiver(torch.device("cuda", 1))
+    receiver._worker, receiver._segment = 1, Segment.create(Buckets.size(manifest))
+    area = receiver._area(manifest)
+    assert pinned == [(area[0].data_ptr(), READ_ONLY)]
