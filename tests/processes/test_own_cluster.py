@@ -101,6 +101,7 @@ def test_the_commands_of_the_page_lead_to_a_trained_policy(
             while printed.count("status: RUNNING") < 4 and time.monotonic() < until:
                 time.sleep(3)
                 printed = shell.run(line)
-    steps = read_metrics(tmp_path / "runs" / "three-steps" / "metrics.jsonl")
-    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
-    assert all(row["rollout/policy_version"] >= 0 for row in steps)
+    rows = read_metrics(tmp_path / "runs" / "three-steps" / "metrics.jsonl")
+    # The weights that a run begins with are pushed as version 1; row 0 is their evaluation.
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert [row["policy/version"] for row in rows[1:]] == [step + 1 for step in range(1, STEPS + 1)]
