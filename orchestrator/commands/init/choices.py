@@ -236,7 +236,7 @@ def _machine(choices: Choices) -> dict[str, Any]:
         "batch_tokens": choices.batch_tokens,
         "pass_tokens": choices.pass_tokens,
         "zero_stage": 1 if gpu else 0,
-        "checkpointing": gpu,
+        "checkpointing": "auto" if gpu else False,
         "policy_cpus": cpus,
         "policy_gpus": 0.3 if gpu else 0,
         "rollout_actor": _shares(cpus, 0.2 if gpu else 0),

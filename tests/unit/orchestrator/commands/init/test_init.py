@@ -127,6 +127,7 @@ def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str
     shares = [a["deployments"][0]["ray_actor_options"]["num_gpus"] for a in raw["applications"]]
     assert sum(shares) + run["policy"]["num_gpus"] == pytest.approx(1)
     assert (run["policy"]["dtype"], run["policy"]["zero_stage"], run["gpu_gib"]) == ("bfloat16", 1, 79)
+    assert run["policy"]["gradient_checkpointing"] == "auto"
     assert run["ppo"]["old_logprobs"] == "learner"
     assert args(raw, "reference")["batch_tokens"] == run["policy"]["micro_batch_tokens"] > 2048
     assert args(raw, "reference")["kept_tokens"] == 0
