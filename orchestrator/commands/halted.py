@@ -64,7 +64,9 @@ def _look(before: Mapping[psutil.Process, int], head: Callable[[], Cluster | Non
     for pid, title in processes.stopped(cluster.processes()).items() if cluster else ():
         process = next((one for one, looks in seen.items() if one.pid == pid and looks >= LOOKS), None)
         if process and _TITLE.match(title):
-            log.warning("a signal has stopped %s, process %d: it is ended, and another takes its place", title, pid)
+            log.warning(
+                "a signal has stopped %s, process %d: it is ended, and another takes its place", title.strip(), pid
+            )
             with contextlib.suppress(psutil.Error):
                 process.kill()
     return seen
