@@ -116,6 +116,8 @@ def _on_a_cpu(raw: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
         part["dtype"] = "float32"
     for part in (parts["critic"], raw["orchestrator"]["policy"]):
         part |= {"dtype": "float32", "zero_stage": 0, "colocate": False}
+    for part in (parts["reward"]["scorer"], parts["reference"], parts["critic"], raw["orchestrator"]["policy"]):
+        part["compile_layers"] = False  # four compilers on a CPU take minutes for a model that is gone in seconds
     raw["orchestrator"]["policy"] |= {"num_gpus": 0, "num_cpus": 0.2}
     raw["orchestrator"]["weights"]["backend"] = "ipc"
     for application in raw["applications"]:
