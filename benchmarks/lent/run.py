@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -80,6 +79,7 @@ def run(command: Command, stages: Sequence[Stage] = STAGES) -> int:
     ledger = Ledger([folder / NAME for folder in folders])
     for mark in ledger.marks():  # of a command that was killed
         end_marked(mark)
+        shutil.rmtree(_scratch(mark), ignore_errors=True)
     gpu = gpus()
     device = ("cuda" if gpu else "cpu") if command.device == "auto" else command.device
     ledger.add("run", device=device, machine=gpu or f"{os.cpu_count()} cores", seconds=command.seconds)
@@ -141,7 +141,8 @@ class Runner:
         files = os.pathsep.join(map(str, self._ledger.paths))
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, FILES: files, STAGE: stage.name}
         # A stage that is killed removes neither models nor logs. Ray's sockets allow short paths only.
-        scratch = Path(tempfile.mkdtemp(prefix="lent-", dir="/tmp"))
+        scratch = _scratch(mark)
+        scratch.mkdir(mode=0o700)
         environment |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch)}
         # Elsewhere than in TMPDIR, as what one stage compiled saves the next ones time.
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "compiled")}
@@ -186,6 +187,11 @@ def gpus() -> str:
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
+
+
+def _scratch(mark: str) -> Path:
+    """The folder for the temporary files of the stage with this mark."""
+    return Path("/tmp", f"lent-{mark[:16]}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
