@@ -191,7 +191,7 @@ def gpus() -> str:
 
 def _scratch(mark: str) -> Path:
     """The folder for the temporary files of the stage with this mark."""
-    return Path("/tmp", f"lent-{mark[:16]}")
+    return Path("/tmp", f"l-{mark[:8]}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
