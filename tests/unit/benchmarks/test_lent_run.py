@@ -162,10 +162,10 @@ def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
     process.kill()
     process.wait()
     assert len(marked(mark)) == 2
-    assert Path(f"/tmp/lent-{mark[:16]}").is_dir()
+    assert Path(f"/tmp/l-{mark[:8]}").is_dir()
     run(Command(60, folder), [stage("good")])
     assert marked(mark) == set()
-    assert not Path(f"/tmp/lent-{mark[:16]}").exists()
+    assert not Path(f"/tmp/l-{mark[:8]}").exists()
     assert [one["what"] for one in records(folder, "figure")] == ["row", "row"]
 
 
