@@ -42,7 +42,7 @@ def main(
     other = torch.empty_like(data)
     for kind in ("pageable", "pinned"):
         host = torch.zeros(size, dtype=torch.uint8)
-        if kind == "pinned" and not (where.type == "cuda" and pin(host, results)):
+        if kind == "pinned" and not (where.type == "cuda" and pin(host, host)):
             continue
         results.add(f"{kind}, to the device", gib_s=gib / _copy(host, data, where))
         results.add(f"{kind}, from the device", gib_s=gib / _copy(data, host, where))
