@@ -69,11 +69,14 @@ class TwoRanks:
         """Seconds to form the group, and GiB/s; whether the member got what was sent."""
         group, took = self._join()
         began = time.perf_counter()
-        for _ in range(ROUNDS):
-            group.broadcast(self._data)
-        rate = ROUNDS * len(self._data) / 2**30 / (time.perf_counter() - began)
-        group.close()
-        right = self._answer() == hashlib.sha256(self._data.cpu().numpy()).hexdigest()
+        try:
+            for _ in range(ROUNDS):
+                group.broadcast(self._data)
+            rate = ROUNDS * len(self._data) / 2**30 / (time.perf_counter() - began)
+            # Asked before the group is closed: a sender has finished when its last bytes are on their way.
+            right = self._answer() == hashlib.sha256(self._data.cpu().numpy()).hexdigest()
+        finally:
+            group.close()
         return {"join_s": took, "gib_s": rate, "right": str(right)}
 
     def absent(self) -> dict[str, Cell]:
@@ -130,7 +133,12 @@ class TwoRanks:
     def _answer(self) -> str:
         if not self._pipe.poll(120):
             raise RuntimeError("the member says nothing")
-        return str(self._pipe.recv())
+        try:
+            return str(self._pipe.recv())
+        except EOFError:
+            self._process.kill()
+            self._process.join()
+            raise RuntimeError("the member has ended") from None
 
     def end(self) -> None:
         """Ends the member."""

@@ -71,7 +71,7 @@ def _push(backend: str, **figures: float) -> Stage:
         (*SMALL_PUSH, *ONE, "--rounds", "1"),
         expected_s=50,
         limit_s=100,
-        needs=("pydantic",),
+        needs=("pydantic", "ray"),
         goals=at_most(f"{backend}, 1 replica", **figures),
     )
 
@@ -153,10 +153,10 @@ STAGES = (
         "step 1.5B",
         "1.5B",
         *("--only", "quartet"),
-        expected_s=150,
+        expected_s=240,
         goals=(*at_least("1.5B Quartet", samples_s=28), *at_most("1.5B Quartet", push_s=0.15)),
     ),
-    _step("TRL's step 1.5B", "1.5B", "--only", "trl", "--peer", PEER, expected_s=80),
+    _step("TRL's step 1.5B", "1.5B", "--only", "trl", "--peer", PEER, expected_s=160),
     Stage(
         "engine 1.5B",
         "benchmarks.gpu.engine",
@@ -180,8 +180,8 @@ STAGES = (
         needs=ENGINE,
         goals=(*at_most("1.5B cuda-ipc", push_s=0.15), *at_most("1.5B ipc", push_s=0.3)),
     ),
-    _step("step 1.5B, colocated", "1.5B", "--only", "quartet", "--colocate", expected_s=150),
-    _step("step 0.5B", "0.5B", "--only", "quartet", expected_s=120),
+    _step("step 1.5B, colocated", "1.5B", "--only", "quartet", "--colocate", expected_s=240),
+    _step("step 0.5B", "0.5B", "--only", "quartet", expected_s=200),
     _step("TRL's step 0.5B", "0.5B", "--only", "trl", "--peer", PEER, expected_s=60),
     Stage(
         "training 1.5B, others",
@@ -203,4 +203,4 @@ STAGES = (
         goals=(*at_most("7B cuda-ipc", push_s=0.4), *at_most("7B ipc", push_s=1.2)),
     ),
 )
-"""All stages. The first five need no vLLM, Ray or DeepSpeed."""
+"""All stages. The first three need no vLLM, Ray or DeepSpeed."""
