@@ -134,12 +134,20 @@ def by_kernel(
     scale: float | None,
 ) -> torch.Tensor:
     """Packed attention by one kernel that takes the boundaries [N + 1]. Shapes as for packed_attention."""
-    groups = query.shape[1] // key.shape[1]
-    # Some versions of the kernel need as many key heads as query heads.
-    states = (query, *(states.repeat_interleave(groups, dim=1) if groups > 1 else states for states in (key, value)))
-    rows = [state[0].transpose(0, 1).contiguous() for state in states]
-    attended = kernel(*rows, boundaries, boundaries, longest, longest, scale=scale, window_size=(-1, 0))
+    groups, options = query.shape[1] // key.shape[1], {}
+    if groups > 1 and _groups_heads(kernel):
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    rows = [state[0].transpose(0, 1).contiguous() for state in (query, key, value)]
+    attended = kernel(*rows, boundaries, boundaries, longest, longest, scale=scale, window_size=(-1, 0), **options)
     return attended[None]
+
+
+@functools.cache
+def _groups_heads(kernel: Kernel) -> bool:
+    """True if the kernel takes fewer key heads than query heads, as torch's does from 2.13 on."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 _ATTEND_TWICE = {"diffllama"}

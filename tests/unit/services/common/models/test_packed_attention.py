@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from services.common.config.base import ConfigError
-from services.common.models.attention.packed import Lengths, by_kernel, packed_attention
+from services.common.models.attention.packed import Kernel, Lengths, by_kernel, packed_attention
 from services.common.models.loading import load_causal
 from services.common.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
@@ -59,6 +59,20 @@ def varlen(
     return actual
 
 
+def grouped(*states: torch.Tensor, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
+    """A version of the kernel that takes fewer key heads, if asked to."""
+    query, key, value, *rest = states
+    assert enable_gqa == (key.shape[1] < query.shape[1])
+    assert key.shape == value.shape
+    groups = query.shape[1] // key.shape[1]
+    return varlen(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), *rest, **options)
+
+
+def first_rows(query: torch.Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
+    """A kernel that can be compiled."""
+    return query * (2 if enable_gqa else 1)
+
+
 class Attention(nn.Module):
     """A layer, as far as transformers' function looks at it."""
 
@@ -66,17 +80,27 @@ class Attention(nn.Module):
     is_causal = True
 
 
+@pytest.mark.parametrize("kernel", [varlen, grouped])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_the_kernel_gets_what_it_takes_and_gives_what_the_plain_path_gives(scale: float | None) -> None:
+def test_a_kernel_gives_what_the_plain_path_gives(kernel: Kernel, scale: float | None) -> None:
     torch.manual_seed(0)
     query, key, value = states(HEADS), states(GROUPS), states(GROUPS)
     boundaries = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     plain, _ = packed_attention(
         Attention(), query, key, value, None, packed_lengths=Lengths(LENGTHS), cu_seq_lens_q=boundaries, scaling=scale
     )
-    actual = by_kernel(varlen, query, key, value, boundaries, max(LENGTHS), scale)
+    actual = by_kernel(kernel, query, key, value, boundaries, max(LENGTHS), scale)
     assert actual.shape == plain.shape == (1, 9, HEADS, WIDTH)
     torch.testing.assert_close(actual, plain, atol=1e-5, rtol=0)
+
+
+def test_the_choice_of_the_kernel_does_not_interrupt_a_compiled_layer() -> None:
+    def layer(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return by_kernel(first_rows, query, key, key, torch.tensor([0, 9]), 9, None)
+
+    query, key = states(HEADS), states(GROUPS)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, key), layer(query, key))
 
 
 def test_packed_pairs_say_where_they_begin_and_padded_ones_do_not() -> None:
