@@ -16,7 +16,7 @@ import psutil
 from orchestrator.deployment import processes
 from orchestrator.deployment.cluster import Cluster, running
 from services.common.ranks.ranks import Rank
-from services.common.ranks.stopped import is_stopped
+from services.common.ranks.stopped import stopped_again
 from services.common.weight_transfer.registry import Registry
 
 log = logging.getLogger("quartet")
@@ -30,8 +30,7 @@ front."""
 LOOK_S = 1.0
 """Seconds between two looks at the processes of this machine."""
 LOOKS = 3
-"""Looks in a row that find a process stopped before it is ended. Looks are counted and not seconds, since this
-process may have been stopped meanwhile too."""
+"""Looks in a row that find a process stopped before it is ended."""
 
 
 @asynccontextmanager
@@ -58,7 +57,7 @@ async def _watch(head: Callable[[], Cluster | None]) -> None:
 
 def _look(before: Mapping[psutil.Process, int], head: Callable[[], Cluster | None]) -> Mapping[psutil.Process, int]:
     """Ends what LOOKS looks in a row have found stopped; the others that are stopped, with the number of looks."""
-    seen = {process: before.get(process, 0) + 1 for process in psutil.process_iter() if is_stopped(process)}
+    seen = stopped_again(before, psutil.process_iter())
     # The processes of a head are found by their environment, which is read only when something is stopped.
     cluster = head() if any(looks == LOOKS for looks in seen.values()) else None
     for pid, title in processes.stopped(cluster.processes()).items() if cluster else ():

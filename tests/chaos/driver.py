@@ -365,9 +365,8 @@ def over_bound(outcome: Outcome) -> list[str]:
 
 
 def _is_bounded(fault: Fault) -> bool:
-    """True for a frozen replica of which there is a second, struck while the run trains."""
-    training = fault.moment in ("step", "push", "checkpoint")
-    return training and fault.action == "freeze" and fault.kind in REPLICAS and fault.kind != "critic"
+    """True for a frozen replica, struck while the run trains."""
+    return fault.moment in ("step", "push", "checkpoint") and fault.action == "freeze" and fault.kind in REPLICAS
 
 
 def _is_zombie(pid: int) -> bool:

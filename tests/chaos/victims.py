@@ -1,13 +1,13 @@
 """The processes of a quartet and its run, by kind."""
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import psutil
 
 from orchestrator.deployment import cluster as ray_cluster
 from tests.cluster import Quartet
-from tests.preloaded import all_of, fork_of
+from tests.preloaded import all_of
 
 SERVED = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
 """Application -> deployment."""
@@ -52,11 +52,11 @@ def victims(quartet: Quartet, kind: str, replica: int | None) -> list[int]:
     assert replica is not None
     with contextlib.suppress(psutil.NoSuchProcess):
         if kind == "engine":
-            return _children(replica, "spawn_main")
+            return _child(replica, "spawn_main")
         if kind == "rollout and engine":
-            return [*_children(replica, "spawn_main"), replica]
+            return [*_child(replica, "spawn_main"), replica]
         if kind == "critic rank":
-            return _children(replica, "process_rank", all_of)
+            return _child(replica, "process_rank")
         return [replica]
     return []
 
@@ -71,13 +71,11 @@ def titled(quartet: Quartet, title: str) -> list[int]:
     return found
 
 
-def _children(
-    pid: int, word: str, which: Callable[[psutil.Process], list[psutil.Process]] = lambda child: [fork_of(child)]
-) -> list[int]:
-    """Process ids of the first child with this word in its command, as `which` gives them."""
+def _child(pid: int, word: str) -> list[int]:
+    """Process ids of the first child with this word in its command; two where it was preloaded."""
     children = psutil.Process(pid).children(recursive=True)
     found = [child for child in children if word in " ".join(child.cmdline())]
-    return [process.pid for child in found[:1] for process in which(child)]
+    return [process.pid for child in found[:1] for process in all_of(child)]
 
 
 def _lives(pid: int) -> bool:

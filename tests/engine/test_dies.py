@@ -1,56 +1,81 @@
-"""A real engine that dies while it carries out a phase of a push: its replica learns of it at once."""
+"""A real engine that dies or stands still during a phase of a push: its replica learns of it at once."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
+import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.common.wire.errors import Unavailable
 from tests.engine_process import EngineProcess
 from tests.models import make_policy
-from tests.preloaded import fork_of
+from tests.preloaded import all_of
 from tests.pushing import EngineHost
 
 LONG_S = 60.0
 """Deadline of a phase of a push; a caller would wait as long for an engine that died."""
 
 
-async def _lost(folder: Path) -> float:
-    """Seconds from the death of an engine to the error of the commit that it was carrying out."""
+async def _lost(folder: Path, asked: str, ends: bool) -> float:
+    """Seconds from the fault to the error of what an engine was `asked`. With `ends` the process is killed; otherwise
+    it only stands still."""
     host = EngineHost()
     await host.start({"model": str(folder), "dtype": "float32", "max_length": 64, "kv_cache_mib": 16})
+    engine: list[psutil.Process] = []
     try:
-        [engine] = [
-            fork_of(child)
+        engine += [
+            process
             for child in psutil.Process().children(recursive=True)
             if "spawn_main" in " ".join(child.cmdline())
+            for process in all_of(child)
         ]
-        await host._engine.pause("keep")
-        engine.suspend()  # so that it dies in the middle
-        committing = asyncio.create_task(host._engine.commit(1))
-        await asyncio.sleep(1)
-        assert not committing.done()
-        engine.kill()
-        began = time.monotonic()
+        if asked == "commit":
+            await host._engine.pause("keep")
+        for process in engine:
+            process.suspend()
+        request: Coroutine[Any, Any, Any] = (
+            host._engine.commit(1) if asked == "commit" else host._engine.score([np.asarray([1, 2, 3], np.int32)])
+        )
+        began, answer = time.monotonic(), asyncio.create_task(request)
+        if ends:
+            await asyncio.sleep(1)
+            assert not answer.done()
+            for process in engine:
+                process.kill()
+            began = time.monotonic()
         try:
             async with asyncio.timeout(LONG_S):
-                await committing
-        except EngineDeadError:
+                await answer
+        except (EngineDeadError, Unavailable):
             return time.monotonic() - began
         raise AssertionError("it was to fail")
     finally:
+        for process in engine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         await host.shutdown()
 
 
-def lost(folder: Path) -> float:
+def lost(folder: Path, asked: str, ends: bool) -> float:
     """Carries it out in the process for engines."""
     from tests.engine_process import _loop
 
-    return _loop.run_until_complete(_lost(folder))
+    return _loop.run_until_complete(_lost(folder, asked, ends))
 
 
-async def test_a_commit_whose_engine_dies_fails_at_once(tmp_path: Path, engine: EngineProcess) -> None:
-    seconds = await engine._run(lost, make_policy(tmp_path / "policy", kind="llama", tied=False))
-    print(f"the commit failed {seconds:.1f} s after the engine's death")
+@pytest.mark.parametrize("asked", ["commit", "score"])
+@pytest.mark.parametrize("ends", [True, False], ids=["killed", "frozen"])
+async def test_what_an_engine_is_asked_fails_soon_after_it_dies_or_stands_still(
+    tmp_path: Path, engine: EngineProcess, asked: str, ends: bool
+) -> None:
+    folder = make_policy(tmp_path / "policy", kind="llama", tied=False)
+    seconds = await engine._run(partial(lost, asked=asked, ends=ends), folder)
+    print(f"{asked} failed after {seconds:.1f} s")
     assert seconds < LONG_S / 3

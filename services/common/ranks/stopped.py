@@ -4,6 +4,8 @@ Such a process keeps its connections open and never answers. Silence alone does 
 model, or computes for minutes in a library that lets no other thread of Python run.
 """
 
+from collections.abc import Iterable, Mapping
+
 import psutil
 
 
@@ -13,3 +15,12 @@ def is_stopped(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
+
+
+def stopped_again(before: Mapping[psutil.Process, int], seen: Iterable[psutil.Process]) -> dict[psutil.Process, int]:
+    """Finds which of the processes are stopped, and for how long: process -> looks in a row that found it so.
+
+    `before` is the answer of the look before. Looks are counted and not seconds, since the process that looks may
+    have been stopped meanwhile too.
+    """
+    return {process: before.get(process, 0) + 1 for process in seen if is_stopped(process)}

@@ -1,12 +1,15 @@
 """The vLLM engine of a rollout replica: it samples, and takes new weights."""
 
 import asyncio
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.usage.usage_lib import UsageContext
@@ -14,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.common.models.distribution import end_ids
 from services.common.models.loading import load_tokenizer, shape_of_causal
+from services.common.ranks.stopped import stopped_again
 from services.common.weight_transfer.expected import ExpectedWeights
 from services.common.weight_transfer.manifest import Manifest
 from services.common.weight_transfer.place import Place, machine
@@ -25,6 +29,8 @@ from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.requests import Requests
 
+log = logging.getLogger("quartet")
+
 REMEMBERED = 8
 """Versions whose checksums are kept."""
 PAUSES = {"keep": ("keep", True), "keep-cache": ("keep", False), "wait": ("wait", True), "abort": ("keep", True)}
@@ -34,6 +40,8 @@ ANSWER_S = 8
 """Seconds within which an engine answers the simplest request; one that takes longer is stuck."""
 LOOK_S = 0.5
 """Seconds between two looks whether an engine still lives that is carrying out a request."""
+LOOKS = 4
+"""Looks in a row that find a process of the engine stopped by a signal before it is ended."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -43,14 +51,21 @@ def _while_it_lives(
     method: Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate["VLLMEngine", Given], Coroutine[Any, Any, Result]]:
     """Makes a method fail as `check_health` does when the engine's process dies meanwhile: vLLM notices the death,
-    but leaves what the process was asked for without an answer."""
+    but leaves what the process was asked for without an answer. One that a signal has stopped, as SIGSTOP does, is
+    ended, since it would hold up a whole push until the phase's deadline."""
 
     @wraps(method)
     async def watched(engine: "VLLMEngine", /, *given: Given.args, **options: Given.kwargs) -> Result:
         asked = asyncio.create_task(method(engine, *given, **options))
+        stopped: Mapping[psutil.Process, int] = {}
         try:
             while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
                 await engine._llm.check_health()
+                stopped = stopped_again(stopped, psutil.Process().children(recursive=True))
+                for process in [process for process, looks in stopped.items() if looks >= LOOKS]:
+                    log.warning("a signal has stopped the engine's process %d: it is ended", process.pid)
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
             return asked.result()
         finally:
             asked.cancel()
@@ -112,6 +127,7 @@ class VLLMEngine:
         """Samples one response. See Requests.respond."""
         return await self._requests.respond(index, prompt_ids, sampling, seed, begun, report)
 
+    @_while_it_lives
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs of all tokens but the first, over the whole vocabulary; [T - 1] for each sequence.
 
