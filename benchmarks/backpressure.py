@@ -30,8 +30,8 @@ from benchmarks.emulated.pace import Pace
 from benchmarks.emulated.quartet import BATCH, Quartet, quartet
 from benchmarks.emulated.run import Line, Run
 from orchestrator.clients import Services
-from services.common.security.credentials import connect
-from services.common.wire.callers import Purpose, declared
+from quartet.security.credentials import connect
+from quartet.wire.callers import Purpose, declared
 from services.reward.client import RewardClient
 
 PACE = Pace(

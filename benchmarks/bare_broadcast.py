@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from services.common.config.base import MIB
-from services.common.ranks.rendezvous import reach_store, serve_store
-from services.common.weight_transfer.groups.gloo import gloo_wire
-from services.common.weight_transfer.groups.group import Group
+from quartet.config.base import MIB
+from quartet.ranks.rendezvous import reach_store, serve_store
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Group
 from tests.sources import HOST
 
 STALL_S = 60.0

@@ -20,8 +20,8 @@ from rich.console import Console
 from benchmarks.rollout import only_rollout, open_head
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.redeployment import fixed
-from services.common.config.base import read_yaml
-from services.common.security.credentials import connect
+from quartet.config.base import read_yaml
+from quartet.security.credentials import connect
 from services.rollout.client import RolloutClient
 from tests.leaving import leave_streams
 from tests.models import make_policy

@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from quartet.config.base import MIB
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
 from recipes.common.tokenizer import word_tokenizer
-from services.common.config.base import MIB
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
 
 STEPS, SAMPLES, PROMPT, RESPONSE = 10, 128, 12, 32
 VOCABULARY = 106

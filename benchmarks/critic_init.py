@@ -27,12 +27,12 @@ from transformers import AutoModel
 
 from orchestrator.algorithm.advantages import gae
 from orchestrator.algorithm.rewards import shape_rewards
+from quartet.config.learner import OptimizerConfig
+from quartet.models.loading import load_causal, load_config, load_tokenizer
+from quartet.models.numerics import explained_variance, response_mask
+from quartet.models.sequences import pad_rows
+from quartet.wire.codec import Floats, Ints
 from recipes.common.sampling import sample
-from services.common.config.learner import OptimizerConfig
-from services.common.models.loading import load_causal, load_config, load_tokenizer
-from services.common.models.numerics import explained_variance, response_mask
-from services.common.models.sequences import pad_rows
-from services.common.wire.codec import Floats, Ints
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from services.reward.config import ModelScorerConfig

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from protos.reward_pb2 import ScoreRequest
 from protos.reward_pb2_grpc import add_RewardServicer_to_server
-from services.common.security.keys.folder import Keys
-from services.common.security.port import Port
+from quartet.security.keys.folder import Keys
+from quartet.security.port import Port
 from tests.unit.front_door import Replicas, ask, channel_of, front_door
 
 SIZES = {"10 B": (10, 200), "1 MiB": (1 << 20, 20)}

@@ -30,13 +30,13 @@ from orchestrator.deployment import cluster, serving
 from protos import common_pb2, reward_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
-from services.common.config.base import read_yaml
-from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
-from services.common.wire.callers import Purpose, declared
-from services.common.wire.client import OPTIONS
-from services.common.wire.codec import Floats
-from services.common.wire.errors import ResourceExhausted, from_rpc
-from services.common.wire.pairs import Pair
+from quartet.config.base import read_yaml
+from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
+from quartet.wire.callers import Purpose, declared
+from quartet.wire.client import OPTIONS
+from quartet.wire.codec import Floats
+from quartet.wire.errors import ResourceExhausted, from_rpc
+from quartet.wire.pairs import Pair
 from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Scored

@@ -4,7 +4,7 @@
 
 Prints for each head the ratio of the least times on one core, of the forward pass alone and with the backward pass,
 without and with the entropy; and the most memory that either side holds beside states, weights and their gradients.
-Learner and reference compute log-probs inside the head (`services/common/models/tiles.py`), but for heads that are
+Learner and reference compute log-probs inside the head (`quartet/models/tiles.py`), but for heads that are
 divided among ranks, for instance.
 """
 
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.products import ratio
-from services.common.models.distribution import Distribution
-from services.common.models.sequences import concatenate_pairs
-from services.common.models.tiles import Softmax, linear_logprobs
+from quartet.models.distribution import Distribution
+from quartet.models.sequences import concatenate_pairs
+from quartet.models.tiles import Softmax, linear_logprobs
 
 CONSOLE = Console()
 HEADS = ((2048, 512, 4096), (2048, 512, 32_000), (512, 896, 151_936))

@@ -31,14 +31,14 @@ from benchmarks.zero_bytes import STAGES, formula, measure
 from orchestrator.algorithm.loss import importance_weights, policy_loss
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.learner.minibatches import minibatches
-from services.common.learner.shards import Pass
-from services.common.models.device import default_device
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal
-from services.common.models.numerics import logprobs_of, masked_sum
-from services.common.models.sequences import pad_pairs, pad_rows
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner.minibatches import minibatches
+from quartet.learner.shards import Pass
+from quartet.models.device import default_device
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal
+from quartet.models.numerics import logprobs_of, masked_sum
+from quartet.models.sequences import pad_pairs, pad_rows
 from tests.response_logits import response_logits
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)

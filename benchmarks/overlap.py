@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.vs_trl.cases import CASES
 from benchmarks.vs_trl.sides import configured
 from orchestrator.monitoring.metrics import read_metrics
-from services.common.wire.pairs import Pair
+from quartet.wire.pairs import Pair
 
 WARM_UP = 2
 PAUSE = "QUARTET_BENCHMARK_PAUSE_S"

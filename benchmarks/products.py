@@ -3,7 +3,7 @@
     python -m benchmarks.products [--rounds 30]
 
 Prints for each shape the ratio of the least times: of the layer itself, and of its input's gradient.
-`services/common/models/linear.py` computes both by oneDNN on AMD's processors, if they are large enough.
+`quartet/models/linear.py` computes both by oneDNN on AMD's processors, if they are large enough.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from services.common.models.linear import LEAST_PRODUCTS, multiply
+from quartet.models.linear import LEAST_PRODUCTS, multiply
 
 CONSOLE = Console()
 SHAPES = (

@@ -35,15 +35,15 @@ from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
-from services.common.config.base import MIB
-from services.common.weight_transfer.groups.gloo import gloo_wire
-from services.common.weight_transfer.groups.group import Group
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.meeting import open_store
-from services.common.weight_transfer.place import Place, machine
-from services.common.weight_transfer.probe import probe_sequences
-from services.common.weight_transfer.registry import Applicant, Ticket
-from services.common.wire.codec import Floats, Ints
+from quartet.config.base import MIB
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Group
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.meeting import open_store
+from quartet.weight_transfer.place import Place, machine
+from quartet.weight_transfer.probe import probe_sequences
+from quartet.weight_transfer.registry import Applicant, Ticket
+from quartet.wire.codec import Floats, Ints
 from tests.members import LEASE, Fleet
 from tests.sized import MAX_LENGTH, VOCABULARY, score
 from tests.sources import HOST, LocalSource

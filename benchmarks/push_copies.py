@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.deployment.memory import SENT_BUCKETS
-from services.common.config.base import MIB
-from services.common.weight_transfer.groups.gloo import gloo_wire
-from services.common.weight_transfer.groups.group import Wire
-from services.common.weight_transfer.ipc import SharedBuckets, SharedSender
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.memory.device_memory import Cuda
-from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver
-from services.common.weight_transfer.sender import GroupSender, Sender
+from quartet.config.base import MIB
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.memory.device_memory import Cuda
+from quartet.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver
+from quartet.weight_transfer.sender import GroupSender, Sender
 from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
 from tests.sources import HOST
 from tests.unit.fake_cuda import FakeGpu

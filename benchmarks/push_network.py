@@ -27,10 +27,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.common.config.base import MIB
-from services.common.ranks.rendezvous import reach_store, serve_store
-from services.common.weight_transfer.groups.gloo import gloo_wire
-from services.common.weight_transfer.groups.group import Group, turned
+from quartet.config.base import MIB
+from quartet.ranks.rendezvous import reach_store, serve_store
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Group, turned
 
 STALL_S = 120.0
 BRIDGE = "quartet-br"

@@ -23,8 +23,8 @@ from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.pusher import WeightPusher
-from services.common.config.base import MIB
-from services.common.security.credentials import connect
+from quartet.config.base import MIB
+from quartet.security.credentials import connect
 from services.rollout.client import RolloutClient
 from tests.models import make_policy
 from tests.plain import language_model

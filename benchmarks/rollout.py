@@ -30,11 +30,11 @@ from orchestrator.data.prompts import load_prompts
 from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import fixed
-from services.common.models.loading import load_tokenizer
-from services.common.security.credentials import connect
-from services.common.security.port import Port
-from services.common.wire.callers import Purpose, declared
-from services.common.wire.codec import Ints
+from quartet.models.loading import load_tokenizer
+from quartet.security.credentials import connect
+from quartet.security.port import Port
+from quartet.wire.callers import Purpose, declared
+from quartet.wire.codec import Ints
 from services.rollout.client import RolloutClient
 from services.rollout.sample import Sampling
 

@@ -4,7 +4,7 @@
 
 Prints for each length the ratio of the least times on one core, of the forward pass alone and with the backward
 pass, and the relative errors of both sides' gradients against float64. On a CPU sequences of up to 512 tokens are
-attended to in this way (`services/common/models/attention/short.py`).
+attended to in this way (`quartet/models/attention/short.py`).
 """
 
 from typing import Annotated
@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.products import ratio
-from services.common.models.attention.short import short_attention
+from quartet.models.attention.short import short_attention
 
 CONSOLE = Console()
 TOKENS, HEADS, WIDTH = 2048, 8, 64

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import distributed, multiprocessing
 
-from services.common.config.learner import REDUCE_ELEMENTS, LearnerConfig, OptimizerConfig
-from services.common.learner.learner import RankLearner
-from services.common.ranks.ranks import Ranks
-from services.common.ranks.rendezvous import reach_store, serve_store
+from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig, OptimizerConfig
+from quartet.learner.learner import RankLearner
+from quartet.ranks.ranks import Ranks
+from quartet.ranks.rendezvous import reach_store, serve_store
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
@@ -63,7 +63,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, results: Any) -> None:
 
 
 def _held(stage: Stage, folder: str, place: Ranks) -> Held:
-    from services.common.models.loading import load_causal
+    from quartet.models.loading import load_causal
 
     before = _storages().keys()
     config = LearnerConfig(

@@ -6,9 +6,9 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
-from orchestrator.incomplete import reason
+from orchestrator.incomplete import OURS, reason
 
 try:
     import typer
@@ -16,10 +16,10 @@ try:
     from rich.markup import escape
 
     from orchestrator.monitoring.terminal import printable
-    from services.common.config.base import ConfigError
-    from services.common.wire.errors import NotFound, ServiceError, Unavailable, leaves
+    from quartet.config.base import ConfigError
+    from quartet.wire.errors import NotFound, ServiceError, Unavailable, leaves
 except ModuleNotFoundError as missing:  # the light install has no command line
-    sys.exit(reason(missing))
+    sys.exit(f"error: {reason(missing)}")
 
 _DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -250,11 +250,16 @@ def _guarded(command: Callable[[], Any]) -> int:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return reason(error) if _is_hidden(error) else str(error)
+
+
+def _is_hidden(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
+    """True if a package of the user's own hides one of Quartet's."""
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in OURS
 
 
 def _is_actionable(error: BaseException) -> bool:
-    if isinstance(error, ConfigError | ServiceError):
+    if isinstance(error, ConfigError | ServiceError) or _is_hidden(error):
         return True
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return True

@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 
 from orchestrator.config.run import OrchestratorConfig
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.config.base import ConfigError
-from services.common.security import credentials
-from services.common.wire.callers import Purpose, declared
-from services.common.wire.client import ServiceClient
-from services.common.wire.errors import Unavailable
-from services.common.wire.identity import tokenizer_hash, vocabulary_size
+from quartet.config.base import ConfigError
+from quartet.security import credentials
+from quartet.wire.callers import Purpose, declared
+from quartet.wire.client import ServiceClient
+from quartet.wire.errors import Unavailable
+from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient

@@ -2,7 +2,7 @@
 
 import sys
 
-OURS = frozenset({"orchestrator", "protos", "recipes", "services"})
+OURS = frozenset({"orchestrator", "protos", "quartet", "recipes", "services"})
 _INSTALL = (
     "this is the light install, for clients of the services, and the command `quartet` needs the full one: in a "
     "checkout of Quartet `make install`, with a GPU `make install EXTRA=gpu`"
@@ -14,9 +14,9 @@ def reason(error: ModuleNotFoundError) -> str:
     missing = error.name or ""
     package = missing.partition(".")[0]
     if package not in OURS:
-        return f"error: no module {missing}: {_INSTALL}"
+        return f"no module {missing}: {_INSTALL}"
     places = ", ".join(getattr(sys.modules.get(package), "__path__", [])) or "another place"
     return (
-        f"error: no module {missing}: Python found a package {package} in {places}, which is not Quartet's; rename "
+        f"no module {missing}: Python found a package {package} in {places}, which is not Quartet's; rename "
         "it, or take its folder off PYTHONPATH"
     )

@@ -1,4 +1,4 @@
 """Makers of the demos' models and data, which need no downloads.
 
-May import services. Nothing imports it.
+May import quartet. Nothing imports it.
 """

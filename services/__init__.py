@@ -1,4 +1,4 @@
-"""The four models of PPO as services, which do not import each other, and the code that they share.
+"""The four models of PPO as services, which do not import each other.
 
-May import nothing. orchestrator and recipes import it.
+May import quartet. orchestrator imports it.
 """

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from services.common.weight_transfer.groups.gloo import gloo_wire
-from services.common.weight_transfer.groups.group import Wire
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.device_memory import Cuda
-from services.common.weight_transfer.place import Place, machine
-from services.common.weight_transfer.receiver import GroupReceiver, SharedReceiver, make_receiver
-from services.common.weight_transfer.sender import GroupSender, Sender, make_sender
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.device_memory import Cuda
+from quartet.weight_transfer.place import Place, machine
+from quartet.weight_transfer.receiver import GroupReceiver, SharedReceiver, make_receiver
+from quartet.weight_transfer.sender import GroupSender, Sender, make_sender
 
 
 def carried_wire(backend: str, host: str, device: torch.device, stall_s: float) -> Wire:

@@ -29,9 +29,9 @@ from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.loop.state import TrainState
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.wire.errors import Internal
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.wire.errors import Internal
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests import disk_faults

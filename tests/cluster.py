@@ -23,8 +23,8 @@ from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
-from services.common.security.credentials import VARIABLE, connect
-from services.common.security.keys.folder import Keys
+from quartet.security.credentials import VARIABLE, connect
+from quartet.security.keys.folder import Keys
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from tests import preloaded

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protos import common_pb2
-from services.common.wire.codec import Ints
+from quartet.wire.codec import Ints
 from services.rollout.sample import Sample, Sampling
 from tests.preloaded import program
 from tests.pushing import EngineHost, Phases

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.deployment.file import Deployment
-from services.common.security.keys.folder import Keys
+from quartet.security.keys.folder import Keys
 from services.critic.config import CriticConfig
 
 

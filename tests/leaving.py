@@ -8,8 +8,8 @@ import grpc
 
 from protos import rollout_pb2
 from protos.rollout_pb2_grpc import RolloutStub
-from services.common.wire.client import OPTIONS, Metadata
-from services.common.wire.codec import Ints, pack_sequences
+from quartet.wire.client import OPTIONS, Metadata
+from quartet.wire.codec import Ints, pack_sequences
 
 TOGETHER = 16
 """Streams that are open at a time."""

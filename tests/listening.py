@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.common.wire.codec import Ints
+from quartet.wire.codec import Ints
 from services.rollout.client import RolloutClient
 from services.rollout.sample import Sample, Sampling
 

@@ -13,10 +13,10 @@ import torch
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.receiver import Joining
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import Unavailable
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.receiver import Joining
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import Unavailable
 from services.rollout.fanout import reports_of
 from services.rollout.member import WeightMember
 from tests.carried import place, receiver_for

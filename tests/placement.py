@@ -29,7 +29,7 @@ class Process:
     def sees(self) -> tuple[str | None, bool]:
         """CUDA_VISIBLE_DEVICES, and whether the services would compute on a GPU here, if there was one."""
         # Here and not above: the others need no torch, and are up seconds sooner.
-        from services.common.models.device import may_use_gpus
+        from quartet.models.device import may_use_gpus
 
         # In a thread, as a critic's only rank asks.
         with ThreadPoolExecutor(1) as threads:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from services.common.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats, Ints
 from tests.models import REWARD_MEAN, REWARD_STD, WORDS
 
 

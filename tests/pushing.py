@@ -12,10 +12,10 @@ from orchestrator.push.pusher import PushReport, WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.probe import probe_sequences
-from services.common.wire.codec import Floats, Ints
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.place import Place
+from quartet.weight_transfer.probe import probe_sequences
+from quartet.wire.codec import Floats, Ints
 from services.critic.client import CriticClient
 from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from services.common.models.sequences import PairTensors
+from quartet.models.sequences import PairTensors
 
 
 def response_logits(model: Any, pairs: PairTensors) -> torch.Tensor:

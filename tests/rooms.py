@@ -5,8 +5,8 @@ A room is a package. The docstring of its `__init__.py` ends with two sentences,
     May import config and tracing. commands and loop import it.
 
 Names are those beside the room: its siblings, then its parent's, up to the top-level packages. `nothing`, `all` and
-`all but ...` may stand for names, and within services/ `services` for the four of them. A room may import all and use
-few; where `all` import it, each of its siblings does. Every room may import protos.
+`all but ...` may stand for names. A room may import all and use few; where `all` import it, each of its siblings
+does. Every room may import protos.
 """
 
 import ast
@@ -19,7 +19,6 @@ from typing import Self
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, output
 
-SERVICES = frozenset({"critic", "reference", "reward", "rollout"})
 _IMPORTS = re.compile(r"May import (.+?)[.;:]\s", re.DOTALL)
 _IMPORTED = re.compile(r"\.\s+([^.]+?) imports? it\b", re.DOTALL)
 _FILLING = {"and", "the", "of"}
@@ -48,9 +47,7 @@ class Names:
         if self.others:
             missing = siblings - self.excepted - actual
             return sorted(actual & self.excepted) + [f"{name} (not needed)" for name in sorted(missing)]
-        allowed = self.named | (SERVICES if "services" in self.named else frozenset())
-        missing = self.named - actual - ({"services"} if actual & SERVICES else frozenset())
-        return sorted(actual - allowed) + [f"{name} (not needed)" for name in sorted(missing)]
+        return sorted(actual - self.named) + [f"{name} (not needed)" for name in sorted(self.named - actual)]
 
 
 def name_beside(room: str, module: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from services.common.wire.pairs import Pair
+from quartet.wire.pairs import Pair
 
 
 def words(pairs: Sequence[Pair]) -> list[float]:

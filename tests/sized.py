@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from services.common.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats, Ints
 
 VOCABULARY, HIDDEN = 8000, 1024
 MAX_LENGTH = 128

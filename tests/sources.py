@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.memory.device_memory import Cuda
-from services.common.weight_transfer.place import Place
-from services.common.wire.errors import Internal
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.memory.device_memory import Cuda
+from quartet.weight_transfer.place import Place
+from quartet.wire.errors import Internal
 from tests.carried import place, sender_for
 
 HOST = "127.0.0.1"

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from services.common.folders import replace_file
+from quartet.folders import replace_file
 
 PROMPT, RESPONSE = 8, 16
 """Tokens of each prompt and of each response."""

@@ -14,10 +14,10 @@ from ray import serve
 
 from benchmarks.emulated.pace import CHECKSUM, PROMPT, RESPONSE, VOCABULARY, Pace
 from protos import reward_pb2
-from services.common.ranks.group import RankGroup
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place
-from services.common.wire.codec import Floats, Ints
+from quartet.ranks.group import RankGroup
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place
+from quartet.wire.codec import Floats, Ints
 from services.critic.config import CriticConfig
 from services.critic.replica import Critic
 from services.critic.trainer import CriticTrainer
@@ -218,7 +218,7 @@ class EmulatedRank:
 
 async def start_engine(sleep: Sleep, config: RolloutConfig) -> Engine:
     """The engine of a rollout replica."""
-    from services.common.models.loading import load_tokenizer
+    from quartet.models.loading import load_tokenizer
 
     return EmulatedEngine(sleep, load_tokenizer(config.model))
 

@@ -28,8 +28,8 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place
 
 WEIGHTS = Manifest(("weight",), ("float32",), ((1,),), 4)
 """Manifest of a push, of a single number."""

@@ -63,7 +63,7 @@ def main(
 
 async def one(given: str, size: str, prompts: str, prompt: str, new: str, device: str) -> None:
     """In a process of its own: one engine's figures."""
-    from services.common.models.loading import load_causal
+    from quartet.models.loading import load_causal
     from services.rollout.config import RolloutConfig
     from services.rollout.sample import Sampling
     from services.rollout.vllm.engine import VLLMEngine
@@ -98,8 +98,8 @@ def mismatch(
 ) -> float:
     """Mean difference between the engine's log-probs of response tokens and those of transformers' model, over the
     first `vocabulary` rows of its head."""
-    from services.common.models.distribution import Distribution
-    from services.common.models.sequences import pad_pairs
+    from quartet.models.distribution import Distribution
+    from quartet.models.sequences import pad_pairs
 
     pairs = pad_pairs(prompts, responses, where)
     with torch.no_grad():
@@ -123,8 +123,8 @@ def _free(where: torch.device) -> float:
 
 async def pushed(engine: Any, model: Any, backend: str = "ipc", rounds: int = 1) -> tuple[float, float]:
     """Median seconds of a push, the learner's gathering included, and of its commit, after one that warms up."""
-    from services.common.weight_transfer.manifest import Manifest
-    from services.common.weight_transfer.sender import make_sender
+    from quartet.weight_transfer.manifest import Manifest
+    from quartet.weight_transfer.sender import make_sender
 
     manifest = Manifest.of(dict(model.named_parameters()), 256 << 20)
     sender = make_sender(backend, manifest, host="127.0.0.1", stall_s=60.0)

@@ -13,8 +13,8 @@ import typer
 from torch import nn
 
 from benchmarks.gpu.results import Cell, Results, seconds, wait
-from services.common.models import numerics
-from services.common.models.attention.packed import Lengths, packed_attention
+from quartet.models import numerics
+from quartet.models.attention.packed import Lengths, packed_attention
 
 HEADS, GROUPS, WIDTH = 12, 2, 128
 """Attention sizes of a model of 1.5B parameters."""

@@ -12,10 +12,10 @@ import torch
 import typer
 
 from benchmarks.gpu.results import Cell, Results, seconds
-from services.common.models.device import gpu_uuid
-from services.common.weight_transfer.memory.buckets import digest
-from services.common.weight_transfer.memory.pinning import pin
-from services.common.weight_transfer.place import has_room, machine
+from quartet.models.device import gpu_uuid
+from quartet.weight_transfer.memory.buckets import digest
+from quartet.weight_transfer.memory.pinning import pin
+from quartet.weight_transfer.place import has_room, machine
 
 
 def main(

@@ -56,7 +56,7 @@ def main(
 
 def print_side(side: str, folder: str, size: str, rounds: str, device: str, dtype: str) -> None:
     """In a process of its own: the figures of one side."""
-    from services.common.models.loading import load_causal
+    from quartet.models.loading import load_causal
     from services.rollout.config import RolloutConfig
 
     where = torch.device(device)

@@ -27,11 +27,11 @@ from benchmarks.gpu.results import Cell, Results, alone, seconds
 from orchestrator.algorithm.loss import importance_weights, policy_loss
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal
-from services.common.models.numerics import logprobs_of, masked_sum
-from services.common.models.sequences import PairTensors, concatenate_pairs
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal
+from quartet.models.numerics import logprobs_of, masked_sum
+from quartet.models.sequences import PairTensors, concatenate_pairs
 from tests.response_logits import response_logits
 
 MODULE = "benchmarks.gpu.training"
@@ -169,7 +169,7 @@ def print_side(name: str, folder: str, size: str, tokens: str, length: str, devi
 
 def operations(size: str, lengths: list[int]) -> float:
     """Operations of forward and backward pass, without recomputation."""
-    from services.common.models.size import ModelSize
+    from quartet.models.size import ModelSize
 
     model = ModelSize.of(shape(size))
     attention = sum(6 * model.layers * model.hidden * length**2 for length in lengths)

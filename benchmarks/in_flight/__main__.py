@@ -37,7 +37,7 @@ from rich.table import Table
 from benchmarks.in_flight.replica import Replica
 from benchmarks.in_flight.weights import Distances, Weights
 from orchestrator.push.pusher import WeightPusher
-from services.common.wire.codec import Ints
+from quartet.wire.codec import Ints
 from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.models import MAX_LENGTH, make_policy

@@ -5,8 +5,8 @@ import time
 import numpy as np
 
 from protos import rollout_pb2 as pb
-from services.common.wire.codec import Ints
-from services.common.wire.errors import Unavailable
+from quartet.wire.codec import Ints
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Part, Sample, Sampling, following
 from tests.pushing import EngineHost, Phases
 

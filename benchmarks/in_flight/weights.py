@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.common.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats, Ints
 from services.rollout.sample import Sample
 from tests import plain
 

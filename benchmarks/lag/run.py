@@ -20,8 +20,8 @@ from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import PolicyConfig
-from services.common.models.distribution import Distribution
+from quartet.config.learner import PolicyConfig
+from quartet.models.distribution import Distribution
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.common.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats, Ints
 from services.rollout.sample import FinishReason, Sample
 
 VOCABULARY, END = 32, 2

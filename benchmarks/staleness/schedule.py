@@ -26,7 +26,7 @@ from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
-from services.common.wire.errors import Unavailable, leaves
+from quartet.wire.errors import Unavailable, leaves
 
 STEPS = 10
 

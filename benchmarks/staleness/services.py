@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.push.pusher import PushReport
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from services.critic.client import Values
 from services.reward.client import Scores
 from services.rollout.sample import FinishReason, Sample

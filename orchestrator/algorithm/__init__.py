@@ -1,4 +1,4 @@
 """PPO's arithmetic as pure functions: KL, rewards, advantages, loss. No I/O, no state.
 
-May import services. loop and policy import it.
+May import quartet. loop and policy import it.
 """

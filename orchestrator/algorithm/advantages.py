@@ -9,7 +9,7 @@ token t everywhere: logprobs[:, t] = log pi(y_t | prefix), values[:, t] = V(pref
 import torch
 from torch import Tensor
 
-from services.common.models.numerics import VARIANCE_EPS, check_masked, masked_mean, masked_var
+from quartet.models.numerics import VARIANCE_EPS, check_masked, masked_mean, masked_var
 
 
 def gae(

@@ -13,7 +13,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from services.common.models.numerics import check_masked
+from quartet.models.numerics import check_masked
 
 KLKind = Literal["k1", "k2", "k3"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithm.kl import LOG_RATIO_LIMIT, kl_estimate
-from services.common.models.numerics import check_masked, masked_mean, partial_mean
+from quartet.models.numerics import check_masked, masked_mean, partial_mean
 
 
 def ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:

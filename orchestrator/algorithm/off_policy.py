@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orchestrator.algorithm.kl import kl_estimate
 from orchestrator.algorithm.loss import PolicyLoss, importance_weights, ratio
-from services.common.models.numerics import check_masked, masked_mean, partial_mean
+from quartet.models.numerics import check_masked, masked_mean, partial_mean
 
 Correction = Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"]
 BANDS: dict[str, tuple[float, float]] = {"icepop": (0.5, 5.0), "geometric": (0.99, 1.01), "dis": (0.2, 4.0)}

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from services.common.models.numerics import VARIANCE_EPS, check_masked
+from quartet.models.numerics import VARIANCE_EPS, check_masked
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, clip: float | None) -> Tensor:

@@ -16,10 +16,10 @@ from orchestrator.loop.checkpoint_folder import Checkpoint, latest
 from orchestrator.loop.identities import PartIdentity, changes, identities
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.metrics import FILE, read_metrics
-from services.common.config.base import ConfigError, read_yaml
-from services.common.config.learner import PolicyConfig
-from services.common.learner.layout import LAYOUT, Layout
-from services.common.wire.errors import InvalidArgument, leaves
+from quartet.config.base import ConfigError, read_yaml
+from quartet.config.learner import PolicyConfig
+from quartet.learner.layout import LAYOUT, Layout
+from quartet.wire.errors import InvalidArgument, leaves
 
 CRITIC = "critic.model"
 """Place of the critic's model among the services' identities."""

@@ -29,12 +29,12 @@ from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.policy.sampled import sampled_from
-from services.common.config.base import ConfigError
-from services.common.models.loading import load_tokenizer
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import Ints
-from services.common.wire.errors import DeadlineExceeded, Internal
-from services.common.wire.identity import tokenizer_hash
+from quartet.config.base import ConfigError
+from quartet.models.loading import load_tokenizer
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import Ints
+from quartet.wire.errors import DeadlineExceeded, Internal
+from quartet.wire.identity import tokenizer_hash
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import pack_request, unpack_samples
 from services.rollout.sample import Sample, Sampling

@@ -15,9 +15,9 @@ import psutil
 
 from orchestrator.deployment import processes
 from orchestrator.deployment.cluster import Cluster, running
-from services.common.ranks.ranks import Rank
-from services.common.ranks.stopped import stopped_again
-from services.common.weight_transfer.registry import Registry
+from quartet.ranks.ranks import Rank
+from quartet.ranks.stopped import stopped_again
+from quartet.weight_transfer.registry import Registry
 
 log = logging.getLogger("quartet")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from services.common.config.base import ConfigError
-from services.common.security.identity import Role
-from services.common.security.keys.folder import Keys
+from quartet.config.base import ConfigError
+from quartet.security.identity import Role
+from quartet.security.keys.folder import Keys
 
 
 def make_keys(

@@ -12,7 +12,7 @@ from orchestrator.clients import Services
 from orchestrator.commands.patience import Patience
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import LeaseLost, ServiceError
+from quartet.wire.errors import LeaseLost, ServiceError
 
 log = logging.getLogger("quartet")
 

@@ -10,8 +10,8 @@ from orchestrator.clients import Infos, Services
 from orchestrator.commands.restarts import RECOVERABLE
 from orchestrator.deployment.cluster import Cluster, applications, running
 from orchestrator.deployment.file import Deployment
-from services.common.wire.backoff import Backoff, Deadline
-from services.common.wire.errors import LeaseLost, Unavailable, leaves
+from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.errors import LeaseLost, Unavailable, leaves
 
 Answer = TypeVar("Answer")
 

@@ -2,7 +2,7 @@
 
 from orchestrator.learners.learner import LOSSES
 from orchestrator.push.pusher import PushFailed
-from services.common.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves
+from quartet.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves
 
 RECOVERABLE = (*LOSSES, Unavailable, DeadlineExceeded, PushFailed, OffTimeline)
 """Errors that new learners and a first push to all replicas may mend. A push also fails where the learner's sender

@@ -10,9 +10,9 @@ from typing import Any
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.lock import held
 from orchestrator.monitoring.metrics import CHECKPOINTS
-from services.common.config.base import ConfigError
-from services.common.config.explain import shown
-from services.common.folders import replace_file, unusable
+from quartet.config.base import ConfigError
+from quartet.config.explain import shown
+from quartet.folders import replace_file, unusable
 
 RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""

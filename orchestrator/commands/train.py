@@ -50,9 +50,9 @@ from orchestrator.tracing.file import TraceFile
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
-from services.common.config.base import ConfigError
-from services.common.wire.callers import Purpose
-from services.common.wire.errors import ResourceExhausted
+from quartet.config.base import ConfigError
+from quartet.wire.callers import Purpose
+from quartet.wire.errors import ResourceExhausted
 
 RUNS = Path("runs")
 

@@ -13,10 +13,10 @@ from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
 from orchestrator.deployment.redeployment import changes, kept
-from services.common.config.base import ConfigError
-from services.common.security import local
-from services.common.security.credentials import VARIABLE as CREDENTIALS
-from services.common.security.port import on_loopback
+from quartet.config.base import ConfigError
+from quartet.security import local
+from quartet.security.credentials import VARIABLE as CREDENTIALS
+from quartet.security.port import on_loopback
 
 _MEANWHILE = (
     "it waits for restarted replicas, goes back to its last checkpoint if the critic is among them, and ends "

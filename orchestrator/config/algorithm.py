@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from services.common.config.base import Config, Count, Fraction
+from quartet.config.base import Config, Count, Fraction
 
 CLIP_EPS, IMPORTANCE_CAP = 0.2, 2.0
 """Defaults of PPOConfig.clip_eps_low and clip_eps_high, and of importance_cap."""

@@ -2,7 +2,7 @@
 
 from pydantic import NonNegativeInt
 
-from services.common.config.base import Config, Count, Seconds
+from quartet.config.base import Config, Count, Seconds
 
 
 class CheckpointConfig(Config):

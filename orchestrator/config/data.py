@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from services.common.config.base import Config, Count
+from quartet.config.base import Config, Count
 from services.rollout.sample import MOST_STOPS
 
 EVAL = "eval"

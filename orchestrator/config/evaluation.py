@@ -2,7 +2,7 @@
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from services.common.config.base import Config, Count, Seconds
+from quartet.config.base import Config, Count, Seconds
 
 
 class EvaluationConfig(Config):

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from services.common.config.base import Config, Count
+from quartet.config.base import Config, Count
 
 
 class LoopConfig(Config):

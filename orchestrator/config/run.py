@@ -12,8 +12,8 @@ from orchestrator.config.evaluation import EvaluationConfig
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
 from orchestrator.config.weights import WeightsConfig
-from services.common.config.base import Config, Count, Seconds, matching
-from services.common.config.learner import PolicyConfig
+from quartet.config.base import Config, Count, Seconds, matching
+from quartet.config.learner import PolicyConfig
 
 
 class TimeoutsConfig(Config):

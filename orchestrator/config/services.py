@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from services.common.config.base import LAST_PORT, Config, matching
+from quartet.config.base import LAST_PORT, Config, matching
 
 
 def _port_in_range(target: str) -> str:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from services.common.config.base import Config, Count, Seconds
+from quartet.config.base import Config, Count, Seconds
 
 
 class WeightsConfig(Config):

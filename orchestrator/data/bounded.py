@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from services.common.config.base import GIB, ConfigError
+from quartet.config.base import GIB, ConfigError
 
 _LENGTH = struct.Struct("!Q")
 _READ = 1 << 20

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from orchestrator.config.data import DataConfig
 from orchestrator.data.rendering import render
 from orchestrator.data.tables import Table, open_split
-from services.common.config.base import ConfigError
-from services.common.models.reading import reading
-from services.common.wire.codec import Ints
+from quartet.config.base import ConfigError
+from quartet.models.reading import reading
+from quartet.wire.codec import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchestrator.data.bounded import bounded
-from services.common.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, MIB, ConfigError
 
 MEMORY = GIB
 """Bytes that rendering may take, beyond eight times the characters of the messages."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.data.bounded import bounded
-from services.common.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, MIB, ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 LEAST_MEMORY, EXPANSION = GIB, 64

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.config.base import Config, ConfigError
-from services.common.config.explain import shown
+from quartet.config.base import Config, ConfigError
+from quartet.config.explain import shown
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig

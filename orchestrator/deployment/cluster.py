@@ -20,7 +20,7 @@ from orchestrator.deployment.head import Ports, last_words, launch
 from orchestrator.deployment.head_record import HeadRecord
 from orchestrator.deployment.listeners import PortError, check_closed
 from orchestrator.deployment.lock import held
-from services.common.security import local
+from quartet.security import local
 
 STATE = Path(".quartet/ray.json")
 TOKEN = "token"

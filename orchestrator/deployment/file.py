@@ -11,9 +11,9 @@ from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications, guarded
 from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
-from services.common.config.base import LAST_PORT, Config, ConfigError, read_yaml
-from services.common.config.explain import shown, unknown
-from services.common.security.port import Port, SecurityConfig
+from quartet.config.base import LAST_PORT, Config, ConfigError, read_yaml
+from quartet.config.explain import shown, unknown
+from quartet.security.port import Port, SecurityConfig
 
 SERVE_KEYS = {
     "proxy_location",
@@ -184,7 +184,7 @@ def _wrong_ports(raw: Mapping[str, Any], path: str | Path) -> list[str]:
 def _wrong_for_serve(raw: Mapping[str, Any], problems: list[str]) -> list[str]:
     """Fields that Serve would refuse or ignore, without those that `problems` names already."""
     # Imported here because loading Ray Serve takes two seconds, which `train` need not wait.
-    from services.common.config import serve as serve_sections
+    from quartet.config import serve as serve_sections
 
     told = "\n".join(problems)
     refused = serve_sections.problems({key: value for key, value in raw.items() if key in SERVE_KEYS})

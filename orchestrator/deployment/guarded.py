@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.deployment.applications import Application, service_of
-from services.common.config.explain import shown
-from services.common.security.port import GUARD, on_loopback
+from quartet.config.explain import shown
+from quartet.security.port import GUARD, on_loopback
 
 _FUNCTIONS = "grpc_options.grpc_servicer_functions"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.privacy import compiled_folder, without_token
-from services.common.config.functions import VARIABLE as FUNCTIONS
-from services.common.security.file_limit import raise_file_limit
-from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
+from quartet.config.functions import VARIABLE as FUNCTIONS
+from quartet.security.file_limit import raise_file_limit
+from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

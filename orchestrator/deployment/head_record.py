@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from services.common.config.base import LAST_PORT, Config, ConfigError
-from services.common.folders import write_private
+from quartet.config.base import LAST_PORT, Config, ConfigError
+from quartet.folders import write_private
 
 _Port = Annotated[int, Field(ge=1, le=LAST_PORT)]
 

@@ -21,12 +21,12 @@ from orchestrator.deployment.memory import (
     replicas,
     service_bytes,
 )
-from services.common.config.base import GIB, Config
-from services.common.config.learner import LearnerConfig
-from services.common.learner import host_memory
-from services.common.learner.memory import learner_bytes
-from services.common.models.device import VISIBLE
-from services.common.models.size import BYTES, ModelSize
+from quartet.config.base import GIB, Config
+from quartet.config.learner import LearnerConfig
+from quartet.learner import host_memory
+from quartet.learner.memory import learner_bytes
+from quartet.models.device import VISIBLE
+from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig

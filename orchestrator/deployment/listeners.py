@@ -13,7 +13,7 @@ GIVEN = range(20_000, 32_768)
 """Ports to choose from: below those that Linux gives to processes that ask for any (net.ipv4.ip_local_port_range)."""
 _ADVICE = (
     "Have it listen on 127.0.0.1: Serve's HTTP port by http_options.host, a function of your own by the address that "
-    "it binds, replicas of an application of your own by prepare_replica() of services.common.serving."
+    "it binds, replicas of an application of your own by prepare_replica() of quartet.serving."
     "replica_process in their constructor. Only the gRPC port may be open to other machines, by security.host with a "
     "policy"
 )

@@ -1,6 +1,6 @@
 """Sums of the GPU memory that a deploy file needs, per process, so that a file that cannot fit is refused early.
 
-Those of learners follow what torch and DeepSpeed allocate within a tenth (services/common/learner/memory.py);
+Those of learners follow what torch and DeepSpeed allocate within a tenth (quartet/learner/memory.py);
 libraries and communicators are estimates, rather high than low.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import GIB, Config
-from services.common.config.frozen import FrozenConfig
-from services.common.config.learner import LearnerConfig
-from services.common.learner.memory import learner_bytes, tile_bytes
-from services.common.models.size import BYTES, ModelSize
+from quartet.config.base import GIB, Config
+from quartet.config.frozen import FrozenConfig
+from quartet.config.learner import LearnerConfig
+from quartet.learner.memory import learner_bytes, tile_bytes
+from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import BlendScorerConfig, ModelScorerConfig, RewardConfig, ScorerConfig

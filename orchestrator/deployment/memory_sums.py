@@ -8,8 +8,8 @@ from typing import Any
 
 from orchestrator.deployment import host_memory, memory
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import GIB
-from services.common.models.size import ModelSize
+from quartet.config.base import GIB
+from quartet.models.size import ModelSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import services
 
-OURS = ("orchestrator", "protos", "recipes", "services")
+OURS = ("orchestrator", "protos", "quartet", "recipes", "services")
 """Quartet's packages, which lie beside each other."""
 _HOME = Path(services.__file__).resolve().parents[1]
 _UNUSED = frozenset({"benchmarks", "docs", "examples", "scripts", "test", "tests"})

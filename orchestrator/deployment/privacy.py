@@ -8,9 +8,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from services.common.config.base import ConfigError
-from services.common.folders import write_private
-from services.common.security.port import REPLICA_HOST_VARIABLE
+from quartet.config.base import ConfigError
+from quartet.folders import write_private
+from quartet.security.port import REPLICA_HOST_VARIABLE
 
 LONGEST_FOLDER = 38
 """Most bytes of the path of a folder for Ray's sockets: a socket's path may have 107, of which Ray needs 69."""

@@ -14,10 +14,10 @@ from typing import Any
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory import footprints, shortage
-from services.common.config.base import GIB
-from services.common.config.learner import LearnerConfig
-from services.common.models.device import VISIBLE
-from services.common.models.size import ModelSize
+from quartet.config.base import GIB
+from quartet.config.learner import LearnerConfig
+from quartet.models.device import VISIBLE
+from quartet.models.size import ModelSize
 from services.critic.config import CriticConfig
 
 POLICY = "orchestrator.policy"

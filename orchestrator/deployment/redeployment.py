@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.deployment.applications import Application, service_of
-from services.common.config.explain import shown
+from quartet.config.explain import shown
 from services.critic.config import CriticConfig
 
 
@@ -88,7 +88,7 @@ def kept(running: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
 
 def _changes(name: str, described: Mapping[str, Any], deployed: Application, section: Application) -> list[Change]:
     # Imported here because it loads Ray Serve, which takes seconds.
-    from services.common.config.restarts import restarting
+    from quartet.config.restarts import restarting
 
     keys = restarting(deployed, section)
     if keys:

@@ -12,7 +12,7 @@ from orchestrator.deployment.applications import failure_of, hindrance, status_o
 from orchestrator.deployment.cluster import Cluster, ClusterError, Say, applications, ask
 from orchestrator.deployment.file import SERVE_KEYS
 from orchestrator.deployment.redeployment import scalable
-from services.common.config.base import read_yaml
+from quartet.config.base import read_yaml
 
 _DEPLOY_S = 300
 _LOOK_EVERY_S = 0.5

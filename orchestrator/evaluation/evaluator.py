@@ -12,8 +12,8 @@ from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Experience
 from orchestrator.experience.requests import SampleRequest
-from services.common.wire.codec import Ints
-from services.common.wire.pairs import Pair
+from quartet.wire.codec import Ints
+from quartet.wire.pairs import Pair
 
 
 class Evaluator:

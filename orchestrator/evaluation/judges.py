@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from services.common.config.base import ConfigError
-from services.common.wire.pairs import Pair
+from quartet.config.base import ConfigError
+from quartet.wire.pairs import Pair
 
 Judge = Callable[[Sequence[Pair]], Sequence[float]]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.monitoring.jsonl import parse_object
-from services.common.config.base import ConfigError
-from services.common.config.explain import shown
+from quartet.config.base import ConfigError
+from quartet.config.explain import shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
-from services.common.config.base import ConfigError
-from services.common.wire.codec import Floats
-from services.common.wire.errors import DeadlineExceeded, InvalidReply
+from quartet.config.base import ConfigError
+from quartet.wire.codec import Floats
+from quartet.wire.errors import DeadlineExceeded, InvalidReply
 from services.reward.client import Scores
 from services.rollout.sample import Sample
 

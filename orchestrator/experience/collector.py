@@ -25,8 +25,8 @@ from orchestrator.experience.scoring.beginnings import Beginnings
 from orchestrator.experience.scoring.pairs import Pairs
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
-from services.common.wire.codec import Floats
-from services.common.wire.ragged import Ragged
+from quartet.wire.codec import Floats
+from quartet.wire.ragged import Ragged
 from services.rollout.sample import OnParts, Sample, Sampling
 
 SCORING = "timeouts.score_s"

@@ -10,7 +10,7 @@ import numpy as np
 
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.scoring.pairs import Pairs
-from services.common.wire.codec import Floats
+from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 
 

@@ -19,9 +19,9 @@ from orchestrator.data.prompts import Prompt
 from orchestrator.experience.checks import first_not_finite
 from orchestrator.experience.experience import Collected, Experience
 from protos import rollout_pb2 as pb
-from services.common.folders import replace_file
-from services.common.wire.codec import Floats
-from services.common.wire.errors import InvalidArgument
+from quartet.folders import replace_file
+from quartet.wire.codec import Floats
+from quartet.wire.errors import InvalidArgument
 from services.rollout.sample import Sample
 
 FORMAT = 4

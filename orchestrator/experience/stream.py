@@ -13,7 +13,7 @@ from orchestrator.experience.experience import Collected, Finished
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
-from services.common.wire.errors import DeadlineExceeded
+from quartet.wire.errors import DeadlineExceeded
 
 
 class Stream:

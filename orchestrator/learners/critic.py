@@ -4,7 +4,7 @@ from pathlib import Path
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.learners.learner import Update
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from services.critic.client import CriticClient
 
 

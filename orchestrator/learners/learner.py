@@ -7,7 +7,7 @@ from typing import Protocol
 
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.wire.codec import Floats
+from quartet.wire.codec import Floats
 from services.critic.client import CriticReset
 
 LOSSES = (PolicyError, CriticReset)

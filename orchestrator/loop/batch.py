@@ -10,10 +10,10 @@ from torch import Tensor
 
 from orchestrator.experience.experience import Collected, Experience
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.models.numerics import response_mask
-from services.common.models.sequences import pad_rows
-from services.common.wire.codec import Bools, Floats
-from services.common.wire.ragged import Ragged
+from quartet.models.numerics import response_mask
+from quartet.models.sequences import pad_rows
+from quartet.wire.codec import Bools, Floats
+from quartet.wire.ragged import Ragged
 
 
 @dataclass(frozen=True)

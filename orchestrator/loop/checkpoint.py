@@ -15,9 +15,9 @@ from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.learners.learner import LOSSES, Learner
 from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, latest, number
 from orchestrator.loop.state import TrainState
-from services.common.folders import make, remove, rename, write
-from services.common.learner.layout import LAYOUT
-from services.common.wire.errors import ServiceError
+from quartet.folders import make, remove, rename, write
+from quartet.learner.layout import LAYOUT
+from quartet.wire.errors import ServiceError
 
 
 class Checkpoints:

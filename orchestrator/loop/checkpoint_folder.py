@@ -6,8 +6,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from orchestrator.loop.state import TrainState
-from services.common.config.base import ConfigError
-from services.common.folders import remove
+from quartet.config.base import ConfigError
+from quartet.folders import remove
 
 STATE = "state.json"
 PREFIX = "step-"

@@ -13,8 +13,8 @@ from orchestrator.algorithm.off_policy import measures
 from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.loop.batch import Batch
-from services.common.models.numerics import explained_variance, masked_mean
-from services.common.wire.codec import Floats
+from quartet.models.numerics import explained_variance, masked_mean
+from quartet.wire.codec import Floats
 
 KLController = FixedKL | AdaptiveKL
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from orchestrator.clients import Infos
 from protos import reward_pb2
-from services.common.config.base import Config
+from quartet.config.base import Config
 
 SHOWN_DIGITS = 12
 """Characters of a hash in a message."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.experience.requests import Used
 from orchestrator.loop.identities import PartIdentity
-from services.common.config.base import Config
+from quartet.config.base import Config
 
 
 class TrainState(Config):

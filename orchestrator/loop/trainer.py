@@ -29,8 +29,8 @@ from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import NotFinite
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import NotFinite
 
 SKIPPED = "skipped_in_a_row"
 """Metric of each learner with the number of its skipped optimizer steps in a row."""

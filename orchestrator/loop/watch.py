@@ -9,9 +9,9 @@ from pathlib import Path
 
 from orchestrator.clients import Services
 from orchestrator.loop.identities import PartIdentity, changes, identities
-from services.common.config.base import ConfigError
-from services.common.security.credentials import Life, life
-from services.common.wire.errors import ServiceError, leaves
+from quartet.config.base import ConfigError
+from quartet.security.credentials import Life, life
+from quartet.wire.errors import ServiceError, leaves
 
 CERTIFICATES_S = 1800.0
 """Seconds between two checks of the certificates."""

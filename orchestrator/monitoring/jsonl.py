@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 _DIGITS = 16
 """Most digits of a whole number; a double holds that many exactly."""

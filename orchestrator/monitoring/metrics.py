@@ -20,9 +20,9 @@ import yaml
 
 from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.jsonl import parse_object
-from services.common.config.base import ConfigError
-from services.common.config.explain import shown
-from services.common.folders import replace_file
+from quartet.config.base import ConfigError
+from quartet.config.explain import shown
+from quartet.folders import replace_file
 
 FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"

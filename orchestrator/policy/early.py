@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.ragged import Ragged
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.ragged import Ragged
 
 
 class LogprobSource(Protocol):

@@ -10,14 +10,14 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.sending import WeightSending
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.learner.learner import Snapshots
-from services.common.models.distribution import Distribution
-from services.common.ranks.group import RankGroup, RanksLost
-from services.common.ranks.ray_rank import ray_ranks
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.place import Place
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
+from quartet.learner.learner import Snapshots
+from quartet.models.distribution import Distribution
+from quartet.ranks.group import RankGroup, RanksLost
+from quartet.ranks.ray_rank import ray_ranks
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.place import Place
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")

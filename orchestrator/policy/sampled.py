@@ -3,9 +3,9 @@
 from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
-from services.common.models.distribution import Distribution, end_ids
-from services.common.models.loading import load_tokenizer
-from services.common.wire.identity import vocabulary_size
+from quartet.models.distribution import Distribution, end_ids
+from quartet.models.loading import load_tokenizer
+from quartet.wire.identity import vocabulary_size
 
 
 def sampled_from(config: OrchestratorConfig, tokenizer: Any = None) -> Distribution:

@@ -1,10 +1,10 @@
 """Sends the policy's weights, on the ranks of its learner."""
 
-from services.common.learner.learner import RankLearner
-from services.common.models.device import gpu_uuid
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place, has_room, machine
-from services.common.weight_transfer.sender import Sender, make_sender
+from quartet.learner.learner import RankLearner
+from quartet.models.device import gpu_uuid
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place, has_room, machine
+from quartet.weight_transfer.sender import Sender, make_sender
 
 
 class WeightSending:

@@ -11,18 +11,18 @@ from orchestrator.algorithm.loss import PolicyLoss, policy_loss
 from orchestrator.algorithm.off_policy import correction_weights, dis_loss, segments_of
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.sending import WeightSending
-from services.common.config.learner import PolicyConfig
-from services.common.learner.learner import RankLearner, Snapshots
-from services.common.learner.lora import add_adapters
-from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
-from services.common.learner.shards import Pass
-from services.common.models.background import in_background
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal, load_tokenizer
-from services.common.models.numerics import masked_sum
-from services.common.models.sequences import PairTensors
-from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Bools, Floats, Ints
+from quartet.config.learner import PolicyConfig
+from quartet.learner.learner import RankLearner, Snapshots
+from quartet.learner.lora import add_adapters
+from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
+from quartet.learner.shards import Pass
+from quartet.models.background import in_background
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal, load_tokenizer
+from quartet.models.numerics import masked_sum
+from quartet.models.sequences import PairTensors
+from quartet.ranks.ranks import Ranks
+from quartet.wire.codec import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.source import WeightSource
 from orchestrator.push.transport import choose, hindrance
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.place import Place
+from quartet.weight_transfer.place import Place
 
 log = logging.getLogger("quartet")
 

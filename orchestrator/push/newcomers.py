@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
-from services.common.weight_transfer.registry import (
+from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
     Answer,
@@ -23,7 +23,7 @@ from services.common.weight_transfer.registry import (
     Ticket,
     registry_name,
 )
-from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
+from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 
 log = logging.getLogger("quartet")
 

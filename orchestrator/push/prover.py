@@ -10,9 +10,9 @@ from orchestrator.push.source import both
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.probe import Probe, probe_sequences
-from services.common.wire.codec import Floats, Ints, pack_sequences, split, unpack_floats
-from services.common.wire.errors import ServiceError
+from quartet.weight_transfer.probe import Probe, probe_sequences
+from quartet.wire.codec import Floats, Ints, pack_sequences, split, unpack_floats
+from quartet.wire.errors import ServiceError
 
 log = logging.getLogger("quartet")
 

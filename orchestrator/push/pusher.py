@@ -17,8 +17,8 @@ from orchestrator.push.tickets import Delivery, make_ticket
 from orchestrator.push.transport import SHARED_BACKENDS
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.registry import Applicant
-from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
+from quartet.weight_transfer.registry import Applicant
+from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
 log = logging.getLogger("quartet")

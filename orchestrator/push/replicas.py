@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.config.weights import WeightsConfig
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import LeaseLost, ServiceError, Unavailable
+from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
 log = logging.getLogger("quartet")

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from services.common.weight_transfer.place import Place
+from quartet.weight_transfer.place import Place
 
 log = logging.getLogger("quartet")
 

@@ -4,8 +4,8 @@ from typing import Protocol
 
 from orchestrator.push.group import PushGroup
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.probe import Probe
-from services.common.weight_transfer.registry import Ticket
+from quartet.weight_transfer.probe import Probe
+from quartet.weight_transfer.registry import Ticket
 
 
 class Delivery(Protocol):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.common.config.base import ConfigError
-from services.common.weight_transfer.place import Place
+from quartet.config.base import ConfigError
+from quartet.weight_transfer.place import Place
 
 AUTO = "auto"
 SHARED_BACKENDS = ("ipc", "cuda-ipc")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quartet.wire import pairs
 from recipes import common
 from recipes.addition.problems import Problem, split_problems
 from recipes.addition.settings import Settings
 from recipes.common.build import make_once, write_rows
 from recipes.common.stages import Stages
-from services.common.wire import pairs
 
 SOURCES = (Path(__file__).parent, Path(common.__file__).parent, Path(pairs.__file__))
 

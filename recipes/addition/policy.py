@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quartet.wire.pairs import Pair
 from recipes.addition.problems import CHARACTERS, Problem, careless_answer
 from recipes.addition.reward import score
 from recipes.addition.settings import Settings
@@ -15,7 +16,6 @@ from recipes.common.stages import Stages
 from recipes.common.supervised import fine_tune
 from recipes.common.tokenizer import character_tokenizer
 from recipes.common.training import quiet_and_seeded
-from services.common.wire.pairs import Pair
 
 
 def make_policy(

@@ -7,7 +7,7 @@
 
 from collections.abc import Sequence
 
-from services.common.wire.pairs import Pair
+from quartet.wire.pairs import Pair
 
 
 def score(pairs: Sequence[Pair]) -> list[float]:

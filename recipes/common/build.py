@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from quartet.folders import replace_folder
 from recipes.common.stages import Stages
-from services.common.folders import replace_folder
 
 RECORD = "recipe.json"
 

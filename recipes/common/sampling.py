@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quartet.wire.pairs import Pair
 from recipes.common.tokenizer import EOS_ID
-from services.common.wire.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quartet.wire.pairs import Pair
 from recipes.common.batch import pad_right
 from recipes.common.sampling import EncodedPair, encode
 from recipes.common.schedule import Schedule
 from recipes.common.training import fit
-from services.common.wire.pairs import Pair
 
 IGNORED = -100
 """Label of a token that the loss leaves out, by transformers' convention."""

@@ -14,8 +14,8 @@ length limit) and 1/4 when it has fewer than 2 or more than 4 finished sentences
 
 from collections.abc import Sequence
 
+from quartet.wire.pairs import Pair
 from recipes.reviews.grammar import OPINIONS, PRODUCTS, Prompt, Sentence
-from services.common.wire.pairs import Pair
 
 FAULT = 0.25
 BAD_ENDING = 0.5

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quartet.wire import pairs
 from recipes import common
 from recipes.common.build import make_once, write_rows
 from recipes.common.stages import Stages
 from recipes.reviews.grammar import Prompt, split_prompts
 from recipes.reviews.settings import Settings
-from services.common.wire import pairs
 
 SOURCES = (Path(__file__).parent, Path(common.__file__).parent, Path(pairs.__file__))
 

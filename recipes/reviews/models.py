@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from quartet.wire.pairs import Pair
 from recipes.common.llama import MAX_LENGTH, tiny_policy
 from recipes.common.sampling import EncodedPair, sample
 from recipes.common.schedule import Schedule
@@ -19,7 +20,6 @@ from recipes.reviews.grammar import WORDS, Prompt, write_review
 from recipes.reviews.preferences import Preference, collect
 from recipes.reviews.reward_model import reward_model_from, reward_scores, train_reward_model
 from recipes.reviews.settings import Settings
-from services.common.wire.pairs import Pair
 
 
 def make_models(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quartet.wire.pairs import Pair
 from recipes.common.sampling import EncodedPair, encode, sample
 from recipes.reviews import gold
 from recipes.reviews.grammar import Prompt, Style, write_review
 from recipes.reviews.settings import Settings
-from services.common.wire.pairs import Pair
 
 ROUND = 512
 """Prompts answered at a time; small beside the pairs of the demo, since the last round is cut short."""

@@ -1,4 +1,4 @@
 """Critic: values of response tokens, and the training of the model that gives them.
 
-May import common. orchestrator imports it: client and config.
+May import quartet. orchestrator imports it: client and config.
 """

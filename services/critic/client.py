@@ -7,9 +7,9 @@ from typing import Any
 from protos import common_pb2
 from protos import critic_pb2 as pb
 from protos.critic_pb2_grpc import CriticStub
-from services.common.wire.backoff import Backoff, Deadline
-from services.common.wire.client import ServiceClient
-from services.common.wire.codec import (
+from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.client import ServiceClient
+from quartet.wire.codec import (
     Bools,
     Floats,
     Ints,
@@ -21,9 +21,9 @@ from services.common.wire.codec import (
     unpack_longs,
     unpack_metrics,
 )
-from services.common.wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LeaseLost, OffTimeline
-from services.common.wire.replies import finite_metrics, reading
-from services.common.wire.splitting import in_parts, parts, select, some, tokens_of
+from quartet.wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LeaseLost, OffTimeline
+from quartet.wire.replies import finite_metrics, reading
+from quartet.wire.splitting import in_parts, parts, select, some, tokens_of
 
 
 class CriticReset(FailedPrecondition):

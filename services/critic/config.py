@@ -4,8 +4,8 @@ from typing import Self
 
 from pydantic import PositiveFloat, model_validator
 
-from services.common.config.learner import LearnerConfig
-from services.common.config.limits import LimitsConfig
+from quartet.config.learner import LearnerConfig
+from quartet.config.limits import LimitsConfig
 
 
 class CriticConfig(LearnerConfig):

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from protos import common_pb2
-from services.common.learner.layout import LAYOUT, Layout
-from services.common.learner.learner import Snapshots
-from services.common.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
-from services.common.serving.runs.lease import Fence
-from services.common.serving.runs.timeline import Moment
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import FailedPrecondition, Unavailable
+from quartet.learner.layout import LAYOUT, Layout
+from quartet.learner.learner import Snapshots
+from quartet.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
+from quartet.serving.runs.lease import Fence
+from quartet.serving.runs.timeline import Moment
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import FailedPrecondition, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.once import Once
 from services.critic.root import Root
@@ -328,9 +328,9 @@ def ranks_of(config: CriticConfig) -> RankGroup:
     """The critic's ranks, which have no model yet: a single one as a process on the replica's GPU, several as
     actors."""
     if config.ranks == 1:
-        from services.common.ranks.process_rank import ProcessRank
+        from quartet.ranks.process_rank import ProcessRank
 
         return RankGroup("critic", [ProcessRank(config.rank_timeout_s)])
-    from services.common.ranks.ray_rank import ray_ranks
+    from quartet.ranks.ray_rank import ray_ranks
 
     return ray_ranks("critic", config)

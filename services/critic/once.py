@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from services.common.wire.errors import FailedPrecondition
+from quartet.wire.errors import FailedPrecondition
 
 Result = TypeVar("Result")
 

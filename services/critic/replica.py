@@ -12,13 +12,13 @@ from ray.serve.exceptions import RayServeException
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.batcher import Batcher
-from services.common.serving.health import HealthMixin
-from services.common.serving.replica_process import prepare_replica
-from services.common.serving.servicer import translated
-from services.common.serving.share import Share
-from services.common.wire.codec import (
+from quartet.serving.admission import MOST_ONGOING, Admission
+from quartet.serving.batcher import Batcher
+from quartet.serving.health import HealthMixin
+from quartet.serving.replica_process import prepare_replica
+from quartet.serving.servicer import translated
+from quartet.serving.share import Share
+from quartet.wire.codec import (
     Floats,
     Ints,
     PackedPairs,
@@ -26,8 +26,8 @@ from services.common.wire.codec import (
     pack_longs,
     pack_metrics,
 )
-from services.common.wire.errors import InvalidArgument
-from services.common.wire.ragged import Ragged
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.ragged import Ragged
 from services.critic.config import CriticConfig
 from services.critic.staged import BatchPart
 from services.critic.values import ValuesCall
@@ -49,8 +49,8 @@ class Critic(HealthMixin):
     async def __init__(self, config: CriticConfig, start_ranks: Any = None) -> None:  # type: ignore[misc]  # awaited
         """Starts the model. `start_ranks` is for tests; Serve passes None."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.models.loading import load_tokenizer
-        from services.common.wire.identity import describe_model
+        from quartet.models.loading import load_tokenizer
+        from quartet.wire.identity import describe_model
         from services.critic.learner import CriticModel
 
         prepare_replica()

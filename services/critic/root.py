@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.common.wire.errors import InvalidArgument
+from quartet.wire.errors import InvalidArgument
 
 LONGEST_PATH = 1000
 """Most characters of a name, including its folders."""

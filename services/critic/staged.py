@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.config.limits import LimitsConfig
-from services.common.serving.runs.timeline import Moment
-from services.common.wire.codec import Bools, Floats, Ints, PackedPairs, unpack_bools, unpack_finite
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from services.common.wire.ragged import Ragged
+from quartet.config.limits import LimitsConfig
+from quartet.serving.runs.timeline import Moment
+from quartet.wire.codec import Bools, Floats, Ints, PackedPairs, unpack_bools, unpack_finite
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quartet.wire.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from typing import Self
 import numpy as np
 import torch
 
-from services.common.learner.learner import RankLearner, Snapshots
-from services.common.learner.lora import add_adapters
-from services.common.learner.minibatches import Means, minibatches, tokens_trained, weight_of
-from services.common.learner.shards import Pass
-from services.common.models.background import in_background
-from services.common.models.loading import load_tokenizer, max_length
-from services.common.models.numerics import masked_sum, value_loss
-from services.common.models.scalar import VALUE_HEAD, ScalarModel, load_value
-from services.common.models.sequences import PairTensors
-from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Bools, Floats, Ints, split
+from quartet.learner.learner import RankLearner, Snapshots
+from quartet.learner.lora import add_adapters
+from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
+from quartet.learner.shards import Pass
+from quartet.models.background import in_background
+from quartet.models.loading import load_tokenizer, max_length
+from quartet.models.numerics import masked_sum, value_loss
+from quartet.models.scalar import VALUE_HEAD, ScalarModel, load_value
+from quartet.models.sequences import PairTensors
+from quartet.ranks.ranks import Ranks
+from quartet.wire.codec import Bools, Floats, Ints, split
 from services.critic.config import CriticConfig
 from services.critic.staged import BatchPart
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from services.common.serving.token_call import TokenCall
-from services.common.wire.codec import Ints
-from services.common.wire.ragged import Ragged
+from quartet.serving.token_call import TokenCall
+from quartet.wire.codec import Ints
+from quartet.wire.ragged import Ragged
 
 
 class ValuesCall(TokenCall[tuple[Ints, Ints]]):

@@ -1,4 +1,4 @@
 """Reference: log-probs of given responses under a frozen model.
 
-May import common. orchestrator imports it: client and config.
+May import quartet. orchestrator imports it: client and config.
 """

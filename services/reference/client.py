@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from protos import common_pb2
 from protos import reference_pb2 as pb
 from protos.reference_pb2_grpc import ReferenceStub
-from services.common.wire.backoff import Deadline
-from services.common.wire.client import ServiceClient
-from services.common.wire.codec import Floats, Ints, pack_pairs, split, unpack_floats
-from services.common.wire.replies import reading
-from services.common.wire.splitting import in_parts, select, tokens_of
+from quartet.wire.backoff import Deadline
+from quartet.wire.client import ServiceClient
+from quartet.wire.codec import Floats, Ints, pack_pairs, split, unpack_floats
+from quartet.wire.replies import reading
+from quartet.wire.splitting import in_parts, select, tokens_of
 
 
 class ReferenceClient(ServiceClient[ReferenceStub]):

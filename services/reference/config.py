@@ -1,8 +1,8 @@
 """Configuration of the reference service: the `args:` of its application in the YAML file."""
 
-from services.common.config.base import ModelPath
-from services.common.config.frozen import FrozenConfig
-from services.common.config.limits import LimitsConfig
+from quartet.config.base import ModelPath
+from quartet.config.frozen import FrozenConfig
+from quartet.config.limits import LimitsConfig
 
 
 class ReferenceConfig(FrozenConfig):

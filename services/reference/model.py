@@ -7,14 +7,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.common.models.compiled import compile_layers
-from services.common.models.distribution import Distribution
-from services.common.models.frozen_passes import FrozenPasses
-from services.common.models.linear import use_onednn
-from services.common.models.loading import load_causal, max_length
-from services.common.models.offload import Residence
-from services.common.models.sequences import PairTensors
-from services.common.wire.codec import Floats, Ints
+from quartet.models.compiled import compile_layers
+from quartet.models.distribution import Distribution
+from quartet.models.frozen_passes import FrozenPasses
+from quartet.models.linear import use_onednn
+from quartet.models.loading import load_causal, max_length
+from quartet.models.offload import Residence
+from quartet.models.sequences import PairTensors
+from quartet.wire.codec import Floats, Ints
 from services.reference.config import ReferenceConfig
 
 

@@ -12,16 +12,16 @@ from ray import serve
 
 from protos import common_pb2
 from protos import reference_pb2 as pb
-from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.batcher import Batcher
-from services.common.serving.health import HealthMixin
-from services.common.serving.replica_process import prepare_replica
-from services.common.serving.servicer import translated
-from services.common.serving.share import Share
-from services.common.serving.token_call import TokenCall
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import Floats, PackedPairs, pack_floats
-from services.common.wire.errors import InvalidArgument
+from quartet.serving.admission import MOST_ONGOING, Admission
+from quartet.serving.batcher import Batcher
+from quartet.serving.health import HealthMixin
+from quartet.serving.replica_process import prepare_replica
+from quartet.serving.servicer import translated
+from quartet.serving.share import Share
+from quartet.serving.token_call import TokenCall
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import Floats, PackedPairs, pack_floats
+from quartet.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class Reference(HealthMixin):
     def __init__(self, config: ReferenceConfig, load: "Callable[..., Frozen] | None" = None) -> None:
         """Loads the model. `load` takes the place of `FrozenModel`, for a model that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.models.device import default_device, gpu_count, share_cores
-        from services.common.models.distribution import Distribution
-        from services.common.models.loading import load_tokenizer
-        from services.common.wire.identity import describe_model, vocabulary_size
+        from quartet.models.device import default_device, gpu_count, share_cores
+        from quartet.models.distribution import Distribution
+        from quartet.models.loading import load_tokenizer
+        from quartet.wire.identity import describe_model, vocabulary_size
         from services.reference.model import FrozenModel, Question
 
         prepare_replica()

@@ -8,12 +8,12 @@ import numpy as np
 from protos import common_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
-from services.common.wire.backoff import Deadline
-from services.common.wire.client import ServiceClient
-from services.common.wire.codec import Floats, Ints, pack_pairs, unpack_floats
-from services.common.wire.errors import InvalidArgument, InvalidReply
-from services.common.wire.replies import one_each, reading
-from services.common.wire.splitting import in_parts, select, some, tokens_of
+from quartet.wire.backoff import Deadline
+from quartet.wire.client import ServiceClient
+from quartet.wire.codec import Floats, Ints, pack_pairs, unpack_floats
+from quartet.wire.errors import InvalidArgument, InvalidReply
+from quartet.wire.replies import one_each, reading
+from quartet.wire.splitting import in_parts, select, some, tokens_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from services.common.config.base import Config, Count, ModelPath, matching
-from services.common.config.frozen import FrozenConfig
-from services.common.config.limits import LimitsConfig
+from quartet.config.base import Config, Count, ModelPath, matching
+from quartet.config.frozen import FrozenConfig
+from quartet.config.limits import LimitsConfig
 
 
 class ModelScorerConfig(FrozenConfig):
@@ -26,7 +26,7 @@ class FunctionScorerConfig(Config):
     kind: Literal["function"]
     """Kind of the scorer."""
     function: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function")]
-    """`package.module:function`, which takes a sequence of Pair (services/common/wire/pairs.py) and returns
+    """`package.module:function`, which takes a sequence of Pair (quartet/wire/pairs.py) and returns
     scores."""
     batch_tokens: Count = 16_384
     """Most tokens of the pairs in one call of the function."""

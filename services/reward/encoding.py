@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
-from services.common.wire.codec import Floats, Ints, PackedPairs, check_length
-from services.common.wire.errors import InvalidArgument
-from services.common.wire.pairs import Pair
-from services.common.wire.ragged import Ragged
+from quartet.wire.codec import Floats, Ints, PackedPairs, check_length
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.pairs import Pair
+from quartet.wire.ragged import Ragged
 from services.reward.scorers.scorer import Scored
 
 NO_TEXT = Pair("", "")

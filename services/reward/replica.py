@@ -10,14 +10,14 @@ from ray import serve
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
-from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.batcher import Batcher
-from services.common.serving.health import HealthMixin
-from services.common.serving.replica_process import prepare_replica
-from services.common.serving.servicer import translated
-from services.common.serving.share import Share
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import pack_floats
+from quartet.serving.admission import MOST_ONGOING, Admission
+from quartet.serving.batcher import Batcher
+from quartet.serving.health import HealthMixin
+from quartet.serving.replica_process import prepare_replica
+from quartet.serving.servicer import translated
+from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import pack_floats
 from services.reward.config import RewardConfig
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class Reward(HealthMixin):
     def __init__(self, config: RewardConfig, make: "Callable[..., Scorer] | None" = None) -> None:
         """Loads the scorer. `make` takes the place of `make_scorer`, for a scorer that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.models.device import default_device, share_cores
-        from services.common.models.loading import load_tokenizer
-        from services.common.wire.identity import describe_model, vocabulary_size
+        from quartet.models.device import default_device, share_cores
+        from quartet.models.loading import load_tokenizer
+        from quartet.wire.identity import describe_model, vocabulary_size
         from services.reward.encoding import Encoder, Received
         from services.reward.scorers.make import make_scorer
 

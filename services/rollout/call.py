@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Collection
 import numpy as np
 
 from protos import rollout_pb2 as pb
-from services.common.serving.share import Share
-from services.common.serving.slots import EngineSlots
-from services.common.wire.codec import unpack_longs
-from services.common.wire.errors import InvalidArgument
-from services.common.wire.ragged import Ragged
+from quartet.serving.share import Share
+from quartet.serving.slots import EngineSlots
+from quartet.wire.codec import unpack_longs
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.ragged import Ragged
 from services.rollout.interface import Engine
 from services.rollout.sample import Part, Sample, Sampling
 

@@ -10,10 +10,10 @@ import numpy as np
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from protos.rollout_pb2_grpc import RolloutStub
-from services.common.wire.backoff import Backoff, Deadline
-from services.common.wire.client import ServiceClient, too_busy
-from services.common.wire.codec import Ints, pack_longs, pack_sequences
-from services.common.wire.errors import (
+from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.client import ServiceClient, too_busy
+from quartet.wire.codec import Ints, pack_longs, pack_sequences
+from quartet.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
@@ -24,7 +24,7 @@ from services.common.wire.errors import (
     Unavailable,
     from_rpc,
 )
-from services.common.wire.hedging import MOST_ATTEMPTS, first_answer
+from quartet.wire.hedging import MOST_ATTEMPTS, first_answer
 from services.rollout.remaining import Remaining
 from services.rollout.sample import OnParts, Part, Sample, Sampling
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.common.config.base import Config, Count, Dtype, ModelPath, Seconds
-from services.common.config.limits import LimitsConfig
+from quartet.config.base import Config, Count, Dtype, ModelPath, Seconds
+from quartet.config.limits import LimitsConfig
 
 DEFAULT_LENGTH = 2048
 """Default of the longest prompt + response, in tokens."""

@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 
 GRACE_S = 2.0
 """Seconds that the other members get once it is certain that one is lost, since they fail only when their collectives

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.place import Place
-from services.common.wire.codec import Floats, Ints
+from quartet.weight_transfer.place import Place
+from quartet.wire.codec import Floats, Ints
 from services.rollout.sample import Part, Sample, Sampling
 
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
-    from services.common.weight_transfer.manifest import Manifest
+    from quartet.weight_transfer.manifest import Manifest
 
 NO_VERSION = -1
 """Version of an engine whose weights are incomplete. It is below every min_version, so the engine gets no

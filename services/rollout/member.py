@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.serving.runs.lease import Fence
-from services.common.serving.runs.timeline import Moment
-from services.common.weight_transfer.manifest import Manifest
-from services.common.wire.codec import pack_floats, unpack_sequences
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
+from quartet.serving.runs.lease import Fence
+from quartet.serving.runs.timeline import Moment
+from quartet.weight_transfer.manifest import Manifest
+from quartet.wire.codec import pack_floats, unpack_sequences
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
 from services.rollout.interface import Engine, joining_info
 
 log = logging.getLogger("quartet")

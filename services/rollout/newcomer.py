@@ -8,7 +8,7 @@ import ray
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.registry import (
+from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
     Answer,
@@ -16,8 +16,8 @@ from services.common.weight_transfer.registry import (
     Ticket,
     registry_name,
 )
-from services.common.wire.codec import pack_sequences, split, unpack_floats
-from services.common.wire.errors import Unavailable
+from quartet.wire.codec import pack_sequences, split, unpack_floats
+from quartet.wire.errors import Unavailable
 from services.rollout.interface import Engine
 from services.rollout.member import WeightMember
 

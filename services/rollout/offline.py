@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from services.common.wire.codec import Ints
+from quartet.wire.codec import Ints
 from services.rollout.config import RolloutConfig
 from services.rollout.sample import FinishReason, Sample, Sampling
 

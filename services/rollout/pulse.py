@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 
 STILL_S = 6.0
 """Seconds after which an engine that has not answered counts as one that stands still. It answers between two of its

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import InvalidReply, ResourceExhausted, ServiceError
-from services.common.wire.replies import reading
-from services.common.wire.splitting import PAIRS
+from quartet.wire.errors import InvalidReply, ResourceExhausted, ServiceError
+from quartet.wire.replies import reading
+from quartet.wire.splitting import PAIRS
 from services.rollout.sample import OnParts, Part, Sample, following
 
 Row = TypeVar("Row", Part, Sample)

@@ -12,15 +12,15 @@ from ray import serve
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.serving.admission import MOST_ONGOING, Admission
-from services.common.serving.health import HealthMixin
-from services.common.serving.replica_process import prepare_replica
-from services.common.serving.servicer import translated, translated_stream
-from services.common.serving.share import Share
-from services.common.serving.slots import EngineSlots
-from services.common.wire.codec import PackedSequences
-from services.common.wire.errors import FailedPrecondition, InvalidArgument
-from services.common.wire.ragged import Ragged
+from quartet.serving.admission import MOST_ONGOING, Admission
+from quartet.serving.health import HealthMixin
+from quartet.serving.replica_process import prepare_replica
+from quartet.serving.servicer import translated, translated_stream
+from quartet.serving.share import Share
+from quartet.serving.slots import EngineSlots
+from quartet.wire.codec import PackedSequences
+from quartet.wire.errors import FailedPrecondition, InvalidArgument
+from quartet.wire.ragged import Ragged
 from services.rollout.call import HEARTBEAT_S, SHORTEST_PARTS_S, Call
 from services.rollout.config import RolloutConfig
 from services.rollout.fanout import broadcast
@@ -58,7 +58,7 @@ class Rollout(HealthMixin):
     ) -> None:
         """Starts the engine and joins the run that is active. `start` may start an emulated one."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from services.common.wire.identity import describe_model
+        from quartet.wire.identity import describe_model
         from services.rollout.member import WeightMember
         from services.rollout.newcomer import catch_up
 

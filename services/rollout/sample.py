@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos import rollout_pb2 as pb
-from services.common.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
-from services.common.wire.errors import InvalidArgument
+from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
+from quartet.wire.errors import InvalidArgument
 
 VersionSpans = tuple[tuple[int, int, int], ...]
 """(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that version 7

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from services.common.wire.errors import ServiceError
+from quartet.wire.errors import ServiceError
 from tests.chaos.plan import REPLICAS, Fault
 from tests.chaos.run import LAST, ChaosRun
 from tests.chaos.verdict import differs_from_its_replay, wrong_samples, wrong_services, wrong_steps

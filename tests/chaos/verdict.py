@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from orchestrator.monitoring.metrics import read_metrics
 from protos import rollout_pb2 as pb
-from services.common.wire.backoff import Backoff, Deadline
-from services.common.wire.errors import ServiceError
+from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.errors import ServiceError
 from services.rollout.sample import Sample
 from tests.chaos.run import BATCH, MEMBERS, ChaosRun
 from tests.commands import finished

@@ -11,7 +11,7 @@ import yaml
 from orchestrator.commands.run_folder import RUN_ID
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import LeaseLost
+from quartet.wire.errors import LeaseLost
 from services.rollout.sample import Sampling
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, finished

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from orchestrator.loop.checkpoint_folder import latest
 from protos import rollout_pb2 as pb
-from services.common.folders import MARKER
+from quartet.folders import MARKER
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.commands import PATIENCE_S, finished
 from tests.preloaded import all_of, fork_of
@@ -169,7 +169,7 @@ async def test_a_critics_rank_that_is_lost(
     assert_same(again, straight)
 
 
-@pytest.mark.exhaustive  # for the run a learner that died; how it is noticed: tests/unit/services/common/ranks
+@pytest.mark.exhaustive  # for the run a learner that died; how it is noticed: tests/unit/quartet/ranks
 async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, again: Run) -> None:
     """SIGSTOP: it answers nothing and does not die either. The deadlines of its calls are ten minutes."""
     process = again.start("--resume")

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.monitoring.metrics import read_metrics
-from services.common.folders import MARKER
+from quartet.folders import MARKER
 from tests.cluster import Quartet, command
 from tests.commands import finished
 from tests.runs import STEPS, Run, assert_same

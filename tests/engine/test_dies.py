@@ -13,7 +13,7 @@ import psutil
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from tests.engine_process import EngineProcess
 from tests.models import make_policy
 from tests.preloaded import all_of

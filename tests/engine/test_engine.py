@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
-from services.common.wire.codec import Ints
-from services.common.wire.errors import Unavailable
+from quartet.wire.codec import Ints
+from quartet.wire.errors import Unavailable
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain

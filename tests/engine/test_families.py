@@ -16,9 +16,9 @@ import torch
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
-from services.common.learner.lora import weights_of
-from services.common.wire.codec import Floats
+from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
+from quartet.learner.lora import weights_of
+from quartet.wire.codec import Floats
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from services.rollout.sample import Sample, Sampling

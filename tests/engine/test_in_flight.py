@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats, Ints
 from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.engine_process import EngineProcess

@@ -11,11 +11,11 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.push.prover import BOUNDS, Prover, PushDisproved
 from orchestrator.push.tolerance import Tolerance
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.probe import probe_sequences
-from services.common.wire.codec import Floats, Ints
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.probe import probe_sequences
+from quartet.wire.codec import Floats, Ints
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.families import FAMILIES

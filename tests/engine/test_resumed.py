@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from services.common.wire.codec import Floats
-from services.common.wire.errors import Unavailable
+from quartet.wire.codec import Floats
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Part, Sample, Sampling, following
 from tests import plain
 from tests.engine_process import EngineProcess

@@ -17,7 +17,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from services.common.security.port import Port
+from quartet.security.port import Port
 from tests.cluster import Quartet, running_quartet
 from tests.fuzz.fuzzer import Verdict, fuzz
 from tests.fuzz.generator import requests

@@ -1,7 +1,7 @@
 """Pairs that no service can take, and what each must be told. The model: 335 rows, 128 tokens."""
 
 from protos import common_pb2
-from services.common.wire.codec import pack_ints, pack_sequences
+from quartet.wire.codec import pack_ints, pack_sequences
 
 Pairs, Sequences = common_pb2.Pairs, common_pb2.Sequences
 

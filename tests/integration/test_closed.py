@@ -15,8 +15,8 @@ import pytest
 
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment.listeners import listeners
-from services.common.security.credentials import VARIABLE
-from services.common.security.local import FOLDER
+from quartet.security.credentials import VARIABLE
+from quartet.security.local import FOLDER
 from tests.cluster import SERVICES, Quartet, refused
 from tests.configuration import REPO
 from tests.strangers import NEEDS, Stranger, stranger

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from orchestrator.monitoring.metrics import FILE, read_metrics
-from services.common.security.credentials import connect
+from quartet.security.credentials import connect
 from tests.cluster import Quartet, command, named
 from tests.unit.front_door import ask, outcome
 from tests.unit.resting import resting

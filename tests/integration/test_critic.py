@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from protos import critic_pb2
-from services.common.wire.codec import Floats, Ints, pack_floats
-from services.common.wire.errors import FailedPrecondition, InvalidArgument
+from quartet.wire.codec import Floats, Ints, pack_floats
+from quartet.wire.errors import FailedPrecondition, InvalidArgument
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, pairs

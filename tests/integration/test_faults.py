@@ -23,8 +23,8 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import rollout_pb2 as pb
-from services.common.wire.codec import pack_sequences
-from services.common.wire.errors import ServiceError
+from quartet.wire.codec import pack_sequences
+from quartet.wire.errors import ServiceError
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts

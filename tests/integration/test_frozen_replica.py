@@ -36,7 +36,7 @@ def judge(quartet: Quartet, service: str) -> dict[str, Any]:
     return deployed | {"name": "judge", "route_prefix": "/judge", "deployments": [deployment]}
 
 
-# A frozen rollout replica: test_faults.py. Which replica is asked, and asked again: tests/unit/services/common/wire,
+# A frozen rollout replica: test_faults.py. Which replica is asked, and asked again: tests/unit/quartet/wire,
 # tests/unit/orchestrator/experience.
 pytestmark = pytest.mark.exhaustive
 

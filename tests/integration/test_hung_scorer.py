@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from protos import reward_pb2
-from services.common.wire.codec import unpack_floats
+from quartet.wire.codec import unpack_floats
 from tests.cluster import Quartet, eventually, refused
 
 METHOD = "/quartet.v1.Reward/Score"

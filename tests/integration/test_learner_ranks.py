@@ -15,7 +15,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.ranks import Policy, PolicyError
 from orchestrator.policy.trainer import PolicyBatch
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import ServiceError
+from quartet.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from tests import plain
 from tests.cluster import Quartet, eventually
@@ -84,7 +84,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
         await learner.logprobs(PROMPTS, RESPONSES)
 
 
-@pytest.mark.exhaustive  # two more critics on Serve; the layout itself: tests/unit/services/common/learner
+@pytest.mark.exhaustive  # two more critics on Serve; the layout itself: tests/unit/quartet/learner
 async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) -> None:
     one = next(a for a in quartet.raw["applications"] if a["name"] == "critic")
     layout = {"ranks": 2, "zero_stage": 2, "num_cpus": 0.2, "env_vars": {"OMP_NUM_THREADS": "1"}}

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.security.local import FOLDER
+from quartet.security.local import FOLDER
 from tests.cluster import Quartet, eventually, named, refused
 from tests.leaving import leave_streams
 

@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from protos import common_pb2, reference_pb2
-from services.common.wire.codec import pack_pairs, unpack_floats
-from services.common.wire.identity import model_hash
+from quartet.wire.codec import pack_pairs, unpack_floats
+from quartet.wire.identity import model_hash
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE
@@ -69,7 +69,7 @@ async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     assert plain.furthest(actual, expected * 100) < 1e-4
 
 
-@pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/services/common/serving
+@pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/quartet/serving
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
     """One caller may have 8192 pairs waiting: the third call of 4096 is refused, and the service stays healthy."""
     prompts, responses = plain.random_pairs(16, longest=60)

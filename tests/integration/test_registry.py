@@ -11,8 +11,8 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del
 
 from orchestrator.push.newcomers import registered
-from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.registry import NAME_ERRORS, NAMESPACE, Answer, Applicant, registry_name
+from quartet.weight_transfer.place import Place
+from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE, Answer, Applicant, registry_name
 from tests.cluster import Quartet, eventually
 from tests.forked import FORKED
 

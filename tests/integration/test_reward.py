@@ -11,8 +11,8 @@ import pytest
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from protos import common_pb2, reward_pb2
-from services.common.wire.errors import FailedPrecondition
-from services.common.wire.identity import model_hash
+from quartet.wire.errors import FailedPrecondition
+from quartet.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
 from tests.cluster import SERVICES, Quartet, refused

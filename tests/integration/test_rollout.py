@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2
-from services.common.wire.codec import Ints, pack_ints, pack_longs, pack_sequences
-from services.common.wire.errors import DeadlineExceeded, FailedPrecondition, OffTimeline
+from quartet.wire.codec import Ints, pack_ints, pack_longs, pack_sequences
+from quartet.wire.errors import DeadlineExceeded, FailedPrecondition, OffTimeline
 from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually, refused

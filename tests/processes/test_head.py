@@ -23,11 +23,11 @@ from orchestrator.deployment import serving
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.listeners import PortError, check_closed, free_ports, listeners
 from protos import reward_pb2
-from services.common.security.credentials import VARIABLE, connect
-from services.common.security.identity import Role
-from services.common.security.keys.folder import Keys
-from services.common.security.port import Port, SecurityConfig
-from services.common.wire.errors import PermissionDenied, Unauthenticated, Unavailable
+from quartet.security.credentials import VARIABLE, connect
+from quartet.security.identity import Role
+from quartet.security.keys.folder import Keys
+from quartet.security.port import Port, SecurityConfig
+from quartet.wire.errors import PermissionDenied, Unauthenticated, Unavailable
 from services.reward.client import RewardClient
 from tests.configuration import REPO, model_scorer
 

@@ -18,8 +18,8 @@ from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushReport, WeightPusher
 from orchestrator.push.replicas import ANSWER_S, ASK_EVERY_S, MISSED
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.registry import Applicant, Ticket
-from services.common.wire.errors import Internal, Unavailable
+from quartet.weight_transfer.registry import Applicant, Ticket
+from quartet.wire.errors import Internal, Unavailable
 from tests.carried import place
 from tests.members import LEASE, Fleet, Hook, weights
 from tests.sources import LocalSource

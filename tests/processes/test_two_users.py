@@ -17,7 +17,7 @@ from orchestrator.deployment.cluster import STATE, TOKEN
 from orchestrator.deployment.listeners import free_ports
 from protos import rollout_pb2
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
-from services.common.security.local import FOLDER
+from quartet.security.local import FOLDER
 from tests.configuration import configuration, write_prompts
 from tests.models import make_policy
 from tests.users import NEEDS, User, possible, readable, users
@@ -29,8 +29,8 @@ pytestmark = [
 
 CALL = """
 import asyncio, sys
-from services.common.security.credentials import connect
-from services.common.wire.errors import ServiceError
+from quartet.security.credentials import connect
+from quartet.wire.errors import ServiceError
 from services.reward.client import RewardClient
 
 async def main():

@@ -14,7 +14,7 @@ from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from orchestrator.deployment.cluster import Cluster, ClusterError
 from orchestrator.deployment.listeners import free_ports
-from services.common.security.port import CALLBACK_VARIABLE, GUARD, LOCAL_VARIABLE
+from quartet.security.port import CALLBACK_VARIABLE, GUARD, LOCAL_VARIABLE
 from tests.configuration import REPO
 from tests.unit.front_door import outcome
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.serving.batcher import Batcher
-from services.common.serving.share import Share
-from services.common.wire.callers import Purpose
+from quartet.serving.batcher import Batcher
+from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
 from tests.unit.waiting import until
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.base import Config, ConfigError
+from quartet.config.base import Config, ConfigError
 
 
 def problems(kind: type[Config], values: Any, where: str = "root") -> list[str]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.common.security.port import CALLBACK, CALLBACK_VARIABLE
+from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 
 if TYPE_CHECKING:
-    from services.common.ranks.group import RankGroup
+    from quartet.ranks.group import RankGroup
 
 os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # replicas, which tests make without Serve, refuse to be unguarded
 

@@ -2,8 +2,8 @@
 
 import grpc
 
-from services.common.security.identity import ANONYMOUS, Caller
-from services.common.wire.callers import Purpose, declared
+from quartet.security.identity import ANONYMOUS, Caller
+from quartet.wire.callers import Purpose, declared
 
 
 class Context:

@@ -8,9 +8,9 @@ import numpy as np
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.config.learner import OptimizerConfig
-from services.common.ranks.group import RankGroup
-from services.common.wire.codec import pack_floats, pack_pairs, unpack_floats, unpack_metrics
+from quartet.config.learner import OptimizerConfig
+from quartet.ranks.group import RankGroup
+from quartet.wire.codec import pack_floats, pack_pairs, unpack_floats, unpack_metrics
 from services.critic.config import CriticConfig
 from services.critic.replica import Critic
 from tests.unit.contexts import Context

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from services.common.security.port import Port
+from quartet.security.port import Port
 from tests.unit.front_door import front_door
 
 

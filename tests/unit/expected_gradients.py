@@ -21,9 +21,9 @@ from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
 from orchestrator.policy.trainer import PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.wire.codec import Floats
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 from tests.unit import known_optimum as known
 from tests.unit.known_optimum import BETA, COUNT, END, LENGTHS, MASK, MOST, PROMPTS, RESPONSES

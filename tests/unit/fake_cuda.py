@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from services.common.weight_transfer.memory.cuda_library import HANDLE_BYTES, CudaLibrary, Handle
-from services.common.weight_transfer.memory.device_memory import Cuda
+from quartet.weight_transfer.memory.cuda_library import HANDLE_BYTES, CudaLibrary, Handle
+from quartet.weight_transfer.memory.device_memory import Cuda
 
 NOT_MAPPED, OUT_OF_MEMORY = 205, 2
 FOLDER = "FAKE_GPU"

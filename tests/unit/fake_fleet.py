@@ -11,10 +11,10 @@ from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import InvalidArgument, Unavailable
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.member import WeightMember
 
 MANIFEST = Manifest(("w",), ("float32",), ((2,),), 8)

@@ -17,20 +17,20 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve._private.proxy_router import ProxyRouter
 from ray.serve.config import gRPCOptions
 
-from services.common.security.credentials import VARIABLE, connect
-from services.common.security.identity import Caller, Role, caller_of
-from services.common.security.keys.folder import Keys
-from services.common.security.port import Port
+from quartet.security.credentials import VARIABLE, connect
+from quartet.security.identity import Caller, Role, caller_of
+from quartet.security.keys.folder import Keys
+from quartet.security.port import Port
 
 CALLERS: dict[str, Role] = {"run-a": "trainer", "evaluator": "judge-client", "pager": "prober"}
 APPLICATIONS = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
 FUNCTIONS = [
-    "services.common.serving.proxy.end_with_caller",
+    "quartet.serving.proxy.end_with_caller",
     "protos.rollout_pb2_grpc.add_RolloutServicer_to_server",
     "protos.reward_pb2_grpc.add_RewardServicer_to_server",
     "protos.reference_pb2_grpc.add_ReferenceServicer_to_server",
     "protos.critic_pb2_grpc.add_CriticServicer_to_server",
-    "services.common.serving.proxy.add_health",
+    "quartet.serving.proxy.add_health",
 ]
 
 
@@ -79,7 +79,7 @@ async def front_door(
     """Target and replicas of a server that Serve's own function starts."""
     from ray.serve._private import default_impl
 
-    from services.common.serving.door.port import open_port
+    from quartet.serving.door.port import open_port
 
     router = ProxyRouter(lambda deployment, _: SimpleNamespace(deployment_id=deployment))
     router.update_routes(

@@ -8,12 +8,12 @@ import torch
 
 from orchestrator.config.algorithm import KLConfig, PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.learner.ema import local_share
-from services.common.models.distribution import Distribution
-from services.common.ranks.ranks import Ranks
-from services.common.wire.codec import Floats
-from services.common.wire.errors import NotFinite
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner.ema import local_share
+from quartet.models.distribution import Distribution
+from quartet.ranks.ranks import Ranks
+from quartet.wire.codec import Floats
+from quartet.wire.errors import NotFinite
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests.unit.rows import marks, noise, pairs

@@ -14,7 +14,7 @@ from orchestrator.experience.experience import Collected
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
-from services.common.config.learner import PolicyConfig
+from quartet.config.learner import PolicyConfig
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests.unit import known_optimum as known

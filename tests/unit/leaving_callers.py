@@ -20,9 +20,9 @@ from ray.serve._private.proxy_router import ProxyRouter
 
 from protos import rollout_pb2
 from protos.rollout_pb2_grpc import RolloutStub, add_RolloutServicer_to_server
-from services.common.security.port import Port
-from services.common.serving.door.port import open_port
-from services.common.serving.proxy import end_with_caller
+from quartet.security.port import Port
+from quartet.serving.door.port import open_port
+from quartet.serving.proxy import end_with_caller
 
 
 class EndlessProxy(gRPCProxy):

@@ -5,9 +5,9 @@ from typing import Any
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place
-from services.common.wire.errors import InvalidArgument
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place
+from quartet.wire.errors import InvalidArgument
 from services.rollout.interface import NO_VERSION
 from services.rollout.member import WeightMember
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config import learner
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.models.tiles import TILE_ELEMENTS
-from services.common.ranks.ranks import Ranks
+from quartet.config import learner
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.models.tiles import TILE_ELEMENTS
+from quartet.ranks.ranks import Ranks
 from tests.unit.allocations import Allocations
 
 LENGTH, PROMPT = 64, 2

@@ -11,9 +11,9 @@ import numpy as np
 
 from protos import rollout_pb2 as pb
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
-from services.common.wire.backoff import with_pushback
-from services.common.wire.codec import unpack_longs, unpack_sequences
-from services.common.wire.errors import (
+from quartet.wire.backoff import with_pushback
+from quartet.wire.codec import unpack_longs, unpack_sequences
+from quartet.wire.errors import (
     ServiceError,
 )
 from services.rollout.client import RolloutClient

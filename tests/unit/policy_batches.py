@@ -8,8 +8,8 @@ import torch
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
 
 TEMPERATURE = 0.7
 

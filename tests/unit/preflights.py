@@ -8,7 +8,7 @@ import yaml
 
 from orchestrator.commands.checks.preflight import Inputs, preflight
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from services.common.ranks.group import RankDied, RankGroup
-from services.common.ranks.ranks import Rank
+from quartet.ranks.group import RankDied, RankGroup
+from quartet.ranks.ranks import Rank
 from tests.forked import FORKED
 
 HOST = "127.0.0.1"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.wire.codec import Bools, Floats, Ints
+from quartet.wire.codec import Bools, Floats, Ints
 
 
 def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:

@@ -13,7 +13,7 @@ from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from protos.reference_pb2_grpc import ReferenceServicer, add_ReferenceServicer_to_server
 from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
-from services.common.wire.codec import pack_floats, pack_longs, pack_metrics
+from quartet.wire.codec import pack_floats, pack_longs, pack_metrics
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient

@@ -6,8 +6,8 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from services.common.ranks.group import RankDied
-from services.common.ranks.ranks import Rank
+from quartet.ranks.group import RankDied
+from quartet.ranks.ranks import Rank
 
 
 class ThreadRank:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.common.wire.client import open_channel
+from quartet.wire.client import open_channel
 
 
 @dataclass

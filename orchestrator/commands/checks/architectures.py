@@ -6,12 +6,12 @@ from typing import Any
 
 from orchestrator.commands.checks.models import load_model_config, models, scorers
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.config.frozen import FrozenConfig
-from services.common.config.learner import LearnerConfig
-from services.common.models.architectures import TESTED_ARCHITECTURES
-from services.common.models.attention import packed
-from services.common.models.loading import shape_of_causal
+from quartet.config.base import ConfigError
+from quartet.config.frozen import FrozenConfig
+from quartet.config.learner import LearnerConfig
+from quartet.models.architectures import TESTED_ARCHITECTURES
+from quartet.models.attention import packed
+from quartet.models.loading import shape_of_causal
 from services.reward.config import ModelScorerConfig, RewardConfig
 from services.rollout.config import RolloutConfig
 

@@ -9,15 +9,15 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.config.learner import PolicyConfig
-from services.common.models.device import VISIBLE
-from services.common.models.distribution import Distribution, end_ids
-from services.common.models.loading import load_tokenizer, shape_of_causal
-from services.common.security.port import on_loopback
-from services.common.weight_transfer.expected import ExpectedWeights
-from services.common.weight_transfer.manifest import Manifest
-from services.common.wire.errors import InvalidArgument
+from quartet.config.base import ConfigError
+from quartet.config.learner import PolicyConfig
+from quartet.models.device import VISIBLE
+from quartet.models.distribution import Distribution, end_ids
+from quartet.models.loading import load_tokenizer, shape_of_causal
+from quartet.security.port import on_loopback
+from quartet.weight_transfer.expected import ExpectedWeights
+from quartet.weight_transfer.manifest import Manifest
+from quartet.wire.errors import InvalidArgument
 from services.critic.config import CriticConfig
 from services.rollout.config import RolloutConfig
 

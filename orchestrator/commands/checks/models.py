@@ -8,11 +8,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from orchestrator.commands.checks.weight_files import broken_weights
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.config.functions import load_function, source_of
-from services.common.models.loading import check_whole, load_config, load_tokenizer
-from services.common.models.scalar import check_scalar
-from services.common.wire.identity import tokenizer_hash, vocabulary_size
+from quartet.config.base import ConfigError
+from quartet.config.functions import load_function, source_of
+from quartet.models.loading import check_whole, load_config, load_tokenizer
+from quartet.models.scalar import check_scalar
+from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import (

@@ -33,11 +33,11 @@ from orchestrator.data.tables import split_names
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.judges import Judge
 from orchestrator.policy.sampled import sampled_from
-from services.common.config.base import Config, ConfigError
-from services.common.config.functions import load_function
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_tokenizer
-from services.common.wire.identity import vocabulary_size
+from quartet.config.base import Config, ConfigError
+from quartet.config.functions import load_function
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_tokenizer
+from quartet.wire.identity import vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig

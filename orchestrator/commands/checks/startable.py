@@ -22,12 +22,12 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory_sums import MemorySums
 from orchestrator.deployment.recomputation import decided
-from services.common.config.base import MIB, ConfigError
-from services.common.config.learner import LearnerConfig
-from services.common.folders import unusable
-from services.common.models.device import VISIBLE
-from services.common.models.loading import shape_of_causal
-from services.common.models.size import BYTES
+from quartet.config.base import MIB, ConfigError
+from quartet.config.learner import LearnerConfig
+from quartet.folders import unusable
+from quartet.models.device import VISIBLE
+from quartet.models.loading import shape_of_causal
+from quartet.models.size import BYTES
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.rollout.config import RolloutConfig
@@ -96,7 +96,7 @@ def unfit_learner(section: LearnerConfig, where: str, gpus: float) -> Iterator[s
         return  # reported by the check of models
     if size > 1:
         # Imported here because it loads DeepSpeed.
-        from services.common.learner.tensor_parallel import check_divisible
+        from quartet.learner.tensor_parallel import check_divisible
 
         try:
             check_divisible(shape, size)

@@ -9,7 +9,7 @@ import yaml
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.model import Model
 from orchestrator.commands.init.prompts import Prompts
-from services.common.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, MIB, ConfigError
 
 RESPONSE = 256
 """Most tokens of a response, if half of what the models take is as much."""

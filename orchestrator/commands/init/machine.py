@@ -7,7 +7,7 @@ from typing import Self
 import psutil
 import torch
 
-from services.common.config.base import GIB
+from quartet.config.base import GIB
 
 
 @dataclass(frozen=True, slots=True)

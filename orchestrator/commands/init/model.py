@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.commands.checks.architectures import head_size
-from services.common.config.base import ConfigError
-from services.common.models.attention import packed
-from services.common.models.loading import shape_of_causal
-from services.common.models.size import BYTES
+from quartet.config.base import ConfigError
+from quartet.models.attention import packed
+from quartet.models.loading import shape_of_causal
+from quartet.models.size import BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 from orchestrator.config.data import DataConfig
 from orchestrator.data.prompts import load_prompts
 from orchestrator.data.tables import Table, open_split, split_names
-from services.common.config.base import ConfigError
-from services.common.wire.identity import vocabulary_size
+from quartet.config.base import ConfigError
+from quartet.wire.identity import vocabulary_size
 
 INPUTS = ("prompt", "messages", "question", "instruction", "input", "text")
 """Usual names of the prompt's column; the first that exists is taken."""

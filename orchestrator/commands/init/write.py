@@ -12,11 +12,11 @@ from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.model import Model
 from orchestrator.commands.init.prompts import look_at
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.config.functions import load_function
-from services.common.folders import write
-from services.common.models.loading import load_tokenizer
-from services.common.wire.identity import tokenizer_hash
+from quartet.config.base import ConfigError
+from quartet.config.functions import load_function
+from quartet.folders import write
+from quartet.models.loading import load_tokenizer
+from quartet.wire.identity import tokenizer_hash
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -6,8 +6,8 @@ from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.requests import SampleRequest
-from services.common.wire.errors import ServiceError
-from services.common.wire.ragged import Ragged
+from quartet.wire.errors import ServiceError
+from quartet.wire.ragged import Ragged
 from services.rollout.sample import OnParts, Part
 
 ENOUGH_TOKENS = 256

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from orchestrator.data.prompts import Prompt
-from services.common.wire.ragged import Ragged
+from quartet.wire.ragged import Ragged
 from services.rollout.sample import FinishReason, Sample
 
 

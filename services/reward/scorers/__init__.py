@@ -1,4 +1,4 @@
 """Scorers of pairs: a model, a Python function, or a blend.
 
-May import common and config. encoding and replica import it.
+May import config and quartet. encoding and replica import it.
 """

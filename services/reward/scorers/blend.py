@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from protos import reward_pb2 as pb
-from services.common.wire.codec import Floats
+from quartet.wire.codec import Floats
 from services.reward.scorers.scorer import Scored, Scorer
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from protos import reward_pb2 as pb
-from services.common.config.functions import load_function, source_of
-from services.common.wire.codec import Floats
-from services.common.wire.errors import FailedPrecondition
+from quartet.config.functions import load_function, source_of
+from quartet.wire.codec import Floats
+from quartet.wire.errors import FailedPrecondition
 from services.reward.config import FunctionScorerConfig
 from services.reward.scorers.scorer import Scored
 

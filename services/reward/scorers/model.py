@@ -7,17 +7,17 @@ import numpy as np
 import torch
 
 from protos import reward_pb2 as pb
-from services.common.config.base import ConfigError
-from services.common.models.compiled import compile_layers
-from services.common.models.frozen_passes import FrozenPasses
-from services.common.models.linear import use_onednn
-from services.common.models.loading import load_config, load_tokenizer, max_length
-from services.common.models.offload import Residence
-from services.common.models.scalar import load_scalar
-from services.common.models.sequences import PairTensors
-from services.common.wire.codec import Floats
-from services.common.wire.identity import folder_name, model_hash, tokenizer_hash
-from services.common.wire.pairs import Pair
+from quartet.config.base import ConfigError
+from quartet.models.compiled import compile_layers
+from quartet.models.frozen_passes import FrozenPasses
+from quartet.models.linear import use_onednn
+from quartet.models.loading import load_config, load_tokenizer, max_length
+from quartet.models.offload import Residence
+from quartet.models.scalar import load_scalar
+from quartet.models.sequences import PairTensors
+from quartet.wire.codec import Floats
+from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
+from quartet.wire.pairs import Pair
 from services.reward.config import (
     ModelScorerConfig,
 )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos import reward_pb2 as pb
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.pairs import Pair
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)

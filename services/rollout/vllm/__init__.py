@@ -1,4 +1,4 @@
 """Code that runs inside vLLM or drives it.
 
-May import common, config, interface and sample. offline and replica import it.
+May import config, interface, quartet and sample. offline and replica import it.
 """

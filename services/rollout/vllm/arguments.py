@@ -4,9 +4,9 @@ import torch
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 
-from services.common.config.base import ConfigError
-from services.common.models.loading import load_config, load_tokenizer
-from services.common.wire.identity import vocabulary_size
+from quartet.config.base import ConfigError
+from quartet.models.loading import load_config, load_tokenizer
+from quartet.wire.identity import vocabulary_size
 from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
 
 FREE_SHARE = 0.02

@@ -15,14 +15,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from services.common.models.distribution import end_ids
-from services.common.models.loading import load_tokenizer, shape_of_causal
-from services.common.ranks.stopped import stopped_again
-from services.common.weight_transfer.expected import ExpectedWeights
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.place import Place, machine
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import InvalidArgument, Unavailable
+from quartet.models.distribution import end_ids
+from quartet.models.loading import load_tokenizer, shape_of_causal
+from quartet.ranks.stopped import stopped_again
+from quartet.weight_transfer.expected import ExpectedWeights
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.place import Place, machine
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Part, Sample, Sampling

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from services.common.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.manifest import Manifest
 
 
 class Loading:

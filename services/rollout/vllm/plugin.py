@@ -2,8 +2,8 @@
 
 import os
 
-from services.common.ranks.lone_groups import share_listener
-from services.common.ranks.nccl_settings import reserve
+from quartet.ranks.lone_groups import share_listener
+from quartet.ranks.nccl_settings import reserve
 from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
 from services.rollout.vllm.parent import end_with_parent
 

@@ -11,8 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.errors import Unavailable
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import FinishReason, Part, Sample, Sampling, VersionSpans, cut, following
 from services.rollout.vllm.sampling import BEGUN_KEY
 

@@ -9,8 +9,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as GpuLogitsProcessor
 
-from services.common.models.loading import load_tokenizer
-from services.common.wire.identity import vocabulary_size
+from quartet.models.loading import load_tokenizer
+from quartet.wire.identity import vocabulary_size
 
 BEGUN_KEY = "begun"
 """Name in SamplingParams.extra_args: number of tokens that a response had before its request."""

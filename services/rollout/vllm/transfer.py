@@ -16,10 +16,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from services.common.models.device import gpu_uuid
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
+from quartet.models.device import gpu_uuid
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli import _guarded, app
-from services.common.config.base import ConfigError
-from services.common.wire.errors import NotFound, Unavailable
+from quartet.config.base import ConfigError
+from quartet.wire.errors import NotFound, Unavailable
 from tests.gpu_requests import load
 
 HINT = "are the services up? `serve status` shows them, `serve deploy FILE` starts them"
@@ -72,7 +72,8 @@ def test_up_wants_something_to_show_at_a_port_with_a_policy(tmp_path: Path, monk
     ("hidden", "shown"),
     [
         ("typer.py", "error: no module typer: this is the light install"),
-        ("services/__init__.py", "error: no module services.common: Python found a package services in "),
+        ("quartet/__init__.py", "error: no module quartet.config: Python found a package quartet in "),
+        ("services/__init__.py", "error: no module services.rollout: Python found a package services in "),
     ],
 )
 def test_an_install_that_lacks_a_module_says_so_in_a_line(tmp_path: Path, hidden: str, shown: str) -> None:

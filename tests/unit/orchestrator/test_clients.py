@@ -10,11 +10,11 @@ import pytest
 
 from orchestrator.clients import Infos, Services, check_compatible
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.config.base import ConfigError
-from services.common.wire.callers import Purpose, declared
-from services.common.wire.client import ServiceClient
-from services.common.wire.errors import Unavailable
-from services.common.wire.identity import tokenizer_hash
+from quartet.config.base import ConfigError
+from quartet.wire.callers import Purpose, declared
+from quartet.wire.client import ServiceClient
+from quartet.wire.errors import Unavailable
+from quartet.wire.identity import tokenizer_hash
 from tests.models import WORDS, make_tokenizer
 from tests.unit.fakes import make_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SHIPPED = ("orchestrator", "protos", "recipes", "services")
+SHIPPED = ("orchestrator", "protos", "quartet", "recipes", "services")
 OURS = {*SHIPPED, "benchmarks", "tests"}
 
 DISTRIBUTIONS = {

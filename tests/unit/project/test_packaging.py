@@ -14,7 +14,7 @@ from orchestrator.cli import app
 
 ROOT = Path(__file__).parents[3]
 PROTOS = sorted((ROOT / "protos").glob("*.proto"))
-NAMES = ("orchestrator", "protos", "services", "recipes")
+NAMES = ("orchestrator", "protos", "quartet", "services", "recipes")
 CLIENTS = ("services.rollout.client", "services.reward.client", "services.reference.client", "services.critic.client")
 HEAVY = ("ray", "vllm", "torch", "transformers", "deepspeed")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("orchestrator", "services", "recipes", "benchmarks", "tests")
+PACKAGES = ("orchestrator", "quartet", "services", "recipes", "benchmarks", "tests")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 WORDS = re.compile(

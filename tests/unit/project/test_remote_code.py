@@ -27,7 +27,7 @@ def open_calls(source: str) -> Iterator[int]:
 def test_every_call_refuses_the_folders_code() -> None:
     found = []
     calls = 0
-    for folder in ("orchestrator", "services", "recipes", "benchmarks"):
+    for folder in ("orchestrator", "quartet", "services", "recipes", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             source = path.read_text()
             calls += source.count(".from_pretrained(") + source.count(".from_config(")

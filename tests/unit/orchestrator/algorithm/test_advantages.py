@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orchestrator.algorithm.advantages import gae, length_lambdas, rewards_to_go, rloo, whiten
-from services.common.models.numerics import response_mask
+from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles
 

@@ -8,7 +8,7 @@ import torch
 
 from orchestrator.algorithm.kl import KLKind, kl_estimate
 from orchestrator.algorithm.loss import PolicyLoss, importance_weights, mismatch, policy_loss, surrogate
-from services.common.models.numerics import response_mask
+from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient
 

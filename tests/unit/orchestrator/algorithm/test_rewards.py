@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
 from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
-from services.common.models.numerics import response_mask
+from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.commands.beginning import check_groups, how_to_resume
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from tests.gpu_requests import load
 from tests.unit.train_states import state
 

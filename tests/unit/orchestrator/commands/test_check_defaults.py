@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common.config.learner import LearnerConfig
+from quartet.config.learner import LearnerConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import ModelScorerConfig
 from services.rollout.config import RolloutConfig
@@ -29,9 +29,9 @@ def least(tmp_path: Path, positions: int) -> dict[str, Any]:
         "grpc_options": {
             "port": 19000,
             "grpc_servicer_functions": [
-                "services.common.serving.proxy.end_with_caller",
+                "quartet.serving.proxy.end_with_caller",
                 *(f"protos.{n}_pb2_grpc.add_{n.title()}Servicer_to_server" for n in sections),
-                "services.common.serving.proxy.add_health",
+                "quartet.serving.proxy.add_health",
             ],
         },
         "applications": [

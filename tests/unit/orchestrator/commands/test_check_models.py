@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, Gemma4TextConfig
 
 from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, head_size, unfit_heads
 from orchestrator.commands.checks.weight_files import broken_weights
-from services.common.config.base import ConfigError
-from services.common.models.loading import check_whole, load_causal
+from quartet.config.base import ConfigError
+from quartet.models.loading import check_whole, load_causal
 from services.rollout.config import RolloutConfig
 from tests.families import FAMILIES
 from tests.models import WORDS, make_policy, make_reward, make_tokenizer

@@ -16,9 +16,9 @@ from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.redeployment import scalable
-from services.common.config.base import ConfigError
-from services.common.security import local
-from services.common.wire.errors import DeadlineExceeded, Unavailable
+from quartet.config.base import ConfigError
+from quartet.security import local
+from quartet.wire.errors import DeadlineExceeded, Unavailable
 from tests.gpu_requests import load
 from tests.unit.virtual_time import in_virtual_time
 

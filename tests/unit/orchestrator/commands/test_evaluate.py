@@ -14,9 +14,9 @@ from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, 
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.config.base import ConfigError
-from services.common.wire.errors import Unavailable
-from services.common.wire.identity import tokenizer_hash
+from quartet.config.base import ConfigError
+from quartet.wire.errors import Unavailable
+from quartet.wire.identity import tokenizer_hash
 from tests.models import make_tokenizer
 
 ROLLOUT = {"name": "rollout", "import_path": "services.rollout.replica:build"}

@@ -12,8 +12,8 @@ from orchestrator.commands.train import Run
 from orchestrator.deployment.file import Deployment
 from orchestrator.policy.ranks import Policy, PolicyError
 from orchestrator.push.pusher import PushFailed
-from services.common.config.base import ConfigError
-from services.common.wire.errors import DeadlineExceeded, LeaseLost, ResourceExhausted, Unavailable
+from quartet.config.base import ConfigError
+from quartet.wire.errors import DeadlineExceeded, LeaseLost, ResourceExhausted, Unavailable
 from services.critic.client import CriticReset
 
 

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from services.common.config.base import ConfigError
-from services.common.models.distribution import end_ids
-from services.common.models.loading import check_whole, load_causal, load_config, load_tokenizer, shape_of_causal
-from services.common.models.size import ModelSize
+from quartet.config.base import ConfigError
+from quartet.models.distribution import end_ids
+from quartet.models.loading import check_whole, load_causal, load_config, load_tokenizer, shape_of_causal
+from quartet.models.size import ModelSize
 from tests.unit.preflights import args, problems
 
 OWN = """

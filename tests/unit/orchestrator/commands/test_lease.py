@@ -12,8 +12,8 @@ from orchestrator.commands.lease import holding, training
 from orchestrator.commands.patience import Patience
 from protos import common_pb2, critic_pb2
 from protos import rollout_pb2 as pb
-from services.common.serving.runs.lease import Fence
-from services.common.wire.errors import LeaseLost, Unavailable, leaves
+from quartet.serving.runs.lease import Fence
+from quartet.wire.errors import LeaseLost, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
 
 TTL_S = 1.2

@@ -10,8 +10,8 @@ import pytest
 from orchestrator.commands import patience as module
 from orchestrator.commands.patience import Patience, reached, serves
 from orchestrator.deployment.cluster import Cluster
-from services.common.config.base import ConfigError
-from services.common.wire.errors import DeadlineExceeded, InvalidArgument, LeaseLost, NotFound, Unavailable, leaves
+from quartet.config.base import ConfigError
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, LeaseLost, NotFound, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
 
 HEAD = Cluster(1, 1.0, "127.0.0.1:1", "http://127.0.0.1:2", "token", "folder", "secret")

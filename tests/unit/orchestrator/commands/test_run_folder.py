@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.commands.run_folder import differences, keep_run_id, locked, run_id
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 HOLDER = """
 import sys, time

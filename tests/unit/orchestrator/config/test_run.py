@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.loop.estimate import make_controller
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 
 def refusal(section: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from orchestrator.data import rendering, tables
 from orchestrator.data.bounded import bounded
 from orchestrator.data.prompts import load_prompts
 from orchestrator.data.tables import open_split
-from services.common.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, MIB, ConfigError
 from tests.unit.orchestrator.data.test_prompts import config, fails, jsonl, tokenizer
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.data import DataConfig
 from orchestrator.data.prompts import PromptSet, check_disjoint, load_prompts
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 VOCABULARY = ["<pad>", "<bos>", "<unk>", "a", "b", "c", "<user>", "<assistant>"]
 TEMPLATE = (

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from orchestrator.data.tables import open_split
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 
 def jsonl(path: Path, rows: Sequence[object]) -> Path:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from orchestrator.config.data import DataConfig
 from orchestrator.data.prompts import load_prompts
 from protos import reward_pb2 as pb
-from services.common.config.base import ConfigError
-from services.common.models.loading import load_tokenizer
-from services.common.wire.codec import pack_pairs
+from quartet.config.base import ConfigError
+from quartet.models.loading import load_tokenizer
+from quartet.wire.codec import pack_pairs
 from services.reward.encoding import Encoder, Received
 from tests.families import FAMILIES
 from tests.models import BOS, EOS, MAX_LENGTH, WORDS

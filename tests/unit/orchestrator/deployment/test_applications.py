@@ -13,9 +13,9 @@ from ray.serve.schema import ServeApplicationSchema
 
 from orchestrator.deployment.applications import SERVICES, failure_of, hindrance
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.config.serve import DEFAULT_ROUTE, SECTIONS
-from services.common.security.port import GUARD
+from quartet.config.base import ConfigError
+from quartet.config.serve import DEFAULT_ROUTE, SECTIONS
+from quartet.security.port import GUARD
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
@@ -307,7 +307,7 @@ RuntimeError: Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        ("services.common.config.base.ConfigError: a.b: required\na.c: required\n", "a.b: required\na.c: required"),
+        ("quartet.config.base.ConfigError: a.b: required\na.c: required\n", "a.b: required\na.c: required"),
         ("torch.OutOfMemoryError: CUDA out of memory\n", "OutOfMemoryError: CUDA out of memory"),
         ("KeyError: 'x'\n", "KeyError: 'x'"),
         (

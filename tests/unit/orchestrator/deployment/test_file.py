@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
-from services.common.security.port import Port
+from quartet.config.base import ConfigError
+from quartet.security.port import Port
 
 SERVICES = ("rollout", "reward", "reference", "critic")
 FUNCTIONS = [
-    "services.common.serving.proxy.end_with_caller",
+    "quartet.serving.proxy.end_with_caller",
     *(f"protos.{name}_pb2_grpc.add_{name.title()}Servicer_to_server" for name in SERVICES),
 ]
 

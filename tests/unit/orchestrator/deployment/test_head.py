@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.deployment.head import _environment
-from services.common.config.functions import VARIABLE
+from quartet.config.functions import VARIABLE
 from services.critic.replica import Critic
 
 READS = """

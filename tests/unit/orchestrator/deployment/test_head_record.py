@@ -15,7 +15,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.deployment import cluster, head_record, privacy
 from orchestrator.deployment.processes import MARK, uptime_at_start
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 SECRET, OTHER = secrets.token_hex(32), secrets.token_hex(32)
 NAME = "quartet-abcdefgh"

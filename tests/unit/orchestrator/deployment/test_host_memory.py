@@ -19,10 +19,10 @@ from orchestrator.deployment.host_memory import (
     summed,
 )
 from orchestrator.deployment.memory_sums import MemorySums
-from services.common.config.base import GIB
-from services.common.config.learner import LearnerConfig
-from services.common.learner.host_memory import COPIES, OPTIMIZER, READING, WEIGHTS, held_bytes, pinned
-from services.common.models.size import ModelSize
+from quartet.config.base import GIB
+from quartet.config.learner import LearnerConfig
+from quartet.learner.host_memory import COPIES, OPTIMIZER, READING, WEIGHTS, held_bytes, pinned
+from quartet.models.size import ModelSize
 from tests.gpu_requests import load
 from tests.unit.orchestrator.deployment.test_memory import LLAMA, QWEN
 

@@ -23,11 +23,11 @@ from orchestrator.deployment.memory import (
     rank_bytes,
     shortage,
 )
-from services.common.config.base import GIB
-from services.common.config.frozen import FrozenConfig
-from services.common.config.learner import REDUCE_ELEMENTS, LearnerConfig
-from services.common.learner.memory import kept_bytes, learner_bytes
-from services.common.models.size import ModelSize
+from quartet.config.base import GIB
+from quartet.config.frozen import FrozenConfig
+from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
+from quartet.learner.memory import kept_bytes, learner_bytes
+from quartet.models.size import ModelSize
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import load
 

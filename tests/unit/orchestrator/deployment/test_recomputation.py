@@ -8,8 +8,8 @@ import pytest
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory import footprints, shortage
 from orchestrator.deployment.recomputation import choices, decided
-from services.common.config.base import GIB
-from services.common.models.size import ModelSize
+from quartet.config.base import GIB
+from quartet.models.size import ModelSize
 from services.critic.config import CriticConfig
 from tests.gpu_requests import load
 from tests.unit.orchestrator.deployment.test_memory import LLAMA, QWEN

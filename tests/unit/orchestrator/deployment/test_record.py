@@ -9,8 +9,8 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.record import HIDDEN, gaps, record
 from orchestrator.monitoring.metrics import MetricsLog
 from orchestrator.report.page import write_report
-from services.common.config.base import ConfigError
-from services.common.security.port import Port
+from quartet.config.base import ConfigError
+from quartet.security.port import Port
 
 SECRET = "hf_abcdef0123456789"
 FILE = f"""

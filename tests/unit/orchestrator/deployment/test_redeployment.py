@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from orchestrator.deployment.redeployment import changes, fixed, scalable
-from services.common.config.restarts import restarting
+from quartet.config.restarts import restarting
 
 SHIPPED = Path(__file__).parents[4] / "deploy" / "ppo.yaml"
 ACTOR = {"ray_actor_options": {"num_cpus": 0.2}}

@@ -16,8 +16,8 @@ from orchestrator.data.prompts import Prompt
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
 from orchestrator.experience.experience import Collected, Experience
-from services.common.config.base import ConfigError
-from services.common.wire.pairs import Pair
+from quartet.config.base import ConfigError
+from quartet.wire.pairs import Pair
 from services.rollout.sample import FinishReason, Sample
 from tests.models import BOS, EOS, PAD, make_tokenizer
 from tests.unit.fakes import make_prompts, make_requests

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.scoring.beginnings import ENOUGH_TOKENS
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Part
 from tests.unit.fakes import Fakes, make_config, make_requests
 

@@ -17,8 +17,8 @@ from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
 from protos import critic_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
-from services.common.wire.codec import pack_metrics
-from services.common.wire.errors import InvalidReply, leaves
+from quartet.wire.codec import pack_metrics
+from quartet.wire.errors import InvalidReply, leaves
 from services.critic.client import CriticClient
 from tests.unit.fakes import Fakes, make_config, make_prompts, make_requests, respond
 from tests.unit.wire import served

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from orchestrator.experience.collector import Collector
-from services.common.config.base import ConfigError
-from services.common.wire.errors import DeadlineExceeded, ServiceError, Unavailable
+from quartet.config.base import ConfigError
+from quartet.wire.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.rollout.sample import Sampling
 from tests.unit.fakes import Fakes, make_config, make_requests
 

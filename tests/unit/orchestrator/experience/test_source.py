@@ -16,8 +16,8 @@ from orchestrator.experience.experience import Collected
 from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
-from services.common.config.base import ConfigError
-from services.common.wire.errors import DeadlineExceeded, Unavailable
+from quartet.config.base import ConfigError
+from quartet.wire.errors import DeadlineExceeded, Unavailable
 from tests.unit.fake_run import FakeExperienceJournal
 from tests.unit.fakes import Fakes, make_config, make_prompts
 from tests.unit.waiting import settled

@@ -11,7 +11,7 @@ from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.learner import Update
 from orchestrator.learners.policy import PolicyLearner
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from tests.unit.fakes import make_config
 
 ROWS = [np.ones(2, np.float32)]

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.policy.ranks import PolicyError
-from services.common.wire.errors import Internal, NotFinite, ServiceError
+from quartet.wire.errors import Internal, NotFinite, ServiceError
 from services.critic.client import CriticReset
 from tests.unit.checkpoint_stage import Stage
 from tests.unit.fake_clock import Clock

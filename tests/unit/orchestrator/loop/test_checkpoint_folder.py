@@ -10,8 +10,8 @@ from orchestrator.loop.checkpoint_folder import clear, latest
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.push.prover import PushDisproved
 from orchestrator.push.pusher import PushFailed
-from services.common.config.base import ConfigError
-from services.common.wire.errors import (
+from quartet.config.base import ConfigError
+from quartet.wire.errors import (
     DeadlineExceeded,
     Internal,
     InvalidArgument,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.commands.checks.fitting import misfits_of_rollout
-from services.common.config.base import ConfigError
-from services.common.wire.errors import LeaseLost
+from quartet.config.base import ConfigError
+from quartet.wire.errors import LeaseLost
 from services.rollout.config import RolloutConfig
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fake_run import Stage

@@ -11,7 +11,7 @@ from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.loop.identities import digests, identities
 from orchestrator.loop.state import TrainState
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from tests.unit.fakes import make_config, make_prompts
 
 

@@ -11,7 +11,7 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
-from services.common.learner.minibatches import tokens_trained
+from quartet.learner.minibatches import tokens_trained
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fake_run import SECTION, Stage
 from tests.unit.fakes import make_prompts, respond

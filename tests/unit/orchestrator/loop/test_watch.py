@@ -11,9 +11,9 @@ from orchestrator.clients import Infos
 from orchestrator.loop.identities import identities
 from orchestrator.loop.watch import check_unchanged, repeating, tell_endings
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
-from services.common.config.base import ConfigError
-from services.common.security.credentials import Life
-from services.common.wire.errors import Unavailable, leaves
+from quartet.config.base import ConfigError
+from quartet.security.credentials import Life
+from quartet.wire.errors import Unavailable, leaves
 from tests.unit.waiting import settled, until
 
 

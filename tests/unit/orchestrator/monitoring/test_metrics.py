@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from orchestrator.config.run import LogConfig
 from orchestrator.monitoring.metrics import MetricsLog, WandbSink, judge_names, load_wandb, read_metrics
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 
 QUIET = LogConfig(tensorboard=False)
 

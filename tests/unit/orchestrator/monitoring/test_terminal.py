@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from orchestrator.cli import _guarded, app
 from orchestrator.monitoring.progress import PlainProgress, RichProgress
 from orchestrator.monitoring.terminal import printable
-from services.common.wire.errors import Internal
+from quartet.wire.errors import Internal
 
 TITLE = "\x1b]0;owned\x07"
 """Sets the title of most terminals."""

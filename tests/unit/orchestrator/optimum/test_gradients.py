@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from orchestrator.config.algorithm import KLConfig
-from services.common.config.base import ConfigError
-from services.common.wire.codec import Floats
+from quartet.config.base import ConfigError
+from quartet.wire.codec import Floats
 from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import Learner, Tables, error, experiences, parse
 from tests.unit.known_optimum import BETA, COUNT, LENGTHS, MASK, MOST, PROMPTS, Claim, gradient_of, over_paths

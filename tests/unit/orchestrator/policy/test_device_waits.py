@@ -11,11 +11,11 @@ import torch
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models import tiles
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal
-from services.common.models.sequences import PairTensors, pair_tensors
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models import tiles
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal
+from quartet.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from services.reference.config import ReferenceConfig

@@ -10,9 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
-from services.common.config.learner import OptimizerConfig, PolicyConfig
-from services.common.models.distribution import Distribution
-from services.common.models.loading import load_causal
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests import plain

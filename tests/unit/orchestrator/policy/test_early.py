@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from orchestrator.policy.early import EarlyLogprobs
-from services.common.wire.codec import Floats, Ints
-from services.common.wire.ragged import Ragged
+from quartet.wire.codec import Floats, Ints
+from quartet.wire.ragged import Ragged
 
 
 def ragged(*rows: list[int]) -> Ragged:

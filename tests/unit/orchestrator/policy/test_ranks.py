@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.ranks import Policy, PolicyError
-from services.common.ranks.group import RankDied, RankGroup
-from services.common.weight_transfer.memory.buckets import checksum
-from services.common.wire.errors import DeadlineExceeded
+from quartet.ranks.group import RankDied, RankGroup
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.wire.errors import DeadlineExceeded
 from tests.unit.fake_ranks import NEVER, FakeRank
 
 

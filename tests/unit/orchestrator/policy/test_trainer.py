@@ -11,10 +11,10 @@ import torch
 
 from orchestrator.config.algorithm import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.models import distribution as modelled
-from services.common.models import head, tiles
-from services.common.models.numerics import shannon
-from services.common.models.tiles import linear_logprobs
+from quartet.models import distribution as modelled
+from quartet.models import head, tiles
+from quartet.models.numerics import shannon
+from quartet.models.tiles import linear_logprobs
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights

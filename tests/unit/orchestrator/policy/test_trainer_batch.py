@@ -10,9 +10,9 @@ from transformers import GenerationConfig
 
 from orchestrator.config.algorithm import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.learner.minibatches import minibatches
-from services.common.models.loading import load_tokenizer
-from services.common.weight_transfer.manifest import Manifest
+from quartet.learner.minibatches import minibatches
+from quartet.models.loading import load_tokenizer
+from quartet.weight_transfer.manifest import Manifest
 from tests.models import EOS, make_policy, make_tokenizer
 from tests.plain import language_model
 from tests.unit.naive import TOKENS, chosen, distributions

@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.config.algorithm import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.learner.minibatches import minibatches
+from quartet.learner.minibatches import minibatches
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights

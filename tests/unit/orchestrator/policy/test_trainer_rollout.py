@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.config.algorithm import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
-from services.common.learner.minibatches import minibatches
+from quartet.learner.minibatches import minibatches
 from tests.unit.naive import RESPONSES
 from tests.unit.policy_batches import make_trainer, weights
 

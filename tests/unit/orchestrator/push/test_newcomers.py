@@ -12,8 +12,8 @@ from orchestrator.policy.ranks import PolicyError
 from orchestrator.push import newcomers
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import common_pb2
-from services.common.weight_transfer.registry import Answer
-from services.common.wire.errors import Internal, LeaseLost, Unavailable, leaves
+from quartet.weight_transfer.registry import Answer
+from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled, until
 

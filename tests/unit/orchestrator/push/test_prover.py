@@ -14,10 +14,10 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.probe import Probe, probe_sequences
-from services.common.weight_transfer.registry import Applicant, Ticket
-from services.common.wire.codec import Floats, Ints, pack_floats, pack_sequences
+from quartet.weight_transfer.place import Place
+from quartet.weight_transfer.probe import Probe, probe_sequences
+from quartet.weight_transfer.registry import Applicant, Ticket
+from quartet.wire.codec import Floats, Ints, pack_floats, pack_sequences
 from services.rollout.newcomer import _receive
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config

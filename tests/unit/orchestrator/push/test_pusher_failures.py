@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.pusher import PushFailed, WeightPusher
-from services.common.weight_transfer.place import Place
-from services.common.wire.errors import Internal, ServiceError, Unavailable
+from quartet.weight_transfer.place import Place
+from quartet.wire.errors import Internal, ServiceError, Unavailable
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from protos import rollout_pb2 as pb
-from services.common.weight_transfer.place import Place
-from services.common.weight_transfer.registry import Applicant, Ticket
-from services.common.wire.errors import Internal
+from quartet.weight_transfer.place import Place
+from quartet.weight_transfer.registry import Applicant, Ticket
+from quartet.wire.errors import Internal
 from tests.unit.fake_fleet import MANIFEST, FakeSource, Fleet, make_pusher
 from tests.unit.waiting import settled, until
 

@@ -17,8 +17,8 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.models.distribution import Distribution
-from services.common.ranks.group import RankGroup
+from quartet.models.distribution import Distribution
+from quartet.ranks.group import RankGroup
 from services.rollout.member import WeightMember
 from tests.members import LEASE, StagingEngine
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.push.transport import choose
-from services.common.config.base import ConfigError
-from services.common.weight_transfer.place import Place, has_room, machine
-from services.common.weight_transfer.registry import Applicant, Ticket
+from quartet.config.base import ConfigError
+from quartet.weight_transfer.place import Place, has_room, machine
+from quartet.weight_transfer.registry import Applicant, Ticket
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 
 CPU, OTHER_CPU = Place("m"), Place("n")

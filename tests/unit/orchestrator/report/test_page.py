@@ -11,7 +11,7 @@ import pytest
 from orchestrator.report.comparison import read_comparison
 from orchestrator.report.page import write_report
 from orchestrator.report.svg import PALETTE
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from tests.unit.runs_on_disk import evaluate, full_run, measure, printed, sample
 
 HOSTILE = '<script>alert(1)</script></pre><img src="http://evil.test/x" onerror=alert(2)> & "quoted"'

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quartet.wire.pairs import Pair
 from recipes.addition.make import make
 from recipes.addition.problems import Problem, careless_answer, split_problems
 from recipes.addition.reward import score
 from recipes.addition.settings import Settings
 from recipes.common.shape import Shape
-from services.common.wire.pairs import Pair
 
 pytestmark = pytest.mark.processes
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quartet.wire.pairs import Pair
 from recipes.common.batch import pad_right
 from recipes.common.llama import tiny_policy
 from recipes.common.sampling import EncodedPair, sample
@@ -15,7 +16,6 @@ from recipes.common.shape import Shape
 from recipes.common.supervised import labels_of
 from recipes.common.tokenizer import EOS_ID, word_tokenizer
 from recipes.common.training import fit
-from services.common.wire.pairs import Pair
 
 pytestmark = pytest.mark.processes
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from quartet.wire.pairs import Pair
 from recipes.reviews import gold
-from services.common.wire.pairs import Pair
 
 PHONE = "write a short review of the phone for students :"  # battery, screen, sound, price
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from quartet.wire.pairs import Pair
 from recipes.common.llama import tiny_policy
 from recipes.common.sampling import EncodedPair, encode
 from recipes.common.shape import Shape
@@ -13,7 +14,6 @@ from recipes.reviews.grammar import WORDS
 from recipes.reviews.preferences import Preference, prefer
 from recipes.reviews.reward_model import reward_model_from, reward_scores, train_reward_model
 from recipes.reviews.settings import Settings
-from services.common.wire.pairs import Pair
 
 pytestmark = pytest.mark.processes
 

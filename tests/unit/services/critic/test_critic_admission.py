@@ -9,12 +9,12 @@ import pytest
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.config.limits import LimitsConfig
-from services.common.serving.admission import Admission
-from services.common.serving.batcher import Batcher
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import Floats, pack_floats, pack_pairs, unpack_floats, unpack_longs
-from services.common.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from quartet.config.limits import LimitsConfig
+from quartet.serving.admission import Admission
+from quartet.serving.batcher import Batcher
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import Floats, pack_floats, pack_pairs, unpack_floats, unpack_longs
+from quartet.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from services.critic.replica import Critic
 from tests.unit.contexts import Context
 from tests.unit.waiting import settled, until

@@ -8,8 +8,8 @@ import pytest
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.security.identity import Caller
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
+from quartet.security.identity import Caller
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import NEWER, OLDER, OURS, adopt, checkpoint, claim, save, start, train
 from tests.unit.waiting import settled, until

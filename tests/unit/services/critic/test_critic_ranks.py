@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from protos import common_pb2
-from services.common.config.learner import OptimizerConfig
-from services.common.ranks.group import RankGroup, RanksLost
-from services.common.wire.errors import OffTimeline, Unavailable
+from quartet.config.learner import OptimizerConfig
+from quartet.ranks.group import RankGroup, RanksLost
+from quartet.wire.errors import OffTimeline, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.learner import CriticModel
 from services.critic.trainer import CriticTrainer

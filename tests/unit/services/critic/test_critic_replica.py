@@ -10,11 +10,11 @@ import pytest
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.config.base import ConfigError
-from services.common.config.learner import OptimizerConfig
-from services.common.ranks.group import RanksLost
-from services.common.wire.codec import pack_floats
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError, Unavailable
+from quartet.config.base import ConfigError
+from quartet.config.learner import OptimizerConfig
+from quartet.ranks.group import RanksLost
+from quartet.wire.codec import pack_floats
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from tests.unit.contexts import Context

@@ -8,8 +8,8 @@ import pytest
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
-from services.common.wire.codec import unpack_longs
-from services.common.wire.errors import FailedPrecondition, OffTimeline, ServiceError
+from quartet.wire.codec import unpack_longs
+from quartet.wire.errors import FailedPrecondition, OffTimeline, ServiceError
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import OURS, PAIRS, adopt, checkpoint, claim, start, train, values
 

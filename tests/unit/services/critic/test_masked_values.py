@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from protos import critic_pb2 as pb
-from services.common.wire.codec import pack_bools, pack_floats, pack_pairs, unpack_metrics
-from services.common.wire.errors import FailedPrecondition
+from quartet.wire.codec import pack_bools, pack_floats, pack_pairs, unpack_metrics
+from quartet.wire.errors import FailedPrecondition
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import OURS, PAIRS, train, values
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.common.wire.errors import FailedPrecondition
+from quartet.wire.errors import FailedPrecondition
 from services.critic.once import Once
 from tests.unit.waiting import settled
 

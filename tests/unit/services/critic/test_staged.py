@@ -10,10 +10,10 @@ import pytest
 from protos import common_pb2
 from protos import critic_pb2 as pb
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
-from services.common.config.limits import LimitsConfig
-from services.common.serving.runs.timeline import Moment
-from services.common.wire.codec import PackedPairs, pack_floats, pack_metrics, pack_pairs
-from services.common.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quartet.config.limits import LimitsConfig
+from quartet.serving.runs.timeline import Moment
+from quartet.wire.codec import PackedPairs, pack_floats, pack_metrics, pack_pairs
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from services.critic.client import CriticClient, CriticReset
 from services.critic.staged import BatchPart, StagedBatch, digest
 from tests.unit.wire import served

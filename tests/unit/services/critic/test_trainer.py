@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from services.common.config.base import ConfigError
-from services.common.config.learner import LoraConfig, OptimizerConfig
-from services.common.models.loading import load_tokenizer
+from quartet.config.base import ConfigError
+from quartet.config.learner import LoraConfig, OptimizerConfig
+from quartet.models.loading import load_tokenizer
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests.models import make_tokenizer

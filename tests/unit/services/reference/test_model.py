@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.models.distribution import Distribution
+from quartet.models.distribution import Distribution
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from tests.plain import language_model

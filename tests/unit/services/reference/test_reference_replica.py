@@ -9,11 +9,11 @@ import pytest
 
 from protos import common_pb2
 from protos import reference_pb2 as pb
-from services.common.config.limits import LimitsConfig
-from services.common.serving.admission import Admission
-from services.common.serving.batcher import Batcher
-from services.common.wire.codec import Floats, pack_pairs, unpack_floats
-from services.common.wire.errors import InvalidArgument, ResourceExhausted
+from quartet.config.limits import LimitsConfig
+from quartet.serving.admission import Admission
+from quartet.serving.batcher import Batcher
+from quartet.wire.codec import Floats, pack_pairs, unpack_floats
+from quartet.wire.errors import InvalidArgument, ResourceExhausted
 from services.reference.config import ReferenceConfig
 from services.reference.replica import MOST_ENDS, Reference
 from tests.unit.contexts import Context

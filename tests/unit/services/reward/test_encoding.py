@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from protos import reward_pb2 as pb
-from services.common.wire.codec import pack_pairs
-from services.common.wire.errors import InvalidArgument
-from services.common.wire.pairs import Pair
+from quartet.wire.codec import pack_pairs
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
 from services.reward.scorers.scorer import Scored
 from tests.models import BOS, EOS, PAD, UNK, make_tokenizer

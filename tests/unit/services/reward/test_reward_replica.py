@@ -15,10 +15,10 @@ import pytest
 
 from protos import common_pb2
 from protos import reward_pb2 as pb
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import pack_pairs, unpack_floats
-from services.common.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
-from services.common.wire.pairs import Pair
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import pack_pairs, unpack_floats
+from quartet.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
 from tests.unit.contexts import Context

@@ -10,7 +10,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from services.rollout.fanout import broadcast, gathered
 
 GRACE_S = 0.1

@@ -9,9 +9,9 @@ import torch
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.serving.runs.timeline import Moment
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.sender import make_sender
+from quartet.serving.runs.timeline import Moment
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.sender import make_sender
 from services.rollout.member import WeightMember
 from tests.members import StagingEngine
 from tests.unit.fake_cuda import FOLDER, FakeGpu

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from services.rollout.call import HEARTBEAT_S
 from services.rollout.pulse import STILL_S, Pulse
 from tests.unit.services.rollout.test_rollout_replica import FakeEngine, start

@@ -8,7 +8,7 @@ import pytest
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import InvalidReply
+from quartet.wire.errors import InvalidReply
 from services.rollout.client import RolloutClient
 from services.rollout.remaining import Remaining
 from services.rollout.sample import FinishReason, Part, Sample, Sampling, cut, following

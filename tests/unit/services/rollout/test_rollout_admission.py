@@ -11,13 +11,13 @@ import pytest
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.config.limits import LimitsConfig
-from services.common.security.identity import Caller
-from services.common.serving.admission import Admission
-from services.common.serving.slots import EngineSlots
-from services.common.wire.callers import Purpose
-from services.common.wire.codec import pack_sequences
-from services.common.wire.errors import (
+from quartet.config.limits import LimitsConfig
+from quartet.security.identity import Caller
+from quartet.serving.admission import Admission
+from quartet.serving.slots import EngineSlots
+from quartet.wire.callers import Purpose
+from quartet.wire.codec import pack_sequences
+from quartet.wire.errors import (
     FailedPrecondition,
     InvalidArgument,
     LeaseLost,

@@ -9,7 +9,7 @@ import pytest
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import (
+from quartet.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,

@@ -9,7 +9,7 @@ import pytest
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
-from services.common.wire.errors import (
+from quartet.wire.errors import (
     DeadlineExceeded,
     LeaseLost,
     Unavailable,

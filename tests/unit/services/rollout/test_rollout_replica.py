@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.config.limits import LimitsConfig
-from services.common.serving.slots import EngineSlots
-from services.common.wire.codec import pack_longs
-from services.common.wire.errors import InvalidArgument, Unavailable
-from services.common.wire.ragged import Ragged
+from quartet.config.limits import LimitsConfig
+from quartet.serving.slots import EngineSlots
+from quartet.wire.codec import pack_longs
+from quartet.wire.errors import InvalidArgument, Unavailable
+from quartet.wire.ragged import Ragged
 from services.rollout.call import Call
 from services.rollout.sample import FinishReason, Part, Sample, Sampling
 from tests.unit.batches import share

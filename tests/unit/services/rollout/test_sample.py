@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2 as pb
-from services.common.wire.errors import InvalidArgument
+from quartet.wire.errors import InvalidArgument
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 

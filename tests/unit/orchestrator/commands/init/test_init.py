@@ -16,7 +16,7 @@ from orchestrator.commands.checks.preflight import preflight
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, init
 from orchestrator.deployment.file import Deployment
-from services.common.config.base import ConfigError
+from quartet.config.base import ConfigError
 from tests.families import FAMILIES
 from tests.models import make_policy, make_reward, make_tokenizer
 from tests.untidy import make_untidy

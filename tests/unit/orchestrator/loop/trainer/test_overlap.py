@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.push.pusher import PushFailed
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from tests.unit.fake_run import Stage
 
 

@@ -29,8 +29,8 @@ from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
-from services.common.models.distribution import Distribution
-from services.common.ranks.group import RankGroup
+from quartet.models.distribution import Distribution
+from quartet.ranks.group import RankGroup
 from services.critic.client import Values
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.wire.errors import InvalidReply, NotFinite, Unavailable, leaves
+from quartet.wire.errors import InvalidReply, NotFinite, Unavailable, leaves
 from services.critic.client import CriticReset
 from tests.unit.fake_run import SAVE_TO, Stage
 

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from transformers import AutoModelForSequenceClassification
 
 from protos import reward_pb2 as pb
-from services.common.config.base import ConfigError
-from services.common.wire.errors import FailedPrecondition
-from services.common.wire.identity import model_hash
-from services.common.wire.pairs import Pair
+from quartet.config.base import ConfigError
+from quartet.wire.errors import FailedPrecondition
+from quartet.wire.identity import model_hash
+from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
 from services.reward.scorers.make import make_scorer
 from services.reward.scorers.scorer import Scored, Scorer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.manifest import Manifest
 from services.rollout.config import RolloutConfig
 from services.rollout.vllm.engine import LOOK_S, VLLMEngine
 from tests.unit.services.rollout.vllm.test_vllm_interface import RecordedEngine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.wire.errors import Unavailable
+from quartet.wire.errors import Unavailable
 from services.rollout.sample import Part, Sample, Sampling
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.sampling import BEGUN_KEY, RunnerRequests, continue_seeds, continued

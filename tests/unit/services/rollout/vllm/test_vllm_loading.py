@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from services.common.weight_transfer.manifest import Manifest
-from services.common.weight_transfer.memory.buckets import Buckets, digest
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import Buckets, digest
 from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
 

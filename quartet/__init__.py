@@ -1,0 +1,4 @@
+"""Code that the services, their clients and the orchestrator share.
+
+May import nothing. orchestrator, recipes and services import it.
+"""

@@ -1,0 +1,253 @@
+"""Configuration of a learner: the policy's and the critic's alike."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+
+from quartet.config.base import Config, Count, Dtype, Fraction, ModelPath, Seconds
+
+REDUCE_ELEMENTS = 50_000_000
+"""Elements in one bucket of gradients between ranks. DeepSpeed keeps one bucket allocated; its own default is ten
+times as large, 1 GB in bfloat16 whatever the model's size. With ZeRO 1 or 2 a single copy of the model has none, as
+there is nothing to average."""
+
+
+class OptimizerConfig(Config):
+    """AdamW and its schedule."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the rate rises linearly from zero."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall along a half cosine to `final_fraction` at `total_steps`."""
+    total_steps: Count | None = None
+    """Optimizer steps (not PPO steps) at which the cosine ends. For the policy it may be left out: then it is
+    computed from the run's length, and `quartet check` warns of a value that differs. The critic, which does not know
+    the run's length, needs it."""
+    final_fraction: Fraction = 0.1
+    """Rate at the end of the cosine, as a fraction of the peak."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Self:
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError("warmup_steps must be less than total_steps")
+        return self
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Only the adapters are trained; pushed and saved models
+    have them merged in."""
+
+    rank: Count = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32
+    """The adapters' product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | None = None
+    """Last part of the names of the layers that get one, such as q_proj. Null: every linear layer but the head."""
+    seed: NonNegativeInt = 0
+    """Seed of the adapters' initial weights. Their product begins at zero."""
+
+
+class TensorParallelConfig(Config):
+    """Each layer's heads and weights divided among ranks (Megatron-LM, arXiv:1909.08053), by DeepSpeed's AutoTP."""
+
+    size: Count = 1
+    """Ranks that share one copy of the model. They get the same sequences and communicate twice per layer and
+    pass."""
+
+
+class LearnerConfig(Config):
+    """A model that is trained, by DeepSpeed, on one rank (process) or several. docs/learner.md compares layouts."""
+
+    model: ModelPath
+    """Folder of the Hugging Face model to start from."""
+    dtype: Dtype = "float32"
+    """Arithmetic of the forward and backward pass. bfloat16 keeps fp32 master weights and requires zero_stage 1
+    or higher. All services have the default float32, in which learner and engine agree to rounding and which runs on
+    every machine; on a GPU set bfloat16 for all of them."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention: torch's fused kernel, transformers' plain one, or FlashAttention 2, which requires a GPU, the
+    package flash-attn and dtype bfloat16."""
+    optimizer: OptimizerConfig
+    """AdamW and its schedule."""
+    ranks: Count = 1
+    """Processes that train the model together. Each takes whole sequences of every minibatch; with tensor_parallel,
+    each group of ranks does. Results are the same for any number, up to rounding."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage: what is divided among the ranks. 0 nothing, 1 the optimizer states, 2 also the gradients,
+    3 also the parameters, which are then gathered layer by layer in each pass."""
+    zero_persist_below: NonNegativeInt = 10_000
+    """ZeRO 3 keeps parameters of fewer elements (norms, biases) whole on every rank: gathering them costs more than
+    dividing them saves."""
+    adam_offload: bool = False
+    """Keep fp32 master weights and Adam's moments in host memory and run AdamW on the CPU. Requires zero_stage 1 or
+    higher."""
+    param_offload: bool = False
+    """Keep the parameters themselves in host memory between uses. Requires zero_stage 3."""
+    colocate: bool = False
+    """Keep fp32 master weights and Adam's moments in pinned host memory except during an update, so that other
+    processes can use the GPU's memory meanwhile. AdamW still runs on the GPU. Requires zero_stage 1 or 2."""
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    """Division of the layers. `ranks` is a multiple of its size. The quotient is the number of copies of the model;
+    they share each minibatch, and ZeRO divides among them."""
+    micro_batch_tokens: Count = 16_384
+    """Most tokens, padding included, in one forward and backward pass of a rank. Gradients of larger minibatches are
+    accumulated over several passes, sequences of similar length together."""
+    packing: bool = False
+    """Put the sequences of a micro-batch one after another in a single row, without padding; each attends only to
+    itself. Requires attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep a running mean of the weights, mean = decay * mean + (1 - decay) * weights after each optimizer step, in
+    fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models hold the mean; training and
+    pushes use the weights. Null: no mean."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. auto: only where the sums of
+    `orchestrator.gpu_gib` do not fit without, or where it is not given; never on a CPU. `quartet check` prints which.
+    It is decided by `quartet up` and `quartet train`; a critic deployed in another way recomputes with auto."""
+    compile_layers: bool = False
+    """Have torch compile the layers of the model, so that they need fewer kernels: faster on a GPU, after a minute or
+    so at the first passes, and equal up to rounding. Needs a C compiler, attn_implementation sdpa or eager,
+    zero_stage 2 or lower and tensor_parallel.size 1; not for mixtures of experts."""
+    num_cpus: NonNegativeFloat = 1
+    """Logical CPUs that Ray reserves for each rank."""
+    num_gpus: NonNegativeFloat = 0
+    """GPUs that Ray reserves for each rank, 1 or less. With several ranks more than 0.5: Ray would put two smaller
+    ones on the same GPU, which NCCL refuses. docs/placement.md."""
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Custom resources that Ray reserves for each rank, to tie it to the nodes that were started with them."""
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment of each rank's process, for instance OMP_NUM_THREADS."""
+    rank_timeout_s: Seconds = 1800
+    """Longest time that a rank waits for the others, in seconds; then it fails."""
+
+    @property
+    def recomputes(self) -> bool:
+        """True if activations are recomputed; also with auto, as long as it is not decided."""
+        return bool(self.gradient_checkpointing)
+
+    @model_validator(mode="after")
+    def _bf16_needs_zero(self) -> Self:
+        if self.dtype == "bfloat16" and self.zero_stage == 0:
+            raise ValueError("dtype bfloat16 with zero_stage 0 drifts from fp32; set zero_stage to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _offload_needs_zero(self) -> Self:
+        if self.adam_offload and self.zero_stage == 0:
+            raise ValueError("adam_offload is part of ZeRO; set zero_stage to 1, 2 or 3")
+        if self.param_offload and self.zero_stage != 3:
+            raise ValueError("param_offload is part of ZeRO 3; set zero_stage to 3")
+        if self.colocate and self.zero_stage not in (1, 2):
+            raise ValueError(f"colocate needs zero_stage 1 or 2; it is {self.zero_stage}")
+        if self.colocate and self.adam_offload:
+            raise ValueError(
+                "colocate: adam_offload always keeps the same state in host memory; leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_make_whole_copies(self) -> Self:
+        size = self.tensor_parallel.size
+        if self.ranks % size:
+            raise ValueError(f"ranks must be a multiple of tensor_parallel.size {size}, got {self.ranks}")
+        if size > 1 and self.lora:
+            raise ValueError("lora goes with tensor_parallel.size 1 only; adapters are not divided")
+        return self
+
+    @model_validator(mode="after")
+    def _packing_needs_a_kernel(self) -> Self:
+        if self.packing and self.attn_implementation == "eager":
+            raise ValueError("packing needs attn_implementation sdpa or flash_attention_2; eager mixes the sequences")
+        return self
+
+    @model_validator(mode="after")
+    def _flash_needs_half(self) -> Self:
+        if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
+            raise ValueError(
+                "attn_implementation flash_attention_2 computes in half precision; set dtype to bfloat16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_layers_are_whole(self) -> Self:
+        if self.compile_layers and (self.zero_stage == 3 or self.tensor_parallel.size > 1):
+            raise ValueError(
+                "compile_layers: layers that are divided among ranks are not compiled; set it to false, or set "
+                "zero_stage to 2 or lower and tensor_parallel.size to 1"
+            )
+        if self.compile_layers and self.attn_implementation == "flash_attention_2":
+            raise ValueError(
+                "compile_layers goes with attn_implementation sdpa or eager; set one of these, or it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_rank_has_one_gpu(self) -> Self:
+        if self.num_gpus > 1:
+            raise ValueError(f"num_gpus ({self.num_gpus:g}) must be 1 or less: a rank computes on one GPU; set ranks")
+        if self.ranks > 1 and 0 < self.num_gpus <= 0.5:
+            raise ValueError(
+                f"num_gpus ({self.num_gpus:g}) must be more than 0.5 with several ranks, or Ray puts two of them on "
+                "one GPU, which NCCL refuses"
+            )
+        return self
+
+
+class PolicyConfig(LearnerConfig):
+    """The policy learner: DeepSpeed in Ray actors of the orchestrator, one for each rank."""
+
+
+def describe(config: LearnerConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration that `config` stands for.
+
+    Accumulation is driven by hand, so that a minibatch may hold any number of micro-batches: DeepSpeed is told 1.
+    """
+    optimizer = config.optimizer
+    size = config.tensor_parallel.size
+    return {
+        **({"tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}} if size > 1 else {}),
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optimizer.max_grad_norm,
+        "zero_optimization": _zero(config),
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optimizer.learning_rate,
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+                # torch's fused AdamW, on GPU and CPU alike: DeepSpeed's own are compiled on first use, for minutes.
+                "torch_adam": True,
+                "fused": True,
+            },
+        },
+    }
+
+
+def _zero(config: LearnerConfig) -> dict[str, Any]:
+    # A model of which there is one copy has no gradients to average. What does not fit into the bucket is not copied
+    # into it; with adam_offload it is copied once all the same.
+    alone = config.ranks == config.tensor_parallel.size and config.zero_stage in (1, 2)
+    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": 1 if alone else REDUCE_ELEMENTS}
+    if config.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if config.param_offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if config.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = config.zero_persist_below
+    return zero

@@ -1,0 +1,170 @@
+"""A model trained by DeepSpeed that can be saved and resumed: the policy in the orchestrator's actors, the critic in
+its service."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet.config.learner import LearnerConfig, OptimizerConfig
+from quartet.folders import replace_model
+from quartet.learner.layout import LAYOUT, Layout
+from quartet.learner.module import TrainedModule
+from quartet.learner.optimizer import rate_factor
+from quartet.learner.snapshot import Snapshot
+from quartet.learner.tensor_parallel import (
+    whole_shape,
+)
+from quartet.ranks.ranks import Ranks
+
+WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
+"""Writes a model with these weights to a folder."""
+
+MODEL = "model"
+"""Subfolder of a snapshot for the model."""
+
+
+class RankLearner(TrainedModule):
+    """A trained module with its saved models and its snapshots.
+
+    For example a run that checkpoints every 10 steps calls `take_snapshot(folder, 10)` between two steps and
+    `write_snapshot()` in another thread while step 11 trains; after a crash `restore(folder)` returns 10.
+    """
+
+    def __init__(self, module: nn.Module, config: LearnerConfig, ranks: Ranks | None = None) -> None:
+        """Takes over `module`, as TrainedModule does."""
+        super().__init__(module, config, ranks)
+        self._snapshot = Snapshot()
+        self._engine.checkpoint_engine = self._snapshot
+
+    def save(self, folder: str | Path, write: WriteModel, owner: str) -> Path:
+        """Writes the weights, or their running mean if configured, from rank 0 through `write`; a temporary folder is
+        renamed at the end, so that `folder` is never incomplete. Every rank calls it.
+
+        Raises:
+            NotFinite: a weight is not finite.
+            InvalidArgument: `folder` holds something other than a model of this `owner`, which would be lost, or
+                cannot be made.
+        """
+        target = Path(folder).resolve()
+        self.check_weights()
+        with self._averaged():
+            weights = self.gathered()
+            if self._ranks.rank == 0:
+                replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)), owner)
+        return target
+
+    def take_snapshot(self, folder: Path, step: int, write: WriteModel | None = None, *, copies: bool = True) -> None:
+        """Copies the state that training resumes from (weights, optimizer, schedule, running mean, random states)
+        into host memory; `write_snapshot` writes it to files in `folder`. Every rank calls it.
+
+        Args:
+            folder: a new or empty folder, the same for all ranks, on a disk that all of them share.
+            step: number of the step, stored with the state.
+            write: if given, the model is copied too, and written through it to the subfolder `model`.
+            copies: False writes everything at once, for models that leave no memory for copies.
+        """
+        self.check_weights()
+        snapshot = self._snapshot
+        snapshot.begin(copies=copies)
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        snapshot.save(self._own_state(), str(self._own_file(folder)))
+        first = self._ranks.rank == 0
+        if first:
+            snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
+        if write:
+            with self._averaged():
+                weights = {name: snapshot.copy(tensor) for name, tensor in self.full_weights() if first}
+            if first:
+                buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
+                snapshot.hold(weights | buffers, folder / MODEL, lambda held, path: write(path, held))
+
+    def write_snapshot(self) -> None:
+        """Writes the snapshot that was taken last, on every rank. May run in another thread beside any other call."""
+        self._snapshot.write()
+
+    def restore(self, folder: Path) -> int:
+        """Restores the snapshot in `folder`; returns its step. Every rank calls it, before any training.
+
+        Raises:
+            InvalidArgument: the folder holds no snapshot, or one of another layout; the message names the
+                differences.
+        """
+        layout = Layout.read(folder / LAYOUT)
+        layout.check(self._layout(layout.step))
+        own = self._snapshot.load(str(self._own_file(folder)))
+        with self.optimizer_state.resident():
+            self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+            self._reapply(self._config.optimizer)
+        if self._average:
+            self._average.load(own["average"])
+        torch.set_rng_state(own["random"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(own["device_random"], self.device)
+        return layout.step
+
+    def _reapply(self, optimizer: OptimizerConfig) -> None:
+        """Applies the present configuration of the optimizer in place of the checkpoint's."""
+        schedule = self._engine.lr_scheduler
+        schedule.base_lrs = [optimizer.learning_rate] * len(schedule.base_lrs)
+        rate = optimizer.learning_rate * rate_factor(schedule.last_epoch, optimizer)
+        for group in self._engine.optimizer.param_groups:
+            group |= {"lr": rate, "initial_lr": optimizer.learning_rate, "betas": optimizer.betas}
+            group |= {"eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
+
+    def _layout(self, step: int) -> Layout:
+        numbers = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
+        return Layout.of(self._config, numbers, step)
+
+    def _own_state(self) -> dict[str, Any]:
+        """The part of the state that DeepSpeed does not save."""
+        state: dict[str, Any] = {"random": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["device_random"] = torch.cuda.get_rng_state(self.device)
+        if self._average:
+            state["average"] = self._average.means
+        return state
+
+    def _own_file(self, folder: Path) -> Path:
+        return folder / f"rank-{self._ranks.rank}.pt"
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Context in which the weights are their running mean, if one is configured."""
+        return self._average.in_place() if self._average else nullcontext()
+
+
+class Snapshots:
+    """The methods of a trainer that save and restore its learner. All ranks get the same calls in the same order."""
+
+    def __init__(self, learner: RankLearner, write: WriteModel, *, kind: str, exported: bool) -> None:
+        """`write` writes the model; if `exported`, snapshots hold the model too. `kind` is policy or critic."""
+        self._learner = learner
+        self._kind = kind
+        self._write = write
+        self._exported = write if exported else None
+
+    def save(self, folder: str, run: str = "") -> str:
+        """Writes the model, its tokenizer and generation settings in Hugging Face's format; returns the path. With a
+        `run` only that run may replace it. Raises InvalidArgument as RankLearner.save does."""
+        return str(self._learner.save(folder, self._write, f"{self._kind} of {run}" if run else self._kind))
+
+    def take_snapshot(self, folder: str, step: int, copies: bool = True) -> None:
+        """Copies the state after `step`, for `write_snapshot` to write, as RankLearner.take_snapshot does."""
+        self._learner.take_snapshot(Path(folder), step, self._exported, copies=copies)
+
+    def write_snapshot(self) -> None:
+        """Writes the snapshot to disk; may run beside any other call."""
+        self._learner.write_snapshot()
+
+    def restore(self, folder: str) -> int:
+        """Restores a snapshot, before any training; returns its step."""
+        return self._learner.restore(Path(folder))
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a saved model holds besides its parameters."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}

@@ -1,0 +1,101 @@
+"""Low-rank adapters in a model, and the model's own weights with the adapters merged in."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet.config.base import ConfigError
+from quartet.config.learner import LoraConfig
+from quartet.learner.tensor_parallel import whole
+
+GATHER_BYTES = 64 << 20
+"""Size of the buckets in which ZeRO 3 gathers weights, about."""
+BASE = "base_layer"
+"""Peft's name for the original layer inside a layer with an adapter."""
+NAME = "default"
+"""Peft's name for a model's only adapter."""
+
+
+def add_adapters(model: nn.Module, config: LoraConfig | None) -> nn.Module:
+    """Adds adapters to the model and freezes everything else; without a config the model stays as it is.
+
+    Raises:
+        ConfigError: no layer has one of the names in `target_modules`.
+    """
+    if config is None:
+        return model
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(config.seed)
+    targets = "all-linear" if config.target_modules is None else list(config.target_modules)
+    try:
+        # Adapters are injected without peft's wrapper, so that the model keeps its class and its names.
+        adapters = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=targets,
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in model.modules()),  # GPT-2's transposed weights
+        )
+        peft.inject_adapter_in_model(adapters, model)
+    except ValueError as error:
+        raise ConfigError(f"lora.target_modules: {error}") from None
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of the model as it would be without adapters."""
+
+    name: str
+    parameter: nn.Parameter
+    layer: Any = None
+    """Peft's layer around the parameter, if it has an adapter."""
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """The parameters that `merged` reads."""
+        if self.layer is None:
+            return [self.parameter]
+        return [self.parameter, self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight]
+
+    def merged(self) -> torch.Tensor:
+        """The whole parameter plus its adapter, added in float32 and returned in the parameter's dtype. With tensor
+        parallelism all ranks call it."""
+        base = whole(self.parameter)
+        if self.layer is None:
+            return base
+        with torch.no_grad():
+            return (base.float() + self.layer.get_delta_weight(NAME).float()).to(base.dtype)
+
+
+def weights_of(module: nn.Module) -> Iterator[Weight]:
+    """Every parameter except the adapters, with the names and the order of the model without adapters."""
+    for name, parameter in module.named_parameters():
+        path, _, last = name.rpartition(".")
+        if ".lora_" in name:
+            continue
+        layers = []
+        while path.endswith(f".{BASE}"):
+            path = path.removesuffix(f".{BASE}")
+            layers.append(module.get_submodule(path))
+        # Experts keep their weights in one module, which peft wraps once for each of its parameters.
+        adapted = [layer for layer in layers if getattr(layer, "parameter_name", "weight") == last]
+        yield Weight(f"{path}.{last}" if path else last, parameter, adapted[0] if adapted else None)
+
+
+def weight_buckets(module: nn.Module) -> Iterator[list[Weight]]:
+    """Groups the weights into buckets of about GATHER_BYTES, for ZeRO 3."""
+    bucket: list[Weight] = []
+    size = 0
+    for weight in weights_of(module):
+        bucket.append(weight)
+        size += weight.parameter.ds_numel * weight.parameter.element_size()
+        if size >= GATHER_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,253 @@
+"""A module under DeepSpeed, trained one optimizer step at a time."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from quartet.config.learner import LearnerConfig, OptimizerConfig, describe
+from quartet.learner.ema import Average
+from quartet.learner.finite import agreed, check_weights
+from quartet.learner.lora import weight_buckets, weights_of
+from quartet.learner.optimizer import OptimizerState, rate_factor
+from quartet.learner.shards import Pass, shards
+from quartet.learner.tensor_parallel import (
+    check_divided,
+    check_divisible,
+    data_parallel,
+    total_norm,
+    whole_shape,
+)
+from quartet.models.compiled import compile_layers
+from quartet.models.device import default_device, on_device
+from quartet.models.linear import use_onednn
+from quartet.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
+from quartet.ranks.ranks import Ranks, start_distributed
+from quartet.wire.codec import Floats, Ints
+
+NORM = "grad_norm"
+"""Name of the gradient's norm among the metrics."""
+Micro = TypeVar("Micro")
+Loss = Callable[[Micro], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+
+
+class TrainedModule:
+    """A module, its AdamW and its schedule, trained one optimizer step at a time."""
+
+    def __init__(self, module: nn.Module, config: LearnerConfig, ranks: Ranks | None = None) -> None:
+        """Takes over `module`: from now on DeepSpeed decides where its parameters are stored.
+
+        All ranks construct it together, each with the same module; RuntimeError if a rank is missing.
+        """
+        self._ranks = ranks or Ranks()
+        self._config = config
+        start_distributed(self._ranks)
+        import deepspeed
+
+        if config.recomputes:
+            module.gradient_checkpointing_enable()  # type: ignore[operator]
+        if config.compile_layers:
+            compile_layers(module)
+        size = config.tensor_parallel.size
+        if size > 1:
+            check_divisible(module, size)
+        elif config.zero_stage == 3:
+            # Divides one weight at a time; initialize() would first move the whole model to each GPU.
+            deepspeed.zero.Init(module=module, config_dict_or_path=describe(config))
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(default_device())
+        else:  # with both of the above, DeepSpeed divides the weights of plain linear layers only
+            use_onednn(module)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._engine: Any = deepspeed.initialize(
+            model=module,
+            model_parameters=trained,
+            config=describe(config),
+            lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
+        )[0]
+        if self._ranks.world_size == 1 and config.zero_stage == 0:
+            # DeepSpeed would copy all gradients into one bucket and back, to average them over a single rank.
+            self._engine.enable_backward_allreduce = False
+        if size > 1:
+            check_divided(module)
+            # DeepSpeed would compare the first batch across ranks by pickling it; `passes` makes the batches equal.
+            self._engine.first_dataloader_check.remove()
+        # The ranks with other sequences than this one. With tensor parallelism some ranks share their sequences.
+        self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
+        self._average = Average(trained, config.ema_decay) if config.ema_decay else None
+        self.skipped_in_a_row = 0
+        """Number of consecutive optimizer steps up to now that were skipped for a gradient that was not finite."""
+        self._own_norm = config.zero_stage == 0 and config.dtype == "float32"
+        self.optimizer_state = OptimizerState(self._engine, leaves=config.colocate)
+        """Brings the optimizer's state to the device, where `step` needs it."""
+        self._one_mode()
+
+    def _one_mode(self) -> None:
+        """Keeps the module in evaluation mode, so that training computes exactly as the log-probs and values before
+        it. Only layers with gradient checkpointing get training mode; otherwise transformers would not recompute
+        them."""
+        self._engine.eval()
+        for layer in self.module.modules():
+            if getattr(layer, "gradient_checkpointing", False):
+                layer.training = True
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process's place."""
+        return self._ranks
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, with the current weights."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def model(self) -> Any:
+        """The callable for a forward pass."""
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        """The device for batches."""
+        device: torch.device = self._engine.device
+        return device
+
+    def step(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, float]:
+        """Takes one optimizer step over one minibatch, given as micro-batches.
+
+        Args:
+            micro_batches: one for each of this rank's `passes`, equally many on all ranks.
+            loss: computes the loss and metrics of one micro-batch, divided by the token count of the whole minibatch
+                over all micro-batches and ranks; both are summed here, except metrics named `..._max`.
+
+        Returns:
+            The metrics over all ranks, `grad_norm` before clipping, and the `learning_rate` used. Empty if the norm
+            is not finite: all ranks skip the step then, and weights, optimizer and schedule stay as they were.
+        """
+        rate = float(self._engine.get_lr()[0])
+        numbers = self._apply(self._accumulate(micro_batches, loss))
+        self.skipped_in_a_row = 0 if numbers else self.skipped_in_a_row + 1
+        if not numbers:
+            return {}
+        if self._average:
+            self._average.update()
+        norm = numbers.pop(NORM)
+        return self._data.joined(numbers, self.device) | {NORM: norm, "learning_rate": rate}
+
+    def _accumulate(self, micro_batches: Sequence[Micro], loss: Loss[Micro]) -> dict[str, torch.Tensor]:
+        """Accumulates the gradient of all micro-batches inside DeepSpeed; returns this rank's sums of the metrics."""
+        totals: dict[str, torch.Tensor] = {}
+        for index, micro in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            value, metrics = loss(micro)
+            # DeepSpeed averages gradients over ranks, but these losses are parts of a sum.
+            self._engine.backward(value * self._data.world_size)
+            for name, metric in metrics.items():
+                join = torch.maximum if name.endswith("_max") else torch.add
+                now = metric.detach().float()
+                totals[name] = join(totals[name], now) if name in totals else now
+            if index < len(micro_batches) - 1:
+                self._engine.step()
+        return totals
+
+    def _apply(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Steps the optimizer with the accumulated gradient; returns metrics and the gradient's norm as numbers, or
+        nothing if the norm is not finite and the step was skipped.
+
+        With ZeRO or bf16 DeepSpeed computes the norm over all ranks and skips by itself. In fp32 at ZeRO 0, where
+        every rank holds whole gradients, it does neither.
+        """
+        if not self._own_norm:
+            self._engine.step()
+            if not self._engine.was_step_applied():
+                return {}
+            return _numbers(totals | {NORM: torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)})
+        numbers = _numbers(totals | {NORM: total_norm(self.module.parameters())})
+        if not agreed(math.isfinite(numbers[NORM]), self._ranks, self.device):
+            self._engine.zero_grad()
+            return {}
+        self._engine.step()
+        return numbers
+
+    def check_weights(self) -> None:
+        """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
+        check_weights(self.module, self._ranks, self.device)
+
+    def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Pass]:
+        """Divides pairs among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens, equally
+        many on all ranks."""
+        ranks, limit = self._data, self._config.micro_batch_tokens
+        batches = packed_batches if self._config.packing else length_batches
+        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
+
+    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
+        """The model's input for the pairs of one pass: packed or padded, on this rank's device."""
+        return pair_tensors(prompts, responses, self.device, packing=self._config.packing, last=False)
+
+    def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
+        """Collects the rows of all ranks; every rank calls it.
+
+        Args:
+            rows: index -> row, of this rank; row `i` has `lengths[i]` values. Each index is on one copy of the model.
+            lengths: the lengths of all rows.
+        """
+        ends = np.cumsum(lengths, dtype=np.int64)
+        flat = np.zeros(sum(lengths), np.float32)
+        for index, row in rows.items():
+            flat[ends[index] - lengths[index] : ends[index]] = row
+        # All ranks but one hold zeros, so that the sum is exactly that rank's value.
+        values = self._data.sums(on_device(flat, self.device)).cpu().numpy()
+        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter as a tensor without data (`meta`), whole even if ranks hold it in pieces."""
+        return {
+            weight.name: torch.empty(whole_shape(weight.parameter), dtype=weight.parameter.dtype, device="meta")
+            for weight in weights_of(self.module)
+        }
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every parameter's name and whole tensor, in the same order on all ranks; adapters are merged in.
+
+        With ZeRO 3 parameters are gathered bucket by bucket, with tensor parallelism one by one: every rank has to
+        exhaust the iterator, and a tensor is valid only until the next one. Otherwise these are the parameters
+        themselves.
+        """
+        if self._config.zero_stage < 3:
+            for weight in weights_of(self.module):
+                yield weight.name, weight.merged()
+            return
+        import deepspeed
+
+        for bucket in weight_buckets(self.module):
+            with deepspeed.zero.GatheredParameters([part for weight in bucket for part in weight.parts]):
+                for weight in bucket:
+                    yield weight.name, weight.merged()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Name -> whole parameter on rank 0; empty on the others. Every rank calls it.
+
+        With ZeRO 3 or tensor parallelism these are copies in host memory, otherwise the parameters themselves.
+        """
+        first = self._ranks.rank == 0
+        copied = self._config.zero_stage == 3 or self._config.tensor_parallel.size > 1
+        return {
+            name: tensor.to("cpu", copy=True) if copied else tensor for name, tensor in self.full_weights() if first
+        }
+
+
+def _numbers(scalars: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Copies scalars from their device in one transfer, since each transfer waits for all computation in progress."""
+    if not scalars:
+        return {}
+    return dict(zip(scalars, torch.stack([scalar.float() for scalar in scalars.values()]).tolist(), strict=True))
+
+
+def scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> LambdaLR:
+    """The configured schedule as torch's LambdaLR."""
+    return LambdaLR(optimizer, lambda step: rate_factor(step, config))

@@ -1,0 +1,43 @@
+"""Division of a minibatch's sequences among ranks, and of a rank's sequences among micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet.models.sequences import Batches, length_batches
+from quartet.wire.codec import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass of one rank."""
+
+    rows: tuple[int, ...]
+    """Indices of sequences."""
+    counts: bool = True
+    """False if the result is not used: the rank computes the pass only because the other ranks need it in their
+    collectives."""
+
+
+def shards(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    batches: Batches = length_batches,
+    *,
+    max_tokens: int,
+    world_size: int,
+) -> list[list[Pass]]:
+    """The passes of each rank, equally many for all; each sequence counts in one pass of one rank.
+
+    Sequences are dealt out in the order of their length, so that all ranks get about as many tokens, and their n-th
+    passes hold sequences of similar length. A rank that has fewer passes repeats the shortest sequence without
+    counting it. Without sequences the lists are empty. `batches` divides a rank's sequences into passes.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
+    dealt: list[list[Pass]] = []
+    for rank in range(world_size):
+        own = order[rank::world_size]
+        made = batches([prompts[i] for i in own], [responses[i] for i in own], max_tokens)
+        dealt.append([Pass(tuple(own[i] for i in batch)) for batch in made])
+    most = max(len(passes) for passes in dealt)
+    idle = Pass(tuple(order[:1]), counts=False)
+    return [passes + [idle] * (most - len(passes)) for passes in dealt]

@@ -1,0 +1,212 @@
+"""Attention over sequences that lie one after another in a row; none attends to another."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from quartet.models.attention import short
+from quartet.models.attention.prefixes import Past
+from quartet.models.numerics import widen
+
+BY_LENGTH = ("longrope", "dynamic")
+"""Kinds of rotary embeddings whose frequencies depend on the longest position of a pass."""
+NAME = "packed_sdpa"
+"""The name under which it is registered with transformers, which makes no attention mask for an unknown name."""
+
+MASKED_ROWS = 512
+"""Most queries of a continued sequence at a time, as these need a mask."""
+Kernel = Callable[..., torch.Tensor]
+"""torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
+
+
+class Lengths:
+    """Lengths of the sequences in a row. A tuple would have torch's compiler compile the layers, through which it
+    passes, for every number of sequences; of such an object it looks at the class only."""
+
+    def __init__(self, each: tuple[int, ...]) -> None:
+        self.each = each
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_lengths: Lengths | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    packed_past: Past | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D]
+    -> [1, L, heads, D].
+
+    The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
+    square of their sum. In half precision on a GPU one kernel takes all sequences. Elsewhere torch's fused kernel or
+    `short_attention` takes those of one length together. RuntimeError if the model passes on no lengths, or there are
+    several rows.
+
+    Args:
+        packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
+        cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one.
+        packed_past: keys and values of the tokens before those in the row, in this and every other layer.
+    """
+    if packed_lengths is None or cu_seq_lens_q is None or query.shape[0] != 1:
+        raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
+    kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    if kernel is not None and packed_past is None:
+        return by_kernel(
+            kernel, query, key, value, cu_seq_lens_q, max(packed_lengths.each), options.get("scaling")
+        ), None
+    states = (query, key, value)
+    if packed_past is not None:
+        return _continued(module, states, packed_lengths.each, packed_past, **options), None
+    # Sequences of one length are neighbours, as passes have them in the order of their lengths.
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths.each)]
+    pieces = []
+    for (length, _), *run in zip(runs, *(_by_length(state, runs) for state in states), strict=True):
+        if short.takes(query, length):
+            attended = short.short_attention(*run, scale=options.get("scaling"))
+        else:
+            attended = sdpa_attention_forward(module, *map(_precise, run), None, **options)[0]
+        pieces.append(attended.to(query.dtype).flatten(0, 1)[None])
+    return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0], None
+
+
+def _by_length(state: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """[1, heads, L, D] -> [N, heads, length, D] for each (length, N) of `runs`: N sequences of that length."""
+    parts = state.split([length * count for length, count in runs], dim=2) if len(runs) > 1 else [state]
+    return [part[0].unflatten(1, (-1, length)).transpose(0, 1) for part, (length, _) in zip(parts, runs, strict=True)]
+
+
+def _precise(state: torch.Tensor) -> torch.Tensor:
+    """The input of the fused kernel. On a CPU that is float32: its backward pass takes three times as long in half
+    precision, its forward pass about the same."""
+    return widen(state) if state.device.type == "cpu" else state
+
+
+def _continued(
+    module: nn.Module, states: tuple[torch.Tensor, ...], lengths: tuple[int, ...], past: Past, **options: Any
+) -> torch.Tensor:
+    """packed_attention for sequences of which some have begun in an earlier pass: one after the other."""
+    pieces = []
+    split = (_precise(state).split(lengths, dim=2) for state in states)
+    for sequence, (queries, keys, values) in enumerate(zip(*split, strict=True)):
+        keys, values = past.extended(sequence, module.layer_idx, keys, values)
+        for some, seen, mask in _blocks(queries, keys):
+            before = keys[:, :, :seen], values[:, :, :seen]
+            pieces.append(sdpa_attention_forward(module, some, *before, mask, **options)[0])
+    return torch.cat(pieces, dim=1).to(states[0].dtype)
+
+
+def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, torch.Tensor | None]]:
+    """Divides the queries of the last L of N tokens, [1, heads, L, D], into blocks, whose masks take little memory.
+
+    Yields the queries of a block, the number of first tokens that they see, and a mask [rows, seen], True where a
+    query sees a token. If L is N, all queries with no mask, since the kernel knows that one.
+    """
+    rows, columns = queries.shape[2], keys.shape[2]
+    if rows == columns:
+        yield queries, columns, None
+        return
+    seen = columns - rows
+    for block in queries.split(MASKED_ROWS, dim=2):
+        before, seen = seen, seen + block.shape[2]
+        mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=block.device)
+        yield block, seen, mask.tril(before)
+
+
+def by_kernel(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Packed attention by one kernel that takes the boundaries [N + 1]. Shapes as for packed_attention."""
+    groups, options = query.shape[1] // key.shape[1], {}
+    if groups > 1 and _groups_heads(kernel):
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    rows = [state[0].transpose(0, 1).contiguous() for state in (query, key, value)]
+    attended = kernel(*rows, boundaries, boundaries, longest, longest, scale=scale, window_size=(-1, 0), **options)
+    return attended[None]
+
+
+@functools.cache
+def _groups_heads(kernel: Kernel) -> bool:
+    """True if the kernel takes fewer key heads than query heads, as torch's does from 2.13 on."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+_ATTEND_TWICE = {"diffllama"}
+"""Architectures whose layers call the attention function twice, with different values."""
+
+
+@functools.cache
+def _varlen() -> Kernel | None:
+    """Torch's kernel, or None if this version of torch lacks it or has it in another form."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size"}
+    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def continues(model: Any) -> bool:
+    """True if a layer's keys and values can be kept for the tokens that follow: it attends once. Needs `takes`."""
+    return takes(model) and model.config.model_type not in _ATTEND_TWICE
+
+
+def caps(config: Any) -> bool:
+    """True if attention scores are capped (Gemma 2). Torch's fused kernel cannot do that, and transformers then omits
+    the cap silently."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def takes(model: Any) -> bool:
+    """True if packing is exact in a transformers model."""
+    return not obstacle(model)
+
+
+def obstacle(model: Any, attention: str = "sdpa") -> str:
+    """The property of a transformers model that makes packing inexact; empty if every layer attends to its whole
+    sequence through an attention function: no sliding window, no recurrent state that would run on into the next
+    sequence, no rotation that depends on the length of others, and no scores that this attention cannot cap."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    window = getattr(model.config, "sliding_window", None)
+    if set(kinds) != {"full_attention"} or window is not None or not model._supports_attention_backend:
+        return "has layers without plain causal attention"
+    if rope := _scaled_by_length(model.config):
+        return f"has rotary frequencies ({rope}) that depend on the longest position of a pass"
+    if attention == "sdpa" and caps(model.config):
+        return "caps its attention scores"
+    return ""
+
+
+def refusal(model: Any, path: str, attention: str = "sdpa") -> str:
+    """The reason for which the model in the folder `path` must not be packed, and what to do; empty if it may be."""
+    reason = obstacle(model, attention)
+    return f"{path} ({model.config.model_type}) {reason}; set packing to false" if reason else ""
+
+
+def _scaled_by_length(config: Any) -> str:
+    """The kind of rotary embedding if it depends on the longest position of the pass, which may be another pair's;
+    empty otherwise."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return next((kind for kind in BY_LENGTH if f"'{kind}'" in str(rope)), "")
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,113 @@
+"""Models with one number per position: reward models and critics."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from quartet.config.base import ConfigError
+from quartet.models.loading import _load, check_whole, load_body
+from quartet.models.sequences import PairTensors
+
+VALUE_HEAD = "value_head"
+"""A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
+
+
+class ScalarModel(nn.Module):
+    """A transformer body with a linear head that gives one number per token: a reward or a value model."""
+
+    def __init__(self, body: nn.Module, bias: bool) -> None:
+        super().__init__()
+        self.body = body
+        self.config = body.config
+        width = _width(body.config)
+        self.head = nn.Linear(width, 1, bias=bias, dtype=next(body.parameters()).dtype)
+        # Near zero but not zero: the first values are small, and the body gets a gradient from the first step on.
+        nn.init.normal_(self.head.weight, std=1 / (width + 1))
+        if bias:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, L] float32, the head's output at every token."""
+        hidden = self.body(**pairs.inputs, use_cache=False).last_hidden_state
+        scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
+        return scalars
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Turns on gradient checkpointing in the body."""
+        self.body.gradient_checkpointing_enable()  # type: ignore[operator]
+
+    def values(self, pairs: PairTensors) -> torch.Tensor:
+        """[R, C]: in each column the value of the prefix before its response token."""
+        return self(pairs)[:, pairs.predictors]
+
+    def scores(self, pairs: PairTensors) -> torch.Tensor:
+        """[B]: the output at each response's last token, which `pairs` have to hold."""
+        scalars = self(pairs)
+        if pairs.boundaries is not None:
+            return scalars[0, pairs.boundaries[1:].long() - 1]
+        last = pairs.action_mask.sum(1) - 1
+        return scalars[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+
+
+def _width(config: Any) -> int:
+    """Numbers per token that a body gives."""
+    text = config.get_text_config()
+    # OPT's last layer goes back to the width of its embeddings, which in opt-350m is half of the layers'.
+    return int(getattr(text, "word_embed_proj_dim", text.hidden_size))
+
+
+def load_scalar(path: str, dtype: str, *, packing: bool = False) -> ScalarModel:
+    """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or with
+    `packing` if its attention cannot keep packed pairs apart."""
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype, packing=packing)
+    head = _head(full, path)
+    model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
+    model.head.load_state_dict(head.state_dict())
+    return model
+
+
+def check_scalar(path: str) -> None:
+    """Raises ConfigError unless `path` holds a whole sequence-classification model of one label; reads no weights."""
+    _head(check_whole(AutoModelForSequenceClassification, path), path)
+
+
+def _head(full: Any, path: str) -> nn.Linear:
+    head = getattr(full, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
+    if head.out_features != 1:
+        raise ConfigError(f"model: {path} has num_labels {head.out_features}; it must have 1")
+    return head
+
+
+def load_value(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
+    """The body of the model in `path` as a value model, with the head that a critic saved there or else a new one.
+
+    Raises:
+        ConfigError: the model does not load, or the head beside it does not fit it.
+    """
+    model = ScalarModel(load_body(path, dtype, attention, packing=packing), bias=True)
+    file = Path(path) / f"{VALUE_HEAD}.safetensors"
+    if not file.exists():
+        return model
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model: {file} cannot be read: {error}") from None
+    wanted = {f"{VALUE_HEAD}.{name}": tensor for name, tensor in model.head.state_dict().items()}
+    held, fitting = _shapes(saved), _shapes(wanted)
+    if held != fitting:
+        raise ConfigError(f"model: {file} holds {held}, but the body beside it takes {fitting}")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(saved[name])
+    return model
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensors[name].shape)}" for name in sorted(tensors)) or "nothing"

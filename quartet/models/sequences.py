@@ -1,0 +1,253 @@
+"""Prompts and responses of any lengths as the tensors that models take: padded, or packed into one row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from quartet.models.attention.packed import Lengths
+from quartet.models.attention.padded import whole_mask
+from quartet.models.attention.prefixes import Past
+from quartet.models.device import on_device
+from quartet.wire.codec import Ints
+
+Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
+"""Divides prompts and responses into batches of at most that many tokens; yields the indices of each batch."""
+
+MOST_PADDING = 1 / 8
+"""Largest share of padding in a batch that has enough tokens to be efficient without it."""
+_ENOUGH_TOKENS = {"cpu": 256, "cuda": 4096}
+
+
+def enough_tokens(device: torch.device) -> int:
+    """Tokens from which on a pass is about as efficient as a larger one: on a core, passes of 392 tokens or more
+    reach 0.88 of the best rate. The number for GPUs is a guess that was not measured."""
+    return _ENOUGH_TOKENS.get(device.type, _ENOUGH_TOKENS["cuda"])
+
+
+@dataclass(frozen=True, slots=True)
+class PairTensors:
+    """B pairs in R rows of L columns. C columns hold a response token in some row.
+
+    Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
+    responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
+    another; L is the number of their tokens and C that of their responses'. Both can leave out the last token of each
+    response, from which nothing in it is predicted; C stays as it is.
+    """
+
+    input_ids: torch.Tensor
+    """[R, L] int64"""
+    attention_mask: torch.Tensor | None
+    """[R, L] int64, 1 on tokens; packed: None. `whole_mask` if nothing is padded."""
+    position_ids: torch.Tensor
+    """[R, L] int64, 0 at each prompt's first token"""
+    predictors: torch.Tensor
+    """[C] int64, the column before each response token"""
+    response_ids: torch.Tensor
+    """[R, C] int64, 0 at padding"""
+    action_mask: torch.Tensor
+    """[R, C] bool, True on response tokens; made from lengths, so a sampled pad token counts as one"""
+    lengths: tuple[int, ...]
+    """Response lengths."""
+    steps: torch.Tensor
+    """[1, C] int64: the index, from 0, of a column's token in its response."""
+    boundaries: torch.Tensor | None = None
+    """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
+    pair_lengths: tuple[int, ...] = ()
+    """Packed: tokens of each pair."""
+    past: Past | None = None
+    """Packed: keys and values of the tokens before the row's, or None if all pairs begin in it."""
+
+    @property
+    def width(self) -> int:
+        """C."""
+        return int(self.action_mask.shape[1])
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments for a transformers model. Those for packed rows have the names of its FlashAttention, but for the
+        one that `packed_attention` alone reads."""
+        inputs: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        if self.boundaries is not None:
+            # What the host knows already: otherwise each layer would wait for the device.
+            longest = max(self.pair_lengths)
+            inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
+            inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": Lengths(self.pair_lengths)}
+            inputs |= {"packed_past": self.past}
+        return inputs
+
+    def trained(self, rows: Sequence[np.ndarray] | None, *, counts: bool = True) -> torch.Tensor:
+        """[R, C] bool, the mask of a loss: True at the response tokens that `rows`, B boolean arrays, mark, at all of
+        them if it is None. All False unless the pairs count: every sum over them, and its gradient, is then zero."""
+        if not counts:
+            return torch.zeros_like(self.action_mask)
+        return self.action_mask if rows is None else self.spread(rows).bool()
+
+    def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
+        """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""
+        device = self.action_mask.device
+        if self.boundaries is None:
+            return pad_rows(rows, self.width, device)
+        return on_device(np.concatenate(rows).astype(np.float32), device)[None]
+
+    def unpad(self, values: torch.Tensor) -> list[np.ndarray]:
+        """The entries of `values` [R, C] at response tokens, as B float32 arrays."""
+        # One copy to the host, which knows where the tokens are; the device would have to be asked how many they are.
+        held = values.detach().to("cpu", torch.float32).numpy()
+        rows = held if self.boundaries is None else np.split(held[0], np.cumsum(self.lengths)[:-1])
+        return [row[:length].copy() for row, length in zip(rows, self.lengths, strict=True)]
+
+
+def pair_tensors(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device, *, packing: bool, last: bool
+) -> PairTensors:
+    """Packs B pairs, or else pads them."""
+    make = concatenate_pairs if packing else pad_pairs
+    return make(prompts, responses, device, last=last)
+
+
+def pad_pairs(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu", *, last: bool = True
+) -> PairTensors:
+    """Pads B pairs. The padding has id 0 and is masked out. Without `last` the model does not see the last token of
+    each response."""
+    seen = _seen(responses, last)
+    wide_p, wide_t = _longest(prompts), _longest(responses)
+    input_ids = np.zeros((len(prompts), wide_p + _longest(seen)), np.int32)
+    attention, response_ids = np.zeros_like(input_ids), np.zeros((len(prompts), wide_t), np.int32)
+    for row, (prompt, begun, response) in enumerate(zip(prompts, seen, responses, strict=True)):
+        tokens = slice(wide_p - len(prompt), wide_p + len(begun))
+        input_ids[row, tokens] = np.concatenate([prompt, begun])
+        attention[row, tokens] = 1
+        response_ids[row, : len(response)] = response
+    positions = np.maximum(attention.cumsum(1, np.int32) - 1, 0)
+    lengths = tuple(len(response) for response in responses)
+    return PairTensors(
+        input_ids=on_device(input_ids, device, torch.int64),
+        attention_mask=whole_mask(attention.shape, device)
+        if attention.all()
+        else on_device(attention, device, torch.int64),
+        position_ids=on_device(positions, device, torch.int64),
+        predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
+        response_ids=on_device(response_ids, device, torch.int64),
+        action_mask=on_device(np.arange(wide_t) < np.asarray(lengths)[:, None], device),
+        lengths=lengths,
+        steps=torch.arange(wide_t, device=device)[None],
+    )
+
+
+def concatenate_pairs(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    device: torch.device | str = "cpu",
+    *,
+    last: bool = True,
+    past: Past | None = None,
+) -> PairTensors:
+    """Packs B pairs into one row. Each pair begins at one of the boundaries; the model's attention has to keep pairs
+    apart by them (`packed_attention` does).
+
+    Args:
+        prompts: token ids, each [P].
+        responses: token ids, each [T].
+        device: the tensors' device.
+        last: False leaves out the last token of each response.
+        past: what was computed of their first tokens, which are not among these; None if all are given.
+    """
+    pairs = list(zip(prompts, _seen(responses, last), strict=True))
+    starts, earlier = (past.starts, past.steps) if past else ([0] * len(pairs), [0] * len(pairs))
+    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int32)
+    pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
+    ends = list(accumulate(pair_lengths))
+    lengths = tuple(len(response) for response in responses)
+    prompt_ends = [end - len(response) - 1 for end, (_, response) in zip(ends, pairs, strict=True)]
+    predictors = _counted(prompt_ends, lengths)
+    return PairTensors(
+        input_ids=on_device(ids, device, torch.int64)[None],
+        attention_mask=None,
+        position_ids=on_device(_counted(starts, pair_lengths), device, torch.int64)[None],
+        predictors=on_device(predictors, device, torch.int64),
+        response_ids=on_device(np.concatenate(responses).astype(np.int32), device, torch.int64)[None],
+        action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
+        lengths=lengths,
+        steps=on_device(_counted(earlier, lengths), device, torch.int64)[None],
+        boundaries=on_device(np.asarray([0, *ends], np.int32), device),
+        pair_lengths=pair_lengths,
+        past=past,
+    )
+
+
+def _seen(responses: Sequence[Ints], last: bool) -> Sequence[Ints]:
+    return responses if last else [response[:-1] for response in responses]
+
+
+def _longest(rows: Sequence[Ints]) -> int:
+    return max(len(row) for row in rows)
+
+
+def _counted(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Consecutive numbers from each start on, as many as its length, all end to end."""
+    counted = [
+        np.arange(start, start + length, dtype=np.int32) for start, length in zip(starts, lengths, strict=True)
+    ]
+    return np.concatenate(counted)
+
+
+def pad_rows(rows: Sequence[np.ndarray], width: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[B, width] float32 from B rows of at most `width` values, zeros on the right."""
+    padded = np.zeros((len(rows), width), np.float32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return on_device(padded, device)
+
+
+def length_batches(
+    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, enough: int | None = None
+) -> Iterator[list[int]]:
+    """Indices of pairs of similar length, batch by batch, each of at most `max_tokens` after padding.
+
+    A single pair that is longer makes a batch of its own. A batch with `enough` tokens ends where one more pair would
+    make more than MOST_PADDING of it padding; without `enough` padding ends none.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
+    batch: list[int] = []
+    wide_p = wide_t = tokens = 0
+    for index in order:
+        length = len(prompts[index]) + len(responses[index])
+        next_p, next_t = max(wide_p, len(prompts[index])), max(wide_t, len(responses[index]))
+        padded = (len(batch) + 1) * (next_p + next_t)
+        wasteful = enough is not None and tokens >= enough and tokens + length < (1 - MOST_PADDING) * padded
+        if batch and (padded > max_tokens or wasteful):
+            yield batch
+            batch, tokens, next_p, next_t = [], 0, len(prompts[index]), len(responses[index])
+        batch.append(index)
+        tokens += length
+        wide_p, wide_t = next_p, next_t
+    if batch:
+        yield batch
+
+
+def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
+    attention's cost grows with length, and similar lengths give batches of similar memory.
+
+    A single pair that is longer makes a batch of its own.
+    """
+    batch: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])):
+        length = len(prompts[index]) + len(responses[index])
+        if batch and tokens + length > max_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch

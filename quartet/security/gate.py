@@ -1,0 +1,62 @@
+"""The decision on a call: the identity of its caller, and whether that caller may make it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from quartet.security.authentication import Directory
+from quartet.security.identity import ANONYMOUS, Caller
+from quartet.security.policy import Limits
+from quartet.security.roles import may_call
+from quartet.wire.errors import PermissionDenied, ResourceExhausted
+
+
+class Gate:
+    """Checks identity, application and method of a call. Without a policy, on plain loopback, only limits apply."""
+
+    def __init__(self, directory: Callable[[], Directory] | None) -> None:
+        """
+        Args:
+            directory: returns the current identities; None if callers need no identity.
+        """
+        self._directory = directory
+
+    @property
+    def limits(self) -> Limits:
+        """The current limits."""
+        return Limits() if self._directory is None else self._directory().policy.limits
+
+    def admit(
+        self,
+        method: str,
+        application: str | None,
+        auth_context: Mapping[str, Iterable[bytes]],
+        metadata: Iterable[tuple[str, Any]],
+    ) -> Caller:
+        """Returns the caller if it may call `method` of `application`.
+
+        Args:
+            method: as `/package.Service/Method`.
+            application: name of the Serve application that is called; None if the call names none.
+            auth_context: the caller's properties from TLS.
+            metadata: the caller's metadata.
+
+        Raises:
+            Unauthenticated: the caller is unknown.
+            PermissionDenied: the caller is known but may not make this call.
+        """
+        if self._directory is None:
+            return ANONYMOUS
+        directory = self._directory()
+        caller = directory.caller(auth_context, metadata)
+        if not may_call(caller.role, method):
+            raise PermissionDenied(f"{caller.name} has the role {caller.role}, which may not call {method[1:]}")
+        applications = directory.identity(caller).applications
+        if applications is not None and application is not None and application not in applications:
+            raise PermissionDenied(f"{caller.name} may not call the application {application[:64]!r}")
+        return caller
+
+    def check_size(self, method: str, size: int) -> None:
+        """Raises ResourceExhausted if a request of `size` bytes is larger than the method accepts."""
+        largest = self.limits.of(method)
+        if size > largest:
+            raise ResourceExhausted(f"{method[1:]}: a request of {size} bytes, and the limit is {largest}; split it")

@@ -1,0 +1,39 @@
+"""Errors of Serve itself, replaced for the caller by a status and a plain line without Ray's text."""
+
+import re
+from typing import Any, Protocol
+
+import grpc
+
+from quartet.wire.errors import REPLICA_DIED, REPLICA_LOST
+
+
+class Outcome(Protocol):
+    """The status of a call, which may not be set yet."""
+
+    def code(self) -> Any: ...
+
+    def details(self) -> Any: ...
+
+    def set_code(self, code: Any) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+
+_OWN_ERROR = re.compile(r"[\w./ -]+: internal error \(\w+\); see the log")
+
+
+def presentable(call: Outcome) -> None:
+    """Replaces Ray's text about a failure, which holds addresses, process ids, paths and traces.
+
+    The death of a replica becomes UNAVAILABLE, since another replica can answer the same call.
+    """
+    if call.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        return
+    details = str(call.details() or "")
+    if REPLICA_LOST.search(details):
+        call.set_code(grpc.StatusCode.UNAVAILABLE)
+        call.set_details(REPLICA_DIED)
+    elif not _OWN_ERROR.fullmatch(details):
+        call.set_code(grpc.StatusCode.INTERNAL)
+        call.set_details("the call failed inside the service; see the log")

@@ -1,0 +1,98 @@
+"""Opens the port of Serve's gRPC server: on one address, guarded, with limits and, if the policy says so, with
+TLS."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quartet.security.authentication import Directory
+from quartet.security.file_limit import raise_file_limit
+from quartet.security.gate import Gate
+from quartet.security.policy import AccessPolicy, Limits, load_policy
+from quartet.security.port import Port
+from quartet.security.tls import server_credentials
+from quartet.security.watched import Watched
+from quartet.serving.door.connections import Connections
+from quartet.serving.door.guard import Guard
+from quartet.serving.door.routes import Routes
+from quartet.serving.door.unknown_methods import RefusesUnknownMethods
+
+_ROUTES = "quartet_routes"
+PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
+"""Option of the gRPC server. Clients ping every 20 s while they wait for an answer (wire/client.py); by default a
+server closes the connection of a client that pings for some minutes."""
+UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""Option of the gRPC server: it takes no compressed messages, of which 64 KiB can fill 64 MiB unseen by any limit."""
+
+
+def open_port(
+    server: Any, number: int, port: Port, *, reuse: bool = False, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Opens the port of a new Serve gRPC server to which no servicer has been added yet; returns the port's number.
+
+    Args:
+        server: Serve's gRPCGenericServer.
+        number: of the port; 0 for any free one.
+        port: address and policy.
+        reuse: whether another process of this user may listen on it as well, as Serve's proxies may.
+        clock: returns seconds; by it the policy's files are looked at again.
+
+    Raises:
+        ConfigError: the policy does not allow the port to be opened.
+    """
+    policy = port.opened()
+    watched: Watched[Directory] | None = None
+    if port.policy is not None:
+        file = port.policy
+        watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
+    gate, routes = Gate(watched), Routes.of(server)
+    files = raise_file_limit()
+    connections = Connections(lambda: gate.limits, files)
+    guard = Guard(gate, routes, connections.prove)
+    _equip(server, guard, _options(gate.limits, policy, files, reuse), gate.limits.concurrent_calls)
+    setattr(server, _ROUTES, routes)
+    address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"
+    if policy is None or policy.tls is None or watched is None:
+        opened = int(server.add_insecure_port(address))
+    else:
+        directory = watched
+        opened = int(server.add_secure_port(address, server_credentials(lambda: directory().policy, clock)))
+    connections.watch(opened)
+    return opened
+
+
+def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
+    """Gives the server another core, with an interceptor and options, which Serve's class does not let callers give.
+
+    Made as gRPC's own class makes its core. No servicer may have been added before.
+    """
+    loop = asyncio.get_running_loop()
+    server._server = RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls)
+
+
+def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: bool) -> list[tuple[str, int]]:
+    keepalive_ms = int(limits.keepalive_s * 1000)
+    options = [
+        ("grpc.max_receive_message_length", limits.largest),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", limits.concurrent_streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_s * 1000)),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)),
+        # The process needs some for itself: at its limit of files gRPC takes no connection for a second at a time.
+        ("grpc.max_allowed_incoming_connections", files * 3 // 4),
+        PINGS,
+        UNCOMPRESSED,
+        ("grpc.so_reuseport", int(reuse)),
+    ]
+    if policy is not None:
+        options.append(("grpc.max_connection_age_ms", int(limits.connection_age_s * 1000)))
+    return options
+
+
+def routes_of(server: Any) -> Routes | None:
+    """The routes of a server whose port `open_port` opened; None for a server without a guard."""
+    return getattr(server, _ROUTES, None)

@@ -1,0 +1,178 @@
+"""Additions to Serve's gRPC proxy: a guarded port, streams that end with their caller, standard health checks. Serve
+calls these functions by their names in the YAML file and in the environment."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from quartet.config.base import ConfigError
+from quartet.security.port import GUARD, UNGUARDED, Port
+from quartet.serving.door.call import CallContext
+from quartet.serving.door.failed_calls import shorten_failed_calls
+from quartet.serving.door.guard import APPLICATION
+from quartet.serving.door.no_http import NoServer
+from quartet.serving.door.port import open_port, routes_of
+from quartet.serving.door.routes import Routes
+
+_ATTENDED = "quartet_attended"
+_FIRST = f"grpc_options.grpc_servicer_functions: should begin with {GUARD}"
+StreamHandler = Callable[[Any, Any], AsyncIterator[bytes]]
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 on the proxy: the service's name chooses the application, whose replica answers."""
+
+    def __init__(self, ask: Callable[[Any, Any], Any], routes: Routes) -> None:
+        self._ask = ask
+        self._routes = routes
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """Answers for a service such as `quartet.v1.Reward`, or an application's name; an empty name asks for the
+        proxy."""
+        if not request.service:
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        if request.service in self._routes.services():
+            return await self._of(request, context, request.service)
+        serving = self._routes.applications(request.service)
+        if len(serving) == 1:
+            return await self._of(request, context, serving[0])
+        context.set_code(grpc.StatusCode.INVALID_ARGUMENT if serving else grpc.StatusCode.NOT_FOUND)
+        reason = (
+            f"several applications serve it; name one: {', '.join(serving)}"
+            if serving
+            else "no application serves it"
+        )
+        context.set_details(f"service: {request.service[:64]!r}: {reason}")
+        return health_pb2.HealthCheckResponse()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Refused, which tells probers to ask by Check."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("grpc.health.v1.Health/Watch: ask by Check")
+        replies: tuple[Any, ...] = ()  # a stream that ends at once
+        for reply in replies:
+            yield reply
+
+    async def _of(self, request: Any, context: Any, application: str) -> Any:
+        metadata = tuple(pair for pair in context.invocation_metadata() or () if pair[0] != APPLICATION)
+        call = CallContext(context, (*metadata, (APPLICATION, application)))
+        reply = await self._ask(request, call)
+        # If Serve itself answers, for instance because a replica died, the reply is empty and has a status.
+        return health_pb2.HealthCheckResponse.FromString(reply)
+
+
+def end_with_caller(_servicer: Any, server: Any) -> None:
+    """Ends a stream in the replica too when its caller goes away. Stands first in `grpc_servicer_functions`.
+
+    Serve's proxy passes on a caller's leaving only while it waits for the replica. If the caller leaves while a
+    message is being written to it, the replica would go on streaming in vain.
+
+    Raises:
+        ConfigError: the port stands open on every address, unguarded, as it does on a cluster that was started
+            without Quartet's settings; or other functions stand before this one.
+    """
+    from ray.serve._private.grpc_util import get_service_names
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    _routes(server)
+    # Serve itself adds its own service before all others.
+    before = {name for name in get_service_names(server.generic_rpc_handlers) if not name.startswith("ray.serve.")}
+    if before:
+        raise ConfigError(f"{_FIRST}; it comes after those of {', '.join(sorted(before))}")
+    setattr(server, _ATTENDED, True)
+    make = server.service_handler_factory
+
+    def factory(service_method: str, streaming_type: Any) -> Any:
+        handler = make(service_method=service_method, streaming_type=streaming_type)
+        return _attended(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
+
+    server.service_handler_factory = factory
+
+
+def _routes(server: Any) -> Routes:
+    routes = routes_of(server)
+    if routes is None:
+        raise ConfigError(UNGUARDED)
+    return routes
+
+
+def _attended(stream: StreamHandler) -> StreamHandler:
+    """The same stream, read by a separate task. The task does nothing but wait for the next message, so that
+    cancelling it always reaches the replica."""
+
+    async def attended(request: Any, context: Any) -> AsyncIterator[bytes]:
+        messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        # The task ends after the call, and Serve asks the context for the caller's address at the very end.
+        call = CallContext.of(context)
+
+        async def read() -> None:
+            try:
+                async for message in stream(request, call):
+                    messages.put_nowait(message)
+            finally:
+                messages.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        call.add_done_callback(lambda _: reading.cancel())
+        while (message := await messages.get()) is not None:
+            yield message
+        await reading
+
+    return attended
+
+
+def add_health(_servicer: Any, server: Any) -> None:
+    """Adds grpc.health.v1 without `application` metadata, which health probers cannot send. For
+    `grpc_servicer_functions`."""
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    ask = server.service_handler_factory(f"/{health.SERVICE_NAME}/Check", gRPCStreamingType.UNARY_UNARY)
+    server.add_passthrough_service(health.SERVICE_NAME)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, _routes(server)), server)
+
+
+def _start_attended_only(server: Any) -> None:
+    """Makes the server's start an error unless `end_with_caller` has been called, so that it answers no call then."""
+    start = server.start
+
+    async def start_attended() -> None:
+        if not getattr(server, _ATTENDED, False):
+            raise ConfigError(f"{_FIRST}; it is missing")
+        await start()
+
+    server.start = start_attended
+
+
+def bind_to_host() -> list[Any]:
+    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces, and not
+    listen on its HTTP port.
+
+    Serve has no such options. `quartet up` names this function in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
+    every proxy calls before it opens its ports.
+
+    Returns:
+        The HTTP middlewares that Serve expects from this function: none.
+
+    Raises:
+        ConfigError: this version of Serve opens its ports by other functions.
+    """
+    from ray.serve._private import default_impl, http_util
+    from ray.serve._private.proxy import SOCKET_REUSE_PORT_ENABLED
+
+    def add_grpc_address(server: Any, address: str) -> None:
+        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=SOCKET_REUSE_PORT_ENABLED)
+        _start_attended_only(server)
+
+    # Names that Serve looks up when it opens a port. Its proxy's class is pickled by value, with the functions that
+    # it had imported, so that replacing those has no effect.
+    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
+        if not hasattr(module, name):
+            raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
+    default_impl.add_grpc_address = add_grpc_address
+    http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
+    shorten_failed_calls()
+    return []

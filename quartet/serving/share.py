@@ -1,0 +1,34 @@
+"""The share of a call, which decides the queue that it joins."""
+
+from dataclasses import dataclass
+
+from quartet.security.identity import ANONYMOUS, HasMetadata, caller_of
+from quartet.wire.callers import LONGEST_NAME, PURPOSE, RUN, Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A caller and its purpose. Calls of equal shares wait in one queue."""
+
+    name: str
+    purpose: Purpose
+
+
+UNKNOWN = Share("anonymous", Purpose.FOREIGN)
+"""The share of a caller that does not name itself."""
+
+
+def share_of(context: HasMetadata) -> Share:
+    """The share of a call: by its caller's identity if the proxy requires one, else as the call's metadata declares.
+
+    It decides on the place in the queue, never on permissions. A declared purpose counts only if the caller is a
+    trainer.
+    """
+    given = {key: str(value) for key, value in context.invocation_metadata() or ()}
+    purpose = Purpose.parse(given.get(PURPOSE, ""))
+    caller = caller_of(context)
+    if caller != ANONYMOUS:
+        return Share(caller.name, purpose if caller.role == "trainer" else Purpose.FOREIGN)
+    name = given.get(RUN, UNKNOWN.name)[:LONGEST_NAME]
+    # It is written to logs, where a caller's line breaks and control characters have no place.
+    return Share(name if name.isprintable() else repr(name), purpose)

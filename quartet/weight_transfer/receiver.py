@@ -1,0 +1,410 @@
+"""A worker's end of a push: one interface, implemented for process groups and for shared memory."""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from quartet.weight_transfer.groups.group import ABORT_S, Group, Wire, leave, turned
+from quartet.weight_transfer.groups.wires import make_wire
+from quartet.weight_transfer.ipc import SharedBuckets
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.meeting import find_store
+from quartet.weight_transfer.memory.buckets import Buckets, checksum, digest
+from quartet.weight_transfer.memory.device_digest import device_digest
+from quartet.weight_transfer.memory.device_memory import Cuda
+from quartet.weight_transfer.memory.pinning import READ_ONLY, pin
+from quartet.weight_transfer.memory.shared_memory import Segment
+
+log = logging.getLogger("quartet")
+
+LOOK_S = 0.5
+"""Seconds between two looks of a member whether the sender has abandoned the group."""
+
+Wires = Callable[[str, str, torch.device, float], Wire]
+"""Makes the wire of a backend for a member with this address and device, and with `stall_s`, as `make_wire` does."""
+
+Bucket = tuple[range, torch.Tensor]
+"""The numbers of a bucket's tensors in the manifest, and its bytes: uint8, [bytes of the bucket]."""
+
+
+@dataclass
+class Joining:
+    """Everything that a worker needs to join the members of a push."""
+
+    backend: str
+    """Name of the backend: gloo, nccl, ipc or cuda-ipc."""
+    senders: list[list[Any]]
+    """Address of each sender, and the number by which `find_store` finds its store, or with ipc and cuda-ipc that of
+    its shared memory."""
+    rank: int
+    """The worker's rank among sender and workers."""
+    world_size: int
+    membership: int
+    host: str
+    """The worker's own address."""
+    stall_s: float
+    """Longest wait, in seconds, for the group to form, and for one bucket."""
+    until: float = math.inf
+    """Time at which the others stop waiting for the group to form, in seconds of time.monotonic() on the worker's
+    machine, which its replica shares. A worker that comes to it late, as it was busy, gives up then too, and is free
+    for the next attempt instead of always one behind."""
+    on_gpu: bool = False
+    """True to stage what NCCL receives in memory of the worker's GPU, False in host memory."""
+    worker: int = 0
+    """Number of the worker in its replica."""
+    workers: int = 1
+    """Workers of the replica, all on one machine. They share what is staged in host memory."""
+
+    @property
+    def joining_s(self) -> float:
+        """Seconds that are left for the group to form."""
+        return min(self.stall_s, self.until - time.monotonic())
+
+
+class Receiver(Protocol):
+    """Takes the weights of one push after another, from the senders of a membership."""
+
+    def join(self, joining: Joining) -> None:
+        """Joins the members, leaving the group before; RuntimeError if not all members come in time."""
+
+    def receive(self, manifest: Manifest) -> str:
+        """Receives all buckets; returns the checksum of their bytes.
+
+        Raises:
+            RuntimeError: a sender or another member is gone, or a bucket took longer than `stall_s`.
+        """
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets received last, in order."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if the buckets changed after they were received."""
+
+    def close(self) -> None:
+        """Leaves the group; memory that is kept from push to push stays."""
+
+
+CARRIERS = 2
+"""Buckets of each sender on the GPU at a time, if they are staged in host memory: one arrives while the one before is
+copied."""
+
+
+class GroupReceiver:
+    """Receives from process groups, by gloo or NCCL, into a staging area. A group that breaks closes all of them.
+
+    NCCL brings the buckets to the GPU, where they are hashed, and where they stay if they are staged there. Otherwise
+    each is copied to host memory while the next one arrives. Of several workers of a replica the first one does that,
+    into memory that it shares; the others hash what they receive, and load from there. All of them have received
+    before any of them loads, and have loaded before any of them receives again.
+    """
+
+    def __init__(self, device: torch.device, wires: Wires = make_wire) -> None:
+        """`device` is the model's device; `wires` makes the wire of a backend, as `make_wire` does."""
+        self._device, self._wires = device, wires
+        self._carrying: torch.device | None = None
+        """The GPU to which the groups bring the buckets; None: they bring them to host memory."""
+        self._staging: torch.device | None = None
+        """The GPU in whose memory they are staged; None: in host memory."""
+        self._groups: list[Group] = []
+        self._left = threading.Event()
+        """Set when this member leaves its groups."""
+        self._staged: Buckets | None = None
+        self._worker, self._workers = 0, 1
+        self._segment: Segment | None = None
+        """The memory that the replica's workers share; None: this one's is its own."""
+        self._number = 0
+        """The number that the first worker told of it."""
+        self._loaded = 0
+        """The generation of that memory that is being loaded."""
+        self._received = 0
+        """Pushes of this membership."""
+        self._first = 0
+        """Rank of the replica's first worker."""
+
+    def join(self, joining: Joining) -> None:
+        """Joins one group for each sender."""
+        self._leave(min(ABORT_S, max(0.0, joining.joining_s)))
+        wire = self._wires(joining.backend, joining.host, self._device, joining.stall_s)
+        senders = len(joining.senders)
+        self._carrying, staging = wire.device, wire.device if joining.on_gpu else None
+        if (staging, joining.worker, joining.workers) != (self._staging, self._worker, self._workers):
+            self._staged = self._segment = None
+        self._staging, self._worker, self._workers = staging, joining.worker, joining.workers
+        self._first, self._received = joining.rank - joining.worker, 0
+        for sender, (address, number) in enumerate(joining.senders):
+            joining_s = joining.joining_s
+            if joining_s <= 0:
+                raise RuntimeError(f"membership {joining.membership} was given up before this worker came to join it")
+            store = find_store(address, number, joining_s)
+            rank = turned(joining.rank, world_size=joining.world_size, sender=sender, senders=senders)
+            place = {"rank": rank, "world_size": joining.world_size, "membership": joining.membership}
+            self._groups.append(Group(store, wire, **place, timeout_s=joining.stall_s, joining_s=joining_s))
+        self._left = threading.Event()
+        threading.Thread(target=_heed, args=(self._groups, self._left), name="push abandoned", daemon=True).start()
+
+    def receive(self, manifest: Manifest) -> str:
+        """Receives all buckets into the staging area; hashes and stages one while the next one arrives."""
+        self._expect_groups()
+        buckets, groups, senders = self._prepared(manifest), self._groups, len(self._groups)
+        writing = self._segment if self._worker == 0 else None
+        only_hashed = self._segment is not None and self._worker > 0
+
+        def line(sender: int) -> dict[int, Future[bytes]]:
+            digests: dict[int, Future[bytes]] = {}
+            numbers = buckets.numbers[sender::senders]
+            carriers = self._carriers(max((len(buckets[number]) for number in numbers), default=0), only_hashed)
+            for turn, number in enumerate(numbers):
+                arriving = buckets[number]
+                if carriers:
+                    if turn >= len(carriers):
+                        digests[numbers[turn - len(carriers)]].result()  # then its carrier is free
+                    arriving = carriers[turn % len(carriers)][: len(arriving)]
+                groups[sender].broadcast(arriving)
+                stage = partial(self._staged_from, arriving, arriving if only_hashed else buckets[number])
+                digests[number] = stagers.submit(_beside(arriving.device, stage))
+            return digests
+
+        with ThreadPoolExecutor(senders, "stage") as stagers, ThreadPoolExecutor(senders, "push") as lines:
+            if writing is not None:
+                writing.begin()
+            parts = self._all_or_close([lines.submit(line, sender) for sender in range(senders)])
+            received = checksum({number: coming.result() for part in parts for number, coming in part.items()})
+            if writing is not None:
+                writing.end()
+            return received
+
+    def _prepared(self, manifest: Manifest) -> Buckets:
+        """The staging area: that of the push before, if the manifest is the same."""
+        self._received += 1
+        known = self._staged is not None and self._staged.manifest == manifest
+        number = None
+        if self._workers > 1 and self._staging is None:
+            meeting, key = self._groups[0], f"staged {self._first} {self._received}"
+            if self._worker == 0:
+                if not known:
+                    self._staged = self._segment = None
+                    self._segment = _shared(Buckets.size(manifest))
+                meeting.tell(key, str(self._segment.number if self._segment else 0))
+            else:
+                number = int(meeting.told(key))
+                known = known and number == self._number
+        if not known:
+            self._staged = None  # frees the old memory before the new is allocated
+            if number is not None:
+                self._segment, self._number = None, number
+                self._segment = _attached(number, Buckets.size(manifest)) if number else None
+            self._staged = self._area(manifest)
+        assert self._staged is not None
+        return self._staged
+
+    def _area(self, manifest: Manifest) -> Buckets:
+        """Memory for all buckets: the workers' own, or new memory on the GPU or pinned on the host."""
+        gpu = self._device if self._device.type == "cuda" else None
+        if self._segment is not None and self._worker > 0:
+            if gpu is not None:
+                pin(self._segment.data, self._segment, flags=READ_ONLY)
+            return Buckets(manifest, memory=self._segment.data)
+        if self._staging is None:
+            return Buckets(manifest, memory=self._segment.data if self._segment else None, device=gpu)
+        memory = torch.empty(Buckets.size(manifest), dtype=torch.uint8, device=self._staging)
+        if self._staging.type == "cuda":
+            # Buckets come on other streams, while this one may still use what was freed for the area.
+            torch.cuda.current_stream(self._staging).synchronize()
+        return Buckets(manifest, memory=memory)
+
+    def _carriers(self, size: int, only_hashed: bool) -> list[torch.Tensor]:
+        """Memory in which buckets of up to `size` bytes arrive, if they do not stay where they arrive."""
+        if not only_hashed and (self._carrying is None or self._staging is not None):
+            return []
+        return [torch.empty(size, dtype=torch.uint8, device=self._carrying) for _ in range(CARRIERS)]
+
+    def _staged_from(self, arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
+        """Stages a bucket that has arrived; returns its digest."""
+        if arrived is not staged:
+            staged.copy_(arrived, non_blocking=True)
+        return self.digest(arrived)  # on a GPU it waits for the copy as well
+
+    def digest(self, data: torch.Tensor) -> bytes:
+        """A bucket's digest, as the sender computes it: on the GPU to which it was brought, or on the host."""
+        return digest(data) if self._carrying is None else device_digest(data)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The received buckets, in host memory or on the GPU. RuntimeError if the first of several workers has not
+        received them all."""
+        assert self._staged is not None
+        if self._segment is not None:
+            self._loaded = self._segment.generation
+            if self._loaded % 2:
+                raise RuntimeError("the first worker of this replica has not received all weights")
+        for number, bucket in enumerate(self._staged.ranges):
+            yield bucket, self._staged[number]
+
+    def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
+        """Yields each bucket and its number as it arrives, instead of `receive` and `buckets`; keeps nothing. The
+        next bucket arrives while the caller loads this one."""
+        self._expect_groups()
+        groups = self._groups
+        self._loaded = self._segment.generation if self._segment else 0  # nothing is staged meanwhile
+
+        def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
+            # New memory for each bucket: vLLM keeps tensors until their layer is complete.
+            size = sum(manifest.size(index) for index in bucket)
+            data = torch.empty(size, dtype=torch.uint8, device=self._carrying)
+            groups[number % len(groups)].broadcast(data)
+            return number, bucket, data
+
+        with ThreadPoolExecutor(1, "push") as line:
+            coming: Future[tuple[int, range, torch.Tensor]] | None = None
+            for number, bucket in enumerate(manifest.buckets()):
+                following = line.submit(receive, number, bucket)
+                if coming is not None:
+                    yield self._taken(coming)
+                coming = following
+            if coming is not None:
+                yield self._taken(coming)
+
+    def _taken(self, coming: Future[tuple[int, range, torch.Tensor]]) -> tuple[int, range, torch.Tensor]:
+        """A bucket for this thread. Torch gives its memory to no other stream until this one has used it."""
+        number, bucket, data = self._or_close(coming)
+        if data.device.type == "cuda":
+            data.record_stream(torch.cuda.current_stream(data.device))
+        return number, bucket, data
+
+    def _expect_groups(self) -> None:
+        if not self._groups:
+            raise RuntimeError("no transfer group: prepare comes before transfer")
+
+    def _or_close(self, coming: Future[Any]) -> Any:
+        """The result; on failure every group is closed, so that no thread keeps waiting for a bucket."""
+        try:
+            return coming.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _all_or_close(self, lines: list[Future[Any]]) -> list[Any]:
+        return [self._or_close(line) for line in lines]
+
+    def check(self) -> None:
+        """Raises RuntimeError if the first of several workers has received other weights since `buckets`."""
+        if self._segment is not None and self._segment.generation != self._loaded:
+            raise RuntimeError("the first worker of this replica received other weights while these were loaded")
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        self._leave(ABORT_S)
+
+    def _leave(self, seconds: float) -> None:
+        self._left.set()
+        groups, self._groups = self._groups, []
+        leave(groups, seconds)
+
+
+def _shared(size: int) -> Segment | None:
+    """Memory for several workers; None if the machine has too little that can be shared."""
+    try:
+        return Segment.create(size)
+    except RuntimeError as error:
+        log.warning("each worker stages weights of its own, as they cannot be shared: %s", error)
+        return None
+
+
+def _attached(number: int, size: int) -> Segment | None:
+    """The first worker's memory; None if this process cannot open it."""
+    try:
+        return Segment.attach(number, size)
+    except RuntimeError as error:
+        log.warning("this worker stages weights of its own, as it cannot open those of the first one: %s", error)
+        return None
+
+
+def _beside(device: torch.device, work: Callable[[], bytes]) -> Callable[[], bytes]:
+    """The work for another thread: on a GPU it comes after all that was given to this thread's stream so far, and
+    beside all that will be, such as the arrival of the next bucket."""
+    if device.type != "cuda":
+        return work
+    before = torch.cuda.Event()
+    before.record(torch.cuda.current_stream(device))
+
+    def done() -> bytes:
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(before)
+        with torch.cuda.stream(stream):
+            return work()
+
+    return done
+
+
+def _heed(groups: Sequence[Group], left: threading.Event) -> None:
+    """Leaves the groups when their sender abandons them, as other members may be waiting for this one meanwhile."""
+    # Without its store the sender is dead, and broadcasts fail by themselves.
+    with contextlib.suppress(RuntimeError):
+        while not left.wait(LOOK_S):
+            if groups[0].abandoned:
+                leave(groups)
+                return
+
+
+class SharedReceiver:
+    """Reads the shared memory of senders on the same machine or GPU, without a copy: until they are loaded, the
+    weights stay in the learner's memory."""
+
+    def __init__(self, attach: Callable[[list[int], Manifest], SharedBuckets]) -> None:
+        """`attach` opens the senders' memory."""
+        self._attach = attach
+        self._segments: list[int] = []
+        self._shared: SharedBuckets | None = None
+        self._manifest: Manifest | None = None
+
+    def join(self, joining: Joining) -> None:
+        """Remembers the senders' addresses; their memory is attached once the manifest gives its size."""
+        self.close()
+        self._segments = [port for _, port in joining.senders]
+
+    def receive(self, manifest: Manifest) -> str:
+        """Verifies the shared weights; RuntimeError if they are not on this machine, or have changed since the
+        push."""
+        if self._shared is None or self._manifest != manifest:
+            self._shared, self._manifest = self._attach(self._segments, manifest), manifest
+        return self._shared.verify()
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The buckets in shared memory."""
+        assert self._shared is not None
+        return self._shared.buckets()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the learner has written other weights since `receive`."""
+        assert self._shared is not None
+        self._shared.check()
+
+    def close(self) -> None:
+        """Detaches from the shared memory."""
+        if self._shared is not None:
+            self._shared.close()
+        self._segments, self._shared = [], None
+
+
+def make_receiver(backend: str, device: torch.device, cuda: Cuda | None = None) -> GroupReceiver | SharedReceiver:
+    """The receiver for a backend, of a worker whose model is on `device`. `cuda` is the runtime for GPU memory; None
+    for torch's.
+
+    Raises:
+        ValueError: cuda-ipc without a GPU.
+    """
+    if backend == "ipc":
+        return SharedReceiver(partial(SharedBuckets.host, device=device))
+    if backend != "cuda-ipc":
+        return GroupReceiver(device)
+    if device.type != "cuda" and cuda is None:
+        raise ValueError("weights.backend: cuda-ipc, but this process has no GPU")
+    return SharedReceiver(partial(SharedBuckets.gpu, device=device, cuda=cuda))

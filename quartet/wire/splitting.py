@@ -1,0 +1,80 @@
+"""Division of large calls into parts that a service admits; the results are joined in order."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from quartet.wire.codec import Ints
+from quartet.wire.errors import ResourceExhausted
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+PAIRS = 512
+"""Most pairs in one call."""
+TOKENS = 1 << 17
+"""Most tokens in one call; a longer pair is sent alone."""
+PARTS_AT_ONCE = 4
+"""Parts of one call that are in flight at the same time."""
+
+
+def tokens_of(prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[int]:
+    """Tokens of each pair."""
+    return [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def some(values: Sequence[Item], rows: range) -> Sequence[Item]:
+    """The values of these rows; an empty sequence stays empty."""
+    return values[rows.start : rows.stop]
+
+
+def select(rows: range, prompts: Sequence[Item], responses: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Prompts and responses of these rows."""
+    return some(prompts, rows), some(responses, rows)
+
+
+def parts(sizes: Sequence[int], *, pairs: int = PAIRS, tokens: int = TOKENS) -> list[range]:
+    """Ranges of rows that are sent together: in order, each of at most that many pairs and tokens.
+
+    For example sizes [60, 50, 10] with tokens=100 give rows 0..0 and 1..2. No rows give one empty range.
+    """
+    divided, begin, total = [], 0, 0
+    for row, size in enumerate(sizes):
+        if row > begin and (row - begin == pairs or total + size > tokens):
+            divided.append(range(begin, row))
+            begin, total = row, 0
+        total += size
+    return [*divided, range(begin, len(sizes))]
+
+
+async def in_parts(sizes: Sequence[int], ask: Callable[[range], Awaitable[Result]]) -> list[Result]:
+    """The results of `ask` for all rows, one per part, in the rows' order; the first failure cancels the other parts.
+
+    A part that the service refuses for its size is asked again in halves.
+
+    Args:
+        sizes: number of tokens of each row.
+        ask: sends the rows it is given; raises ResourceExhausted without `retry_after_s` if they are more than the
+            service ever admits.
+    """
+    turn = asyncio.Semaphore(PARTS_AT_ONCE)
+
+    async def halving(rows: range) -> list[Result]:
+        try:
+            return [await ask(rows)]
+        except ResourceExhausted as error:
+            if error.retry_after_s is not None or len(rows) < 2:
+                raise
+        middle = len(rows) // 2
+        return await halving(rows[:middle]) + await halving(rows[middle:])
+
+    async def in_turn(rows: range) -> list[Result]:
+        async with turn:
+            return await halving(rows)
+
+    tasks = [asyncio.ensure_future(in_turn(rows)) for rows in parts(sizes)]
+    try:
+        return [result for results in await asyncio.gather(*tasks) for result in results]
+    finally:
+        for task in tasks:
+            task.cancel()

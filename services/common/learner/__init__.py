@@ -1,4 +1,0 @@
-"""One trainable model under DeepSpeed: layouts, minibatches, LoRA, running means, snapshots.
-
-May import config, folders, models, ranks and wire. critic and orchestrator import it.
-"""

@@ -1,4 +1,0 @@
-"""Memory of a push, on the host or a GPU: buckets, filled in turn, pinned or shared with other processes.
-
-May import manifest. ipc, receiver, sender, rollout and orchestrator import it.
-"""

@@ -1,0 +1,183 @@
+"""DeepSpeed's optimizer step against plain PyTorch's."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from quartet.config.learner import LearnerConfig, OptimizerConfig
+from quartet.learner.learner import RankLearner
+from quartet.learner.optimizer import rate_factor
+from quartet.wire.errors import InvalidArgument
+
+OPTIMIZER = OptimizerConfig(
+    learning_rate=0.05,
+    betas=(0.8, 0.95),
+    eps=1e-6,
+    weight_decay=0.1,
+    warmup_steps=1,
+    schedule="cosine",
+    total_steps=4,
+    max_grad_norm=0.2,
+)
+Micro = tuple[Tensor, Tensor]
+Weights = dict[str, Tensor]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(count: int) -> list[Micro]:
+    draw = torch.Generator().manual_seed(1)
+    made = [torch.randn(6, 3, generator=draw) for _ in range(count)]
+    return [(x, x.sum(1, keepdim=True).sin() + 2) for x in made]
+
+
+def parts(batch: Micro, *sizes: int) -> list[Micro]:
+    return list(zip(batch[0].split(sizes), batch[1].split(sizes), strict=True))
+
+
+def squared_error(model: Callable[[Tensor], Tensor]) -> Callable[[Micro], tuple[Tensor, dict[str, Tensor]]]:
+    """Mean over the six rows of a minibatch, given in any parts."""
+
+    def loss(micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+        x, target = micro
+        error = (model(x).float() - target).square()
+        value = error.sum() / 6
+        return value, {"loss": value, "error_max": error.max()}
+
+    return loss
+
+
+def make_learner(folder: Path, optimizer: OptimizerConfig = OPTIMIZER, **options: Any) -> RankLearner:
+    return RankLearner(network(), LearnerConfig(model=str(folder), optimizer=optimizer, **options))
+
+
+def train(learner: RankLearner, minibatches: Sequence[Sequence[Micro]]) -> list[dict[str, float]]:
+    return [learner.step(micro_batches, squared_error(learner.model)) for micro_batches in minibatches]
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().float().view(-1) for parameter in module.parameters()])
+
+
+def train_plainly(
+    minibatches: Sequence[Micro], config: OptimizerConfig = OPTIMIZER
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    module = network()
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    schedule = LambdaLR(optimizer, lambda step: rate_factor(step, config))
+    measured = []
+    for minibatch in minibatches:
+        loss, metrics = squared_error(module)(minibatch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+        rate = schedule.get_last_lr()[0]
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        numbers = {name: float(metric.detach()) for name, metric in metrics.items()}
+        measured.append(numbers | {"grad_norm": float(norm), "learning_rate": rate})
+    return module, measured
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_three_steps_equal_plain_adamw_with_clipping_and_schedule(policy_folder: Path, zero_stage: int) -> None:
+    plain, expected = train_plainly(batches(3))
+    learner = make_learner(policy_folder, zero_stage=zero_stage)
+    measured = train(learner, [[batch] for batch in batches(3)])
+    # Rates by hand: warm-up 1/2, then 0.1 + 0.9 * (1 + cos(pi * k / 3)) / 2 for k = 0 and 1.
+    assert [numbers["learning_rate"] for numbers in measured] == pytest.approx([0.025, 0.05, 0.05 * 0.775])
+    assert min(numbers["grad_norm"] for numbers in expected) > OPTIMIZER.max_grad_norm
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-6)
+    assert float((weights(learner.module) - weights(plain)).abs().max()) < 1e-6
+    assert float((weights(network()) - weights(plain)).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_minibatch_in_parts_is_the_same_step(policy_folder: Path, zero_stage: int) -> None:
+    whole, split = (make_learner(policy_folder, zero_stage=zero_stage) for _ in range(2))
+    expected = train(whole, [[batch] for batch in batches(3)])
+    measured = train(split, [parts(batch, 3, 2, 1) for batch in batches(3)])
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, abs=1e-6)
+    assert float((weights(split.module) - weights(whole.module)).abs().max()) < 1e-6
+
+
+def test_metrics_are_summed_and_maxima_kept(policy_folder: Path) -> None:
+    learner = make_learner(policy_folder)
+    before = copy.deepcopy(learner.module)
+    with torch.no_grad():
+        errors = squared_error(before)(batches(1)[0])[1]
+    measured = train(learner, [parts(batches(1)[0], 1, 5)])[0]
+    assert measured["loss"] == pytest.approx(float(errors["loss"]), abs=1e-6)
+    assert measured["error_max"] == pytest.approx(float(errors["error_max"]), abs=1e-6)
+
+
+def test_bfloat16_keeps_float32_master_weights(policy_folder: Path) -> None:
+    # Thirty steps of 1e-4 are 3e-3 in all. Near 0.3 neighbours in bfloat16 lie 2e-3 apart, so that without
+    # master weights each step would be rounded away.
+    config = OptimizerConfig(learning_rate=1e-4)
+    plain, expected = train_plainly(batches(1) * 30, config)
+    learner = make_learner(policy_folder, config, dtype="bfloat16", zero_stage=1)
+    assert {parameter.dtype for parameter in learner.module.parameters()} == {torch.bfloat16}
+    measured = train(learner, [[(x.bfloat16(), target)] for x, target in batches(1) * 30])
+    for actual, wanted in zip(measured, expected, strict=True):
+        assert actual == pytest.approx(wanted, rel=0.02)
+    moved = weights(plain) - weights(network())
+    assert 2e-3 < float(moved.abs().mean()) < 3e-3
+    along = (weights(learner.module) - weights(network())) * moved.sign()
+    assert float(along.mean()) == pytest.approx(float(moved.abs().mean()), rel=0.1)
+
+
+def test_a_model_is_seen_whole_or_not_at_all(policy_folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(policy_folder)
+    target = tmp_path / "deep" / "model"
+
+    def write(text: str) -> Callable[[Path, Weights], None]:
+        def write_to(folder: Path, weights: Weights) -> None:
+            assert weights.keys() == dict(network().named_parameters()).keys()
+            assert folder.parent == target.parent
+            assert not (target / text).exists()
+            (folder / "config.json").write_text("{}")
+            (folder / text).touch()
+
+        return write_to
+
+    def fail(folder: Path, weights: Weights) -> None:
+        (folder / "half").touch()
+        raise OSError("disk full")
+
+    assert learner.save(target, write("first"), "policy") == target
+    with pytest.raises(OSError, match="disk full"):
+        learner.save(target, fail, "policy")
+    assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "first"]
+    learner.save(str(target), write("second"), "policy")
+    assert sorted(path.name for path in target.iterdir()) == [".quartet", "config.json", "second"]
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_what_is_not_a_model_is_never_replaced(policy_folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(policy_folder)
+    (tmp_path / "thesis.txt").touch()
+    for path in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(InvalidArgument, match="exists and Quartet did not write it"):
+            learner.save(path, lambda folder, weights: None, "policy")
+    assert (tmp_path / "thesis.txt").is_file()
+    (tmp_path / "empty").mkdir()
+    learner.save(tmp_path / "empty", lambda folder, weights: (folder / "config.json").touch(), "policy")
+    assert (tmp_path / "empty" / "config.json").is_file()

@@ -1,0 +1,88 @@
+"""Low-rank adapters: what they train, and what is pushed and saved with them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyTrainer
+from quartet.config.base import ConfigError
+from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
+from quartet.learner.lora import add_adapters, weights_of
+from quartet.models.distribution import Distribution
+from quartet.models.loading import load_causal
+from quartet.ranks.ranks import Ranks
+from tests.models import make_policy
+from tests.plain import furthest
+from tests.unit.layouts import Bench
+from tests.unit.naive import PROMPTS, RESPONSES, arrays
+
+RANK = 3
+LORA = LoraConfig(rank=RANK, alpha=6)
+
+
+def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
+    config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-2), **options)
+    return PolicyTrainer(config, PPOConfig(), Distribution(0.7))
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False)])
+def test_fresh_adapters_change_neither_names_nor_weights(tmp_path: Path, kind: Any, tied: bool) -> None:
+    folder = make_policy(tmp_path / "policy", kind=kind, tied=tied)
+    plain = dict(load_causal(str(folder), "float32").named_parameters())
+    adapted = add_adapters(load_causal(str(folder), "float32"), LORA)
+    actual = {weight.name: weight.merged() for weight in weights_of(adapted)}
+    assert list(actual) == list(plain)
+    assert all(torch.equal(actual[name], plain[name]) for name in plain)
+
+
+def test_only_adapters_are_trained(policy_folder: Path) -> None:
+    model = add_adapters(load_causal(str(policy_folder), "float32"), LORA)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    # Two layers, hidden size 64, feed-forward 128: four maps of 64 to 64 and three between 64 and 128.
+    assert sum(trained.values()) == 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
+
+
+def test_adapters_where_they_are_asked_for(policy_folder: Path) -> None:
+    model = add_adapters(load_causal(str(policy_folder), "float32"), LoraConfig(rank=2, target_modules=("q_proj",)))
+    assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"q_proj"}
+    with pytest.raises(ConfigError, match=r"lora.target_modules: .*nowhere"):
+        add_adapters(load_causal(str(policy_folder), "float32"), LoraConfig(target_modules=("nowhere",)))
+
+
+def test_the_saved_policy_is_the_trained_one_and_differs_by_matrices_of_low_rank(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    bench = Bench(policy_folder, policy_folder, Ranks())
+    actual = bench.policy({"lora": LORA})
+    assert furthest(actual["after"], actual["before"]) > 0.1
+    source = AutoModelForCausalLM.from_pretrained(policy_folder).state_dict()
+    assert list(actual["weights"]) == list(source)
+    for name, tensor in actual["weights"].items():
+        change = torch.from_numpy(tensor) - source[name]
+        sizes = torch.linalg.svdvals(change) if change.dim() == 2 else change.abs()
+        if "_proj" in name:
+            assert float(sizes[RANK - 1]) > 1e-4
+            assert float(sizes[RANK]) < 1e-6
+        else:
+            assert float(sizes.max()) == 0
+
+
+def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(policy_folder, lora=LORA)
+    for parameter in trainer._learner.module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
+    assert furthest(expected, make_trainer(policy_folder).logprobs(arrays(PROMPTS), arrays(RESPONSES))) > 0.1
+    again = make_trainer(Path(trainer.snapshots.save(str(tmp_path / "saved"))))
+    assert furthest(again.logprobs(arrays(PROMPTS), arrays(RESPONSES)), expected) < 1e-5
+    sent, whole = dict(trainer._learner.full_weights()), dict(again._learner.full_weights())
+    assert list(sent) == list(whole) == list(trainer._learner.shapes())
+    for name, tensor in sent.items():
+        np.testing.assert_allclose(tensor.numpy(), whole[name].numpy(), atol=1e-6)

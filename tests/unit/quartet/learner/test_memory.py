@@ -1,0 +1,108 @@
+"""The sums of a learner's memory, against the bytes that torch and DeepSpeed allocate in steps of small models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner import memory
+from quartet.learner.memory import learner_bytes
+from quartet.models.distribution import Distribution
+from quartet.models.size import ModelSize
+from quartet.models.tiles import TILE_ELEMENTS
+from services.critic.config import CriticConfig
+from services.critic.trainer import CriticBatch, CriticTrainer
+from tests.unit.allocations import Allocations
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
+LENGTH, PROMPT = 64, 2
+KINDS: dict[str, type[PreTrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+BF16: dict[str, Any] = {"dtype": "bfloat16", "zero_stage": 1}
+
+
+def described(kind: str = "qwen2", **sizes: int) -> PreTrainedConfig:
+    """A model whose layers have the proportions of those of 1.5B parameters."""
+    given: dict[str, Any] = {
+        "vocab_size": 2000,
+        "hidden_size": 192,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 3,
+    }
+    given |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    return KINDS[kind](**given | sizes, tie_word_embeddings=False)
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a size that small models have several of."""
+    for device in TILE_ELEMENTS:
+        monkeypatch.setitem(TILE_ELEMENTS, device, 1 << 20)
+
+
+def trainer_of(folder: Path, config: PreTrainedConfig, *, policy: bool, tokens: int, **fields: Any) -> Any:
+    """A trainer, its section, and an update of two micro-batches of so many tokens."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    given: dict[str, Any] = {"model": str(folder), "optimizer": OPTIMIZER, "micro_batch_tokens": tokens} | fields
+    count = 2 * tokens // LENGTH
+    rows = [np.full(LENGTH, 2 + index, np.int32) for index in range(count)]
+    prompts, responses = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]
+    numbers = [np.full(LENGTH - PROMPT, -3.0, np.float32)] * count
+    if policy:
+        learner = PolicyConfig(**given)
+        trainer = PolicyTrainer(learner, PPOConfig(epochs=1, minibatch_size=count), Distribution())
+        batch = PolicyBatch(prompts, responses, numbers, numbers, numbers, numbers, 0.0)
+        return learner, lambda: trainer.train(batch, 0)
+    section = CriticConfig(**given)
+    critic = CriticTrainer(section)
+    values = CriticBatch(prompts, responses, numbers, numbers)
+    return section, lambda: critic.train(values, epochs=1, minibatch_size=count, seed=0)
+
+
+def allocated(update: Callable[[], object], before: int) -> int:
+    """Most bytes that tensors hold during an update, after one that makes the optimizer's state, beyond those of
+    other tests."""
+    update()
+    with Allocations() as counted:
+        update()
+    peak: int = counted.peak
+    return peak - before
+
+
+@pytest.mark.parametrize(("kind", "policy"), [*((kind, True) for kind in KINDS), ("qwen2", False)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_where_activations_are_most(kind: str, checkpointing: bool, policy: bool, tmp_path: Path) -> None:
+    config, before = described(kind), Allocations().now
+    section, update = trainer_of(
+        tmp_path, config, policy=policy, tokens=2048, gradient_checkpointing=checkpointing, **BF16
+    )
+    size = ModelSize.of(config)
+    assert memory._pass(section, size, logits=policy) > memory._step(section, size)
+    assert learner_bytes(section, size, logits=policy) == pytest.approx(allocated(update, before), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        BF16,
+        {"dtype": "bfloat16", "zero_stage": 2},
+        {"zero_stage": 1},
+        {},
+        {"dtype": "bfloat16", "zero_stage": 1, "gradient_checkpointing": True},
+    ],
+)
+@pytest.mark.parametrize("policy", [True, False])
+def test_where_the_optimizers_step_needs_most(fields: dict[str, Any], policy: bool, tmp_path: Path) -> None:
+    config, before = described(hidden_size=512, num_hidden_layers=4), Allocations().now
+    section, update = trainer_of(tmp_path, config, policy=policy, tokens=64, **fields)
+    size = ModelSize.of(config)
+    if section.zero_stage:
+        assert memory._pass(section, size, logits=policy) < memory._step(section, size)
+    assert learner_bytes(section, size, logits=policy) == pytest.approx(allocated(update, before), rel=0.1)

@@ -1,0 +1,173 @@
+"""A learner that goes on from a snapshot ends bit for bit where one ends that was never stopped."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from orchestrator.config.algorithm import PPOConfig
+from orchestrator.policy.trainer import PolicyTrainer
+from quartet.config.learner import LoraConfig, PolicyConfig
+from quartet.learner.snapshot import Snapshot
+from quartet.models.distribution import Distribution
+from quartet.ranks.group import RankGroup
+from quartet.wire.errors import InvalidArgument
+from tests.plain import furthest
+from tests.unit.layouts import OPTIMIZER, Bench
+from tests.unit.rows import pairs
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 500
+BY_LAYERS = {"zero_stage": 3, "zero_persist_below": 100}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": BY_LAYERS,
+    "bfloat16": {"zero_stage": 1, "dtype": "bfloat16"},
+    "running mean": {"ema_decay": 0.9},
+    "running mean, zero 3": {"ema_decay": 0.9} | BY_LAYERS,
+    "adapters": {"lora": LoraConfig(rank=4)},
+    "adapters, zero 3": {"lora": LoraConfig(rank=4)} | BY_LAYERS,
+    "adam offload": {"adam_offload": True, "zero_stage": 2},
+    "both offloads": {"adam_offload": True, "param_offload": True} | BY_LAYERS,
+}
+
+
+MORE = pytest.mark.exhaustive
+# Every kind of state once; the rest is one more number of ranks, or one more stage of ZeRO.
+ALWAYS = {("zero 0", 1), ("zero 2", 2), ("bfloat16", 2), ("running mean, zero 3", 2), ("adapters, zero 3", 1)}
+ALWAYS |= {("both offloads", 2)}
+
+
+def layout_cases(names: Collection[str], always: Collection[tuple[str, int]]) -> list[Any]:
+    return [
+        pytest.param(name, ranks, marks=() if (name, ranks) in always else MORE) for name in names for ranks in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("name", "ranks"), layout_cases(LAYOUTS, ALWAYS))
+async def test_it_goes_on_bit_for_bit(benches: dict[int, RankGroup], tmp_path: Path, name: str, ranks: int) -> None:
+    layout = LAYOUTS[name] | {"ranks": ranks}
+    for which in ("policy", "critic"):
+        straight, again = await benches[ranks].call(Bench.resumed, TIMEOUT_S, layout, tmp_path, which)
+        assert again["steps"] == straight["steps"]
+        assert furthest(again["weights"], straight["weights"]) == 0
+        assert len(straight["averages"]) == len(again["averages"])
+        assert all((a == b).all() for a, b in zip(again["averages"], straight["averages"], strict=True))
+        assert bool(straight["averages"]) == ("ema_decay" in layout)
+
+
+WRITTEN_AT_ONCE = ("zero 0", "zero 2", "zero 3", "both offloads", "running mean, zero 3")
+
+
+@pytest.mark.parametrize(("name", "ranks"), layout_cases(WRITTEN_AT_ONCE, {("running mean, zero 3", 2)}))
+async def test_it_does_without_copies_too(
+    benches: dict[int, RankGroup], tmp_path: Path, name: str, ranks: int
+) -> None:
+    layout = LAYOUTS[name] | {"ranks": ranks}
+    straight, again = await benches[ranks].call(Bench.resumed, TIMEOUT_S, layout, tmp_path, "policy", False)
+    assert again["steps"] == straight["steps"]
+    assert furthest(again["weights"], straight["weights"]) == 0
+
+
+def make_policy(folder: Path, **layout: Any) -> PolicyTrainer:
+    config = PolicyConfig(model=str(folder), optimizer=OPTIMIZER, **layout)
+    return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(1.0))
+
+
+@pytest.fixture
+def snapshot(policy_folder: Path, tmp_path: Path) -> Path:
+    """Folder with a snapshot of the untrained policy."""
+    trainer = make_policy(policy_folder)
+    trainer.snapshots.take_snapshot(str(tmp_path / "policy"), 0)
+    trainer.snapshots.write_snapshot()
+    return tmp_path / "policy"
+
+
+def test_the_snapshot_of_a_policy_holds_a_model_that_transformers_loads(policy_folder: Path, snapshot: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(snapshot / "model")
+    AutoTokenizer.from_pretrained(snapshot / "model")
+    prompts, responses = pairs(1)
+    ids = torch.tensor([[*prompts[0], *responses[0]]])
+    wanted = AutoModelForCausalLM.from_pretrained(policy_folder)(ids).logits
+    assert (exported(ids).logits - wanted).abs().max() == 0
+
+
+def test_another_layout_is_refused_by_name(policy_folder: Path, snapshot: Path) -> None:
+    other = make_policy(policy_folder, zero_stage=1, ema_decay=0.5)
+    with pytest.raises(InvalidArgument, match=r"zero_stage: 0 in the checkpoint, 1 here; ema: False .*, True here"):
+        other.snapshots.restore(str(snapshot))
+    with pytest.raises(InvalidArgument, match="does not hold a checkpoint"):
+        other.snapshots.restore(str(snapshot.parent / "nothing"))
+
+
+def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snapshot: Path) -> None:
+    changed = OPTIMIZER.model_copy(update={"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5})
+    config = PolicyConfig(model=str(policy_folder), optimizer=changed)
+    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(1.0))
+    trainer.snapshots.restore(str(snapshot))
+    [group] = trainer._learner._engine.optimizer.param_groups
+    # One third of the rate, in the first of two steps of warm-up.
+    assert group["lr"] == pytest.approx(4e-3 / 3)
+    assert (group["weight_decay"], group["eps"]) == (0.5, 1e-5)
+
+
+def test_a_file_that_was_cut_short_is_refused(policy_folder: Path, snapshot: Path) -> None:
+    file = snapshot / "rank-0.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidArgument, match=r"rank-0.pt is not a complete part of a checkpoint"):
+        make_policy(policy_folder).snapshots.restore(str(snapshot))
+
+
+class Payload:
+    """An object whose unpickling would run code."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("run-by-unpickling"),))
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weights": Payload()}, tmp_path / "evil.pt")
+    with pytest.raises(InvalidArgument, match=r"evil.pt is not a complete part"):
+        Snapshot().load(str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "run-by-unpickling").exists()
+
+
+def test_what_is_written_is_the_state_as_it_was_copied(tmp_path: Path) -> None:
+    snapshot, weight = Snapshot(), torch.arange(4.0)
+    snapshot.begin()
+    snapshot.save({"a": weight, "tied": weight, "shape": weight.shape, "rows": [weight[:2], 3]}, str(tmp_path / "x"))
+    weight.zero_()
+    snapshot.write()
+    actual = snapshot.load(str(tmp_path / "x"))
+    assert actual["a"].tolist() == [0, 1, 2, 3]
+    assert actual["rows"][0].tolist() == [0, 1]
+    assert actual["rows"][1] == 3
+    assert actual["tied"].data_ptr() == actual["a"].data_ptr()
+    assert actual["shape"] == torch.Size([4])
+
+
+def test_without_copies_everything_is_written_at_once(tmp_path: Path) -> None:
+    snapshot, weight = Snapshot(), torch.arange(4.0)
+    snapshot.begin(copies=False)
+    snapshot.save({"a": weight}, str(tmp_path / "x"))
+    weight.zero_()
+    assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
+    snapshot.write()
+    assert snapshot.load(str(tmp_path / "x"))["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_memory_is_kept_for_the_next_snapshot() -> None:
+    snapshot, weight = Snapshot(), torch.arange(4.0)
+    places = []
+    for _ in range(3):
+        snapshot.begin()
+        places.append((snapshot.copy(weight).data_ptr(), snapshot.copy(weight).data_ptr()))
+    assert places[0][0] != places[0][1]
+    assert {*places[0]} == {*places[1]} == {*places[2]}

@@ -1,0 +1,150 @@
+"""The failure of one rank ends the call, and the group too where it cannot go on."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from quartet.ranks.group import RankDied, RankGroup, RanksLost
+from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument
+from tests.unit.fake_ranks import NEVER, FakeRank
+
+
+class Trainer:
+    """The methods that are called here; what they answer is the ranks' to say."""
+
+    def train(self, batch: int = 0, seed: int = 0) -> str:
+        raise NotImplementedError
+
+    def logprobs(self) -> str:
+        raise NotImplementedError
+
+    def values(self) -> str:
+        raise NotImplementedError
+
+    def save(self) -> str:
+        raise NotImplementedError
+
+    def send(self) -> str:
+        raise NotImplementedError
+
+    def join(self, membership: int) -> str:
+        raise NotImplementedError
+
+    def add(self, membership: int) -> str:
+        raise NotImplementedError
+
+
+def group(*ranks: FakeRank) -> RankGroup:
+    return RankGroup("policy", ranks, grace_s=0.05)
+
+
+async def test_a_call_goes_to_all_ranks_and_rank_0_answers() -> None:
+    ranks = [FakeRank("a"), FakeRank("b"), FakeRank("c")]
+    assert await group(*ranks).call(Trainer.train, 1, 1, seed=2) == "a"
+    assert [rank.called for rank in ranks] == [[("run", "Trainer.train", 1, 2)]] * 3
+
+
+async def test_some_and_beside_go_to_the_first_ranks_and_give_all_answers() -> None:
+    ranks = [FakeRank("a", "d"), FakeRank("b", "e"), FakeRank("c")]
+    ours = group(*ranks)
+    assert await ours.some(2, Trainer.join, 1, 1) == ["a", "b"]
+    assert await ours.beside(2, Trainer.add, 1, 1) == ["d", "e"]
+    assert [rank.called for rank in ranks] == [[("run", "Trainer.join", 1), ("run_beside", "Trainer.add", 1)]] * 2 + [
+        []
+    ]
+
+
+def build(*arguments: Any) -> None:
+    """A trainer, as far as a group knows."""
+
+
+async def test_ranks_start_where_rank_0_opened_the_store() -> None:
+    ranks = [FakeRank(("host", 7)), FakeRank()]
+    await group(*ranks).start(build, "x", timeout_s=1)
+    assert ranks[0].called == [("open",), ("start", ("host", 7), build, "x")]
+    assert ranks[1].called == [("start", ("host", 7), build, "x")]
+
+
+async def test_a_rank_that_died_between_two_calls_ends_the_group() -> None:
+    ranks = [FakeRank(), FakeRank()]
+    ours = group(*ranks)
+    ours.check()
+    ranks[1].death = "killed by signal 9"
+    with pytest.raises(RanksLost, match=r"^policy: rank 1 of 2 died: killed by signal 9$"):
+        await ours.call(Trainer.train, NEVER)
+    assert ([rank.called for rank in ranks], [rank.killed for rank in ranks]) == ([[], []], [1, 1])
+
+
+async def test_the_death_of_a_rank_is_named_at_once_and_ends_the_group() -> None:
+    ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed by signal 9"))]
+    ours = group(*ranks)
+    began = time.monotonic()
+    with pytest.raises(RanksLost, match=r"policy.train: rank 1 of 2 died: killed by signal 9"):
+        await ours.call(Trainer.train, NEVER)
+    assert [rank.killed for rank in ranks] == [1, 1]
+    with pytest.raises(RanksLost, match="rank 1 of 2 died"):
+        await ours.call(Trainer.logprobs, NEVER)
+    with pytest.raises(RanksLost, match="rank 1 of 2 died"):
+        ours.check()
+    assert time.monotonic() - began < 10
+    assert [len(rank.called) for rank in ranks] == [1, 1]
+
+
+async def test_a_death_is_named_also_when_its_peer_fails_first() -> None:
+    ranks = [FakeRank(RuntimeError("Connection closed by peer")), FakeRank(RankDied("gone"), after_s=0.02)]
+    with pytest.raises(RanksLost, match="rank 1 of 2 died: gone"):
+        await group(*ranks).call(Trainer.train, NEVER)
+
+
+async def test_a_rank_that_does_not_finish_after_anothers_error_ends_the_group() -> None:
+    ranks = [FakeRank(after_s=NEVER), FakeRank(KeyError("x")), FakeRank(after_s=NEVER)]
+    with pytest.raises(RanksLost, match=r"rank 1 of 3: KeyError: 'x'; ranks 0, 2 did not finish after it"):
+        await group(*ranks).call(Trainer.train, NEVER)
+    assert [rank.killed for rank in ranks] == [1, 1, 1]
+
+
+async def test_an_error_after_which_all_have_finished_ends_only_the_call() -> None:
+    ours = group(FakeRank(InvalidArgument("path: no"), KeyError("x"), "fine"), FakeRank(after_s=0.01))
+    with pytest.raises(InvalidArgument, match="path: no"):
+        await ours.call(Trainer.save, 1)
+    with pytest.raises(Internal, match=r"policy.train: rank 0 of 2: KeyError: 'x'"):
+        await ours.call(Trainer.train, 1)
+    assert await ours.call(Trainer.train, 1) == "fine"
+
+
+async def test_a_deadline_names_the_silent_rank_and_ends_the_group() -> None:
+    ours = group(FakeRank(), FakeRank(after_s=NEVER))
+    with pytest.raises(DeadlineExceeded, match=r"policy.train: no answer within 0.05 s from rank 1 of 2"):
+        await ours.call(Trainer.train, 0.05)
+    with pytest.raises(RanksLost):
+        ours.check()
+
+
+async def test_a_deadline_of_ranks_that_meet_no_other_ends_nothing() -> None:
+    slow = FakeRank(after_s=NEVER)
+    ours = group(slow, FakeRank())
+    with pytest.raises(DeadlineExceeded, match=r"policy.send: no answer within 0.05 s from rank 0 of 2"):
+        await ours.some(1, Trainer.send, 0.05)
+    slow.after_s = 0
+    await ours.call(Trainer.train, 1)
+
+
+async def test_calls_take_turns_and_a_deadline_counts_from_the_turn() -> None:
+    ours = group(FakeRank("first", "second", after_s=0.15))
+    assert await asyncio.gather(*(ours.call(Trainer.values, 0.25) for _ in range(2))) == ["first", "second"]
+
+
+async def test_a_rank_that_finds_no_place_is_named() -> None:
+    ranks = [FakeRank(("host", 7)), FakeRank(after_s=NEVER)]
+    with pytest.raises(DeadlineExceeded, match=r"policy.start: .* from rank 1 of 2; does the cluster have the CPUs"):
+        await group(*ranks).start(build, timeout_s=0.05)
+    assert [rank.killed for rank in ranks] == [1, 1]
+
+
+async def test_a_group_that_does_not_start_has_ended() -> None:
+    ranks = [FakeRank(("host", 7)), FakeRank(MemoryError("model too large"))]
+    with pytest.raises(Internal, match=r"policy.start: rank 1 of 2: MemoryError: model too large"):
+        await group(*ranks).start(build, timeout_s=1)
+    assert [rank.killed for rank in ranks] == [1, 1]

@@ -1,0 +1,39 @@
+"""The caller, as a replica reads it from the context that Serve hands it."""
+
+from typing import Any
+
+from ray.serve.grpc_util import RayServegRPCContext
+
+from quartet.security.identity import ANONYMOUS, Caller, caller_of, without_identity
+
+
+class Context:
+    """A servicer context as the proxy has it."""
+
+    def __init__(self, *metadata: tuple[str, str]) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: None
+
+
+def test_a_replica_reads_the_caller_that_the_proxy_named() -> None:
+    caller = Caller("evaluator", "judge-client")
+    passed_on = RayServegRPCContext(Context(("application", "reward"), *caller.metadata))
+    assert caller_of(passed_on) == caller
+
+
+def test_a_caller_without_a_name_is_anonymous() -> None:
+    assert caller_of(Context(("application", "reward"))) is ANONYMOUS
+    assert caller_of(Context(("quartet-identity", "a"), ("quartet-role", "king"))) is ANONYMOUS
+
+
+def test_what_only_the_proxy_may_say_is_taken_from_a_caller() -> None:
+    sent = (("quartet-identity", "run-a"), ("trace", "1"), ("quartet-role", "trainer"))
+    assert without_identity(sent) == (("trace", "1"),)

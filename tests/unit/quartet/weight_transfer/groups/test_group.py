@@ -1,0 +1,617 @@
+"""The group as NCCL runs it, on a CPU: through a wire with a device of its own, with gloo or nothing behind it."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import Store
+
+from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP, reserve
+from quartet.weight_transfer import receiver as receiver_module
+from quartet.weight_transfer.groups import group as group_module
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import SENDER, Group, Wire
+from quartet.weight_transfer.groups.nccl import SETTINGS, environment, nccl_wire
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.meeting import find_store, open_store
+from quartet.weight_transfer.memory.buckets import Buckets, checksum
+from quartet.weight_transfer.receiver import GroupReceiver, Joining, _beside
+from quartet.weight_transfer.sender import GroupSender
+from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+CARRIED = Wire(gloo_wire(HOST).form, DEVICE)
+"""A wire like NCCL's, which reads and writes a device's memory."""
+TIMEOUT_S = 1.0
+PLACE: dict[str, Any] = {"world_size": 2, "membership": 1, "timeout_s": TIMEOUT_S}
+PATIENT: dict[str, Any] = PLACE | {"timeout_s": 60.0}
+"""For members that all come, however busy the machine is."""
+
+
+class Stuck:
+    """A process group whose every operation hangs until it is aborted, as NCCL's does when a member is gone."""
+
+    def __init__(self) -> None:
+        self.begun, self.aborted = threading.Event(), threading.Event()
+        self.aborts = 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> "Stuck":
+        self.wait(timedelta(seconds=60))
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        self.begun.set()
+        if self.aborted.wait(timeout.total_seconds()):
+            raise RuntimeError("NCCL communicator was aborted")
+        raise RuntimeError("timed out")
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.aborted.set()
+
+
+class StuckForever(Stuck):
+    """One whose abort hangs too, as NCCL's does while a communicator forms, until torch gives the communicator up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.given_up.wait(60)
+        self.aborted.set()
+
+
+class Answering:
+    """One whose operations end at once, until it is told to hang."""
+
+    def __init__(self) -> None:
+        self.stuck: Stuck | None = None
+        self.aborts = 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> "Answering":
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.stuck is not None:
+            self.stuck.wait(timeout)
+
+    def abort(self) -> None:
+        self.aborts += 1
+        if self.stuck is not None:
+            self.stuck.abort()
+
+
+def alone(process_group: Any) -> Group:
+    """A group of one member, with this behind it."""
+    wire = Wire(lambda *_: process_group, CPU)
+    return Group(open_store(HOST, TIMEOUT_S)[0], wire, rank=SENDER, world_size=1, membership=1, timeout_s=TIMEOUT_S)
+
+
+def test_what_is_sent_arrives() -> None:
+    store, number = open_store(HOST, 60)
+    groups: dict[int, Group] = {}
+
+    def join() -> None:
+        groups[1] = Group(find_store(HOST, number, 60), CARRIED, rank=1, **PATIENT)
+
+    def receive() -> None:
+        for data in received:
+            groups[1].broadcast(data)
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    groups[0] = Group(store, CARRIED, rank=SENDER, **PATIENT)
+    joining.join()
+    sent = [torch.arange(size, dtype=torch.uint8) for size in (7, 200, 50)]
+    received = [torch.zeros_like(data) for data in sent]
+    receiving = threading.Thread(target=receive)
+    receiving.start()
+    for data in sent:
+        groups[0].broadcast(data)
+    receiving.join()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(sent, received, strict=True))
+    for group in groups.values():
+        group.close()
+
+
+def test_a_member_that_never_comes_is_an_error_before_anything_is_formed() -> None:
+    def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+        raise AssertionError("NCCL would wait in here")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        Group(open_store(HOST, TIMEOUT_S)[0], Wire(form, CPU), rank=SENDER, **PLACE)
+    assert TIMEOUT_S - 0.1 < time.monotonic() - start < TIMEOUT_S + 20
+
+
+def test_a_worker_that_comes_late_gives_up_with_the_others_and_is_free_for_the_next_attempt() -> None:
+    _, number = open_store(HOST, 60)
+    receiver = GroupReceiver(CPU)
+
+    def join(left_s: float) -> None:
+        receiver.join(Joining("gloo", [[HOST, number]], 1, 2, 1, HOST, 60, time.monotonic() + left_s))
+
+    with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
+        join(-0.1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        join(0.5)
+    assert 0.4 < time.monotonic() - start < 30
+
+
+def test_a_member_that_dies_after_the_roll_was_called_does_not_hold_the_others_up() -> None:
+    """The caller's thread is free at the deadline, though NCCL's first operation never ends by itself."""
+    stuck = Stuck()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the group did not form: no answer in 1 s$"):
+        alone(stuck)
+    assert time.monotonic() - start < TIMEOUT_S + 20
+    assert stuck.aborted.wait(5)
+    assert stuck.aborts == 1
+
+
+def left_behind() -> list[tuple[str, bool]]:
+    """Names of the threads of groups, and whether the process may end without them."""
+    return sorted((thread.name, thread.daemon) for thread in threading.enumerate() if thread.name.startswith("push"))
+
+
+def test_a_failed_join_whose_abort_hangs_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(group_module, "ABORT_S", 0.2)
+    stuck = StuckForever()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the group did not form: no answer in 1 s$"):
+        alone(stuck)
+    assert time.monotonic() - start < TIMEOUT_S + 20
+    assert left_behind() == [("push abort", True), ("push group", True)]
+    [line] = logged
+    assert line.startswith("membership 1 of a push was left, but its abort has not ended in 0.2 s")
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+    assert stuck.aborts == 1
+
+
+def test_a_group_whose_abort_hangs_is_left_in_time_and_once(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(group_module, "ABORT_S", 0.2)
+    behind = Answering()
+    group = alone(behind)
+    behind.stuck = stuck = StuckForever()
+    start = time.monotonic()
+    group.close()
+    assert 0.1 < time.monotonic() - start < 20
+    assert left_behind() == [("push abort", True)]
+    group.close()
+    assert (behind.aborts, stuck.aborts, len(logged)) == (1, 1, 1)
+    with pytest.raises(RuntimeError, match="this member has left the group"):
+        group.broadcast(torch.zeros(3, dtype=torch.uint8))
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+
+
+class Refusing(Answering):
+    """One whose abort fails, as NCCL's does at the end of its own deadline."""
+
+    def abort(self) -> None:
+        raise RuntimeError("NCCL timeout in abort")
+
+
+def test_an_abort_that_fails_is_told_and_the_group_is_left(logged: list[str]) -> None:
+    group = alone(Refusing())
+    group.close()
+    assert logged == ["the abort of a push's group failed: NCCL timeout in abort"]
+    assert left_behind() == []
+    group.close()
+
+
+def _until(came: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not came():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_was_aborted_is_neither_used_nor_aborted_again() -> None:
+    behind = Answering()
+    group = alone(behind)
+    behind.stuck = Stuck()
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            group.broadcast(torch.zeros(3, dtype=torch.uint8))
+        except RuntimeError as error:
+            failures.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert behind.stuck.begun.wait(5)
+    group.close()
+    sending.join(5)
+    assert [str(error) for error in failures] == ["NCCL communicator was aborted"]
+    group.close()
+    assert behind.aborts == 1
+    with pytest.raises(RuntimeError, match="this member has left the group"):
+        group.broadcast(torch.zeros(3, dtype=torch.uint8))
+
+
+class Pair:
+    """A sender and a receiver as with NCCL: weights and model on a device, and a wire that reads and writes there."""
+
+    def __init__(self, *, on_gpu: bool, bucket_bytes: int = 16) -> None:
+        self.weights = {f"w{i}": torch.full((4,), float(i), device=DEVICE) for i in range(5)}
+        self.manifest = Manifest.of(self.weights, bucket_bytes)
+        self.sender = GroupSender(self.manifest, CARRIED, host=HOST, stall_s=60, device=DEVICE, on_gpu=on_gpu)
+        self.receiver = GroupReceiver(DEVICE, lambda backend, host, device, stall_s: CARRIED)
+        joining = Joining("nccl", [[HOST, self.sender.rendezvous()]], 1, 2, 1, HOST, 60, on_gpu=on_gpu)
+        thread = threading.Thread(target=self.receiver.join, args=(joining,))
+        thread.start()
+        self.sender.join(1, 2)
+        thread.join()
+
+    def receive(self) -> tuple[threading.Thread, list[str]]:
+        """A thread that receives, and its checksum once it has."""
+        received: list[str] = []
+        thread = threading.Thread(target=lambda: received.append(self.receiver.receive(self.manifest)))
+        thread.start()
+        return thread, received
+
+    def loaded(self) -> dict[str, list[float]]:
+        """The received weights, brought to the device as vLLM's model takes them."""
+        return {
+            name: tensor.tolist()
+            for bucket, data in self.receiver.buckets()
+            for name, tensor in self.manifest.cut(bucket, data.to(DEVICE, non_blocking=True))
+        }
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+EXPECTED = {f"w{i}": [float(i)] * 4 for i in range(5)}
+TOTAL = 5 * 16
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_a_sender_holds_copies_of_its_weights_and_none_of_its_tensors(on_gpu: bool) -> None:
+    """Weights that ZeRO 3 gathered for a moment must be free again as soon as their bucket is filled."""
+    pair = Pair(on_gpu=on_gpu)
+
+    def gathered() -> Any:
+        for name, tensor in pair.weights.items():
+            yield name, tensor
+            tensor.fill_(-1)  # DeepSpeed takes its memory back
+
+    pair.sender.load(gathered(), 1)
+    thread, received = pair.receive()
+    assert checksum(pair.sender.send(1)) == checksum(pair.sender._digests)
+    thread.join()
+    assert received == [checksum(pair.sender._digests)]
+    assert pair.loaded() == EXPECTED
+    pair.close()
+
+
+def sent_at_once(pair: Pair, device: FakeDevice) -> None:
+    """A push in which each bucket is sent as soon as it is packed."""
+    sent = threading.Semaphore(1)
+    broadcast = pair.sender._group.broadcast  # type: ignore[union-attr]
+
+    def told(data: torch.Tensor) -> None:
+        broadcast(data)
+        sent.release()
+
+    pair.sender._group.broadcast = told  # type: ignore[union-attr, method-assign]
+
+    def gathered() -> Any:
+        for weight in pair.weights.items():
+            assert sent.acquire(timeout=60)
+            yield weight
+
+    with device.labelled("sender"):
+        loading = threading.Thread(target=pair.sender.load, args=(gathered(), 1))
+        loading.start()
+        pair.sender.send(1)
+        loading.join()
+
+
+def sent_later(pair: Pair, device: FakeDevice) -> None:
+    """A push that is staged first."""
+    with device.labelled("sender"):
+        pair.sender.load(pair.weights.items(), 1)
+        pair.sender.send(1)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "send", "expected"),
+    [
+        (True, sent_at_once, {}),
+        (True, sent_later, {}),
+        (False, sent_at_once, {"sender": (TOTAL, 0), "replica": (TOTAL, TOTAL)}),
+        # All but the last two buckets come back to be sent.
+        (False, sent_later, {"sender": (TOTAL, TOTAL - 2 * 16), "replica": (TOTAL, TOTAL)}),
+    ],
+)
+def test_bytes_that_a_push_copies_between_host_and_device(
+    on_gpu: bool, send: Any, expected: dict[str, tuple[int, int]]
+) -> None:
+    with FakeDevice().counting() as device:
+        with device.labelled("replica"):
+            pair = Pair(on_gpu=on_gpu)
+            thread, received = pair.receive()
+        send(pair, device)
+        thread.join()
+        with device.labelled("replica"):
+            assert pair.loaded() == EXPECTED
+        assert received == [checksum(pair.sender._digests)]
+        assert all(device.has(data) == on_gpu for _, data in pair.receiver.buckets())
+        pair.close()
+    assert device.copied == {
+        (side, direction): size
+        for side, sizes in expected.items()
+        for direction, size in zip((DOWN, UP), sizes, strict=True)
+        if size
+    }
+
+
+def test_a_bucket_arrives_while_the_one_before_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(on_gpu=False)
+    arrived = threading.Semaphore(0)
+    waited: list[list[bool]] = []
+    broadcast, stage = pair.receiver._groups[0].broadcast, pair.receiver._staged_from
+
+    def told(data: torch.Tensor) -> None:
+        broadcast(data)
+        arrived.release()
+
+    def slowly(data: torch.Tensor, staged: torch.Tensor) -> bytes:
+        if len(waited) < 4:  # the last one is followed by none
+            waited.append([arrived.acquire(timeout=60) for _ in range(2 if not waited else 1)])
+        return stage(data, staged)
+
+    pair.receiver._groups[0].broadcast = told  # type: ignore[method-assign]
+    monkeypatch.setattr(pair.receiver, "_staged_from", slowly)
+    pair.sender.load(pair.weights.items(), 1)
+    thread, received = pair.receive()
+    pair.sender.send(1)
+    thread.join()
+    assert waited == [[True, True], [True], [True], [True]]
+    assert received == [checksum(pair.sender._digests)]
+    assert pair.loaded() == EXPECTED
+    pair.close()
+
+
+def test_a_gpu_stages_a_bucket_once_it_is_there_and_beside_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order in which CUDA is told; there is none here to keep it."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            told.append(f"another stream of {device}")
+
+        def wait_event(self, event: "Event") -> None:
+            told.append("waits for it")
+
+    class Event:
+        def record(self, stream: str) -> None:
+            told.append(f"mark {stream}")
+
+    @contextmanager
+    def using(stream: Stream) -> Iterator[None]:
+        told.append("in")
+        yield
+        told.append("out")
+
+    fakes = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": using,
+        "current_stream": lambda device: "the arrivals' stream",
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def work() -> bytes:
+        told.append("work")
+        return b"digest"
+
+    done = _beside(torch.device("cuda", 1), work)
+    told.append("the next bucket")
+    assert done() == b"digest"
+    assert told == [
+        "mark the arrivals' stream",
+        "the next bucket",
+        "another stream of cuda:1",
+        "waits for it",
+        "in",
+        "work",
+        "out",
+    ]
+
+
+def test_a_newcomer_gets_the_copy_while_the_sender_goes_on() -> None:
+    for on_gpu in (False, True):
+        pair = Pair(on_gpu=on_gpu)
+        pair.sender.load(pair.weights.items(), 1)
+        for tensor in pair.weights.values():
+            tensor.fill_(-1)  # the next step
+        joining = Joining("nccl", [[HOST, pair.sender.rendezvous()]], 1, 2, 2, HOST, 60, on_gpu=on_gpu)
+        adding = threading.Thread(target=pair.sender.add_newcomers, args=(2, 2))
+        adding.start()
+        pair.receiver.join(joining)
+        assert pair.receiver.receive(pair.manifest) == checksum(pair.sender._digests)
+        adding.join()
+        assert pair.loaded() == EXPECTED
+        pair.close()
+
+
+def test_torchs_settings_are_ours_only_while_our_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = SETTINGS
+    monkeypatch.setenv(first, "theirs")
+    monkeypatch.delenv(second, raising=False)
+    with environment(SETTINGS):
+        assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
+    assert (os.environ[first], os.environ.get(second)) == ("theirs", DEFAULTS[second])
+
+
+def test_no_variable_is_added_or_removed_once_they_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either would move the others under native threads that read them."""
+    for name in DEFAULTS:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    reserve(os.environ)
+    assert DEFAULTS.items() <= os.environ.items()
+    changed: list[str] = []
+    put, remove = os.putenv, os.unsetenv
+
+    def puts(name: bytes, value: bytes) -> None:
+        changed.append(name.decode())
+        put(name, value)
+
+    def removes(name: bytes) -> None:
+        changed.append(f"no {name.decode()}")
+        remove(name)
+
+    monkeypatch.setattr(os, "putenv", puts)
+    monkeypatch.setattr(os, "unsetenv", removes)
+    nccl_wire(CPU, stall_s=59.5)
+    with environment(SETTINGS):
+        pass
+    reserve(os.environ)
+    assert set(changed) == set(DEFAULTS)
+    assert os.environ.items() >= (DEFAULTS | {GIVE_UP: "65"}).items()
+    monkeypatch.undo()
+
+
+def test_torch_gives_up_a_communicator_soon_after_the_group_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of half an hour would keep a thread and the communicator's memory for as long."""
+    monkeypatch.setenv(GIVE_UP, DEFAULTS[GIVE_UP])
+    nccl_wire(CPU, stall_s=59.5)
+    assert os.environ[GIVE_UP] == "65"
+    nccl_wire(CPU, stall_s=3)  # torch has read it
+    assert os.environ[GIVE_UP] == "65"
+
+
+def test_groups_of_several_senders_are_left_together(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    monkeypatch.setattr(receiver_module, "ABORT_S", 0.5)
+    groups, behind = [], []
+    for _ in range(4):
+        process_group = Answering()
+        groups.append(alone(process_group))
+        process_group.stuck = StuckForever()
+        behind.append(process_group.stuck)
+    receiver = GroupReceiver(CPU)
+    receiver._groups = groups
+    start = time.monotonic()
+    receiver.close()
+    # All have begun, before the first was given up.
+    assert [each.aborts for each in behind] == [1] * 4
+    assert 0.4 < time.monotonic() - start < 1.9
+    assert len(logged) == 4
+    for each in behind:
+        each.given_up.set()
+    _until(lambda: not left_behind())
+
+
+def test_groups_that_hang_are_left_within_the_deadline_of_the_next(logged: list[str]) -> None:
+    process_group = Answering()
+    receiver = GroupReceiver(CPU)
+    receiver._groups = [alone(process_group)]
+    process_group.stuck = stuck = StuckForever()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="membership 1 was given up before this worker came to join it"):
+        receiver.join(Joining("gloo", [[HOST, 1]], 1, 2, 1, HOST, 60, time.monotonic() + 0.2))
+    assert time.monotonic() - start < group_module.ABORT_S - 0.5
+    stuck.given_up.set()
+    _until(lambda: not left_behind())
+
+
+def test_nothing_stays_on_the_gpu_that_is_packed_after_a_failed_send() -> None:
+    pair = Pair(on_gpu=False)
+    failed = threading.Event()
+
+    def gathered() -> Any:
+        for index, weight in enumerate(pair.weights.items()):
+            if index == 2:
+                assert failed.wait(60)
+            yield weight
+
+    loading = threading.Thread(target=pair.sender.load, args=(gathered(), 1))
+    loading.start()
+    pair.receiver.close()  # the other end is gone
+    with pytest.raises(RuntimeError):
+        pair.sender.send(1)
+    failed.set()
+    loading.join()
+    assert not pair.sender._ahead
+    # The next push is ahead of its sending again.
+    pair.sender.load(pair.weights.items(), 2)
+    assert [number for number, _ in pair.sender._ahead] == [3, 4]
+    pair.close()
+
+
+class OnGpu:
+    """A tensor in memory of a GPU that is not there."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def record_stream(self, stream: str) -> None:
+        self._told.append(f"used on {stream}")
+
+
+def test_a_streams_bucket_is_kept_until_the_stream_that_loads_it_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory comes from the stream of another thread."""
+    told: list[str] = []
+    manifest = Manifest.of({"a": torch.zeros(4), "b": torch.zeros(4)}, 16)
+
+    class Told:
+        def broadcast(self, data: Any) -> None:
+            told.append("arrives")
+
+        def _aborting(self) -> None:
+            return None
+
+    receiver = GroupReceiver(OnGpu.device)
+    receiver._groups, receiver._carrying = [Told()], OnGpu.device  # type: ignore[list-item]
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: OnGpu(told))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the loading stream")
+    for number, _, _ in receiver.arriving(manifest):
+        assert told.count("used on the loading stream") == number + 1
+    assert sorted(told) == ["arrives"] * 2 + ["used on the loading stream"] * 2
+
+
+def test_buckets_arrive_in_an_area_that_the_stream_before_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    manifest = Manifest.of({"a": torch.zeros(4)}, 16)
+    receiver = GroupReceiver(OnGpu.device)
+    receiver._staging = OnGpu.device
+    memory = torch.zeros(Buckets.size(manifest), dtype=torch.uint8)
+
+    class Stream:
+        def synchronize(self) -> None:
+            told.append("waited")
+
+    def empty(*sizes: Any, device: torch.device, **options: Any) -> torch.Tensor:
+        told.append(f"memory of {device}")
+        return memory
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert receiver._area(manifest)[0].data_ptr() == memory.data_ptr()
+    assert told == ["memory of cuda:1", "waited"]

@@ -1,0 +1,341 @@
+"""Two workers of a replica stage what they receive once, in memory that they share."""
+
+import gc
+import glob
+import os
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.weight_transfer import receiver as receiver_module
+from quartet.weight_transfer.groups.gloo import gloo_wire
+from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import Buckets, checksum
+from quartet.weight_transfer.memory.pinning import READ_ONLY
+from quartet.weight_transfer.memory.shared_memory import Segment
+from quartet.weight_transfer.receiver import GroupReceiver, Joining
+from quartet.weight_transfer.sender import GroupSender
+from tests.fake_device import DEVICE, DOWN, UP, FakeDevice
+from tests.forked import FORKED
+
+HOST, STALL_S = "127.0.0.1", 60.0
+CPU = torch.device("cpu")
+CARRIED = Wire(gloo_wire(HOST).form, DEVICE)
+"""A wire like NCCL's, which reads and writes a device's memory."""
+GLOO = gloo_wire(HOST)
+
+
+class Replica:
+    """A sender and the workers of a replica."""
+
+    def __init__(
+        self, workers: int = 2, *, wire: Wire = GLOO, device: torch.device = CPU, on_gpu: bool = False
+    ) -> None:
+        self._wire, self._device, self._on_gpu = wire, device, on_gpu
+        self.workers = [GroupReceiver(device, lambda backend, host, device, stall_s: wire) for _ in range(workers)]
+        self.membership = 0
+        self.take(1.0)
+
+    def take(self, value: float, count: int = 4) -> None:
+        """Makes the learner's weights, and a sender of them if their shapes are others."""
+        self.weights = {f"w{i}": torch.full((4,), value + i, device=self._device) for i in range(count)}
+        self.manifest = Manifest.of(self.weights, 16)
+
+    def join(self) -> None:
+        place = {} if self._device == CPU else {"device": self._device}
+        self.sender = GroupSender(self.manifest, self._wire, host=HOST, stall_s=STALL_S, on_gpu=self._on_gpu, **place)
+        self.membership += 1
+        senders = [[HOST, self.sender.rendezvous()]]
+        world, count = len(self.workers) + 1, len(self.workers)
+
+        def joins(worker: int) -> None:
+            joining = Joining("nccl", senders, 1 + worker, world, self.membership, HOST, STALL_S, on_gpu=self._on_gpu)
+            joining.worker, joining.workers = worker, count
+            self.workers[worker].join(joining)
+
+        self.all(
+            [
+                *(lambda w=worker: joins(w) for worker in range(count)),
+                lambda: self.sender.join(self.membership, world),
+            ]
+        )
+
+    def push(self, number: int) -> list[str]:
+        """The checksums of the workers; that of the sender is the same."""
+        received: dict[int, str] = {}
+
+        def receives(worker: int) -> None:
+            received[worker] = self.workers[worker].receive(self.manifest)
+
+        self.sender.load(self.weights.items(), number)
+        sent: list[str] = []
+        self.all(
+            [
+                *(lambda w=worker: receives(w) for worker in range(len(self.workers))),
+                lambda: sent.append(checksum(self.sender.send(number))),
+            ]
+        )
+        assert set(received.values()) == set(sent)
+        return [received[worker] for worker in range(len(self.workers))]
+
+    def loaded(self, worker: int) -> dict[str, list[float]]:
+        """The weights as a worker loads them."""
+        receiver = self.workers[worker]
+        loaded = {
+            name: tensor.tolist()
+            for bucket, data in receiver.buckets()
+            for name, tensor in self.manifest.cut(bucket, data.to(self._device))
+        }
+        receiver.check()
+        return loaded
+
+    @property
+    def expected(self) -> dict[str, list[float]]:
+        return {name: weight.tolist() for name, weight in self.weights.items()}
+
+    @staticmethod
+    def all(work: list[Callable[[], Any]]) -> None:
+        threads = [threading.Thread(target=each) for each in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.sender.close()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the segments that are made."""
+    numbers: list[int] = []
+    create = Segment.create
+
+    def counted(size: int) -> Segment:
+        segment = create(size)
+        numbers.append(segment.number)
+        return segment
+
+    monkeypatch.setattr(Segment, "create", counted)
+    return numbers
+
+
+def second_worker(packed: bytes, joining: Joining, pipe: Connection) -> None:
+    """A worker in a process of its own: sends its checksum and what it loads, after each word that it gets."""
+    manifest, receiver = Manifest.unpack(packed), GroupReceiver(CPU)
+    receiver.join(joining)
+    while pipe.recv():
+        pipe.send(receiver.receive(manifest))
+        pipe.recv()
+        pipe.send([data.tolist() for _, data in receiver.buckets()])
+        receiver.check()
+    receiver.close()
+
+
+def test_workers_in_different_processes_share_what_they_stage(made: list[int]) -> None:
+    weights = {f"w{i}": torch.full((4,), 1.0 + i) for i in range(4)}
+    manifest = Manifest.of(weights, 16)
+    sender, first = GroupSender(manifest, GLOO, host=HOST, stall_s=STALL_S), GroupReceiver(CPU)
+    senders: list[list[Any]] = [[HOST, sender.rendezvous()]]
+    joinings = [
+        Joining("gloo", senders, 1 + worker, 3, 1, HOST, STALL_S, worker=worker, workers=2) for worker in (0, 1)
+    ]
+    mine, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=second_worker, args=(manifest.pack(), joinings[1], theirs), daemon=True)
+    process.start()
+    Replica.all([lambda: first.join(joinings[0]), lambda: sender.join(1, 3)])
+    for number in (1, 2):
+        for tensor in weights.values():
+            tensor += 10
+        mine.send(True)
+        sender.load(weights.items(), number)
+        received: list[str] = []
+        Replica.all(
+            [
+                lambda received=received: received.append(first.receive(manifest)),  # type: ignore[misc]
+                lambda number=number: sender.send(number),  # type: ignore[misc]
+            ]
+        )
+        assert mine.recv() == received[0]
+        mine.send(True)
+        assert mine.recv() == [data.tolist() for _, data in first.buckets()]
+    assert len(made) == 1
+    mine.send(False)
+    process.join(20)
+    first.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_replica_stages_once_whatever_its_workers(made: list[int], workers: int) -> None:
+    replica = Replica(workers)
+    replica.join()
+    replica.push(1)
+    assert [replica.loaded(worker) for worker in range(workers)] == [replica.expected] * workers
+    # Kept from push to push, and from membership to membership.
+    for number in (2, 3):
+        replica.take(10.0 * number)
+        replica.push(number)
+        assert [replica.loaded(worker) for worker in range(workers)] == [replica.expected] * workers
+    replica.take(-1.0)
+    replica.join()
+    replica.push(4)
+    assert [replica.loaded(worker) for worker in range(workers)] == [replica.expected] * workers
+    assert len(made) == 1
+    # Other shapes need other memory, for all of them.
+    replica.take(5.0, count=6)
+    replica.join()
+    replica.push(5)
+    assert [replica.loaded(worker) for worker in range(workers)] == [replica.expected] * workers
+    assert len(made) == 2
+    replica.close()
+
+
+def test_only_the_first_worker_copies_weights_to_the_host() -> None:
+    with FakeDevice().counting() as device:
+        replica = Replica(wire=CARRIED, device=DEVICE)
+        replica.join()
+        replica.push(1)
+        device.copied.clear()
+        replica.push(2)
+        # The sender's copy and the first worker's; all but the last two buckets come back to be sent.
+        assert device.copied == {("", DOWN): 2 * 4 * 16, ("", UP): 2 * 16}
+        assert [replica.loaded(worker) for worker in range(2)] == [replica.expected] * 2
+        assert device.copied["", UP] == 2 * 16 + 2 * 4 * 16
+        replica.close()
+
+
+def test_one_worker_or_staging_on_gpus_shares_nothing(made: list[int]) -> None:
+    alone = Replica(1)
+    alone.join()
+    alone.push(1)
+    assert alone.loaded(0) == alone.expected
+    alone.close()
+    with FakeDevice().counting():
+        on_gpus = Replica(wire=CARRIED, device=DEVICE, on_gpu=True)
+        on_gpus.join()
+        on_gpus.push(1)
+        assert [on_gpus.loaded(worker) for worker in range(2)] == [on_gpus.expected] * 2
+        on_gpus.close()
+    assert made == []
+
+
+def test_without_room_for_sharing_each_worker_stages_its_own(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    def full(size: int) -> Segment:
+        raise RuntimeError("/dev/shm has no room")
+
+    monkeypatch.setattr(Segment, "create", full)
+    replica = Replica()
+    replica.join()
+    for number in (1, 2):
+        replica.take(float(number))
+        replica.push(number)
+        assert [replica.loaded(worker) for worker in range(2)] == [replica.expected] * 2
+    assert logged == ["each worker stages weights of its own, as they cannot be shared: /dev/shm has no room"]
+    areas = [worker._staged[0].data_ptr() for worker in replica.workers]  # type: ignore[index]
+    assert len(set(areas)) == 2
+    replica.close()
+
+
+def test_weights_that_the_first_worker_has_not_all_received_are_not_loaded() -> None:
+    replica = Replica()
+    replica.join()
+    replica.push(1)
+    first, second = replica.workers
+    stage = first._staged_from
+
+    def fails(arrived: torch.Tensor, staged: torch.Tensor) -> bytes:
+        raise RuntimeError("a copy failed")
+
+    first._staged_from = fails  # type: ignore[method-assign]
+    failures: list[str] = []
+
+    def receives() -> None:
+        try:
+            first.receive(replica.manifest)
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    replica.sender.load(replica.weights.items(), 2)
+    replica.all([receives, lambda: second.receive(replica.manifest), lambda: replica.sender.send(2)])
+    assert failures == ["a copy failed"]
+    with pytest.raises(RuntimeError, match="the first worker of this replica has not received all weights"):
+        replica.loaded(1)
+    first._staged_from = stage  # type: ignore[method-assign]
+    replica.join()
+    replica.push(3)
+    assert [replica.loaded(worker) for worker in range(2)] == [replica.expected] * 2
+    replica.close()
+
+
+def test_weights_that_change_while_they_are_loaded_are_noticed() -> None:
+    replica = Replica()
+    replica.join()
+    replica.push(1)
+    _, second = replica.workers
+    list(second.buckets())
+    replica.take(7.0)
+    replica.push(2)
+    with pytest.raises(RuntimeError, match="the first worker of this replica received other weights while"):
+        second.check()
+    assert replica.loaded(1) == replica.expected
+    replica.close()
+
+
+def test_a_worker_that_cannot_open_the_memory_stages_its_own(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    def closed(number: int, size: int) -> Segment:
+        raise RuntimeError("no shared memory here")
+
+    monkeypatch.setattr(Segment, "attach", closed)
+    replica = Replica()
+    replica.join()
+    replica.push(1)
+    area = replica.workers[1]._staged
+    replica.take(3.0)
+    replica.push(2)
+    assert [replica.loaded(worker) for worker in range(2)] == [replica.expected] * 2
+    assert replica.workers[1]._staged is area
+    assert len(logged) == 1
+    assert logged[0].startswith("this worker stages weights of its own, as it cannot open those of the first one")
+    replica.close()
+
+
+def open_here() -> set[str]:
+    """The shared memory that this process has open or maps."""
+    gc.collect()
+    links = [os.readlink(each) for each in glob.glob("/proc/self/fd/*") if os.path.islink(each)]
+    return {each for each in links if each.startswith("/dev/shm/quartet-")}
+
+
+def test_memory_that_is_replaced_is_freed() -> None:
+    before, replica = open_here(), Replica()
+    for count in (4, 6, 5):
+        replica.take(1.0, count)
+        replica.join()
+        replica.push(count)
+        replica.loaded(1)
+        assert len(open_here() - before) == 1
+    replica.close()
+
+
+def test_on_a_gpu_the_others_pin_what_they_may_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        receiver_module, "pin", lambda memory, owner, *, flags: pinned.append((memory.data_ptr(), flags))
+    )
+    manifest = Manifest.of({"w": torch.zeros(4)}, 16)
+    receiver = GroupReceiver(torch.device("cuda", 1))
+    receiver._worker, receiver._segment = 1, Segment.create(Buckets.size(manifest))
+    area = receiver._area(manifest)
+    assert pinned == [(area[0].data_ptr(), READ_ONLY)]

@@ -1,0 +1,167 @@
+"""A push through memory of a GPU, for which files stand in behind CUDA's own C functions."""
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
+from quartet.weight_transfer.manifest import Manifest
+from quartet.weight_transfer.memory.buckets import checksum
+from quartet.weight_transfer.memory.device_digest import CHUNK_WORDS, device_digest
+from quartet.weight_transfer.memory.device_memory import DeviceMemory, cuda_runtime
+from quartet.weight_transfer.receiver import Joining, make_receiver
+from quartet.weight_transfer.sender import make_sender
+from tests.unit.fake_cuda import LARGEST, FakeGpu
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "embed": torch.arange(1000, dtype=torch.float32).view(10, 100),
+    "odd": torch.tensor([3], dtype=torch.uint8),
+    "half": torch.linspace(0, 1, 33).to(torch.bfloat16),
+}
+MANIFEST = Manifest.of(TENSORS, bucket_bytes=1024)
+
+
+def joining(*numbers: int) -> Joining:
+    return Joining("cuda-ipc", [["", number] for number in numbers], 1, 2, 1, "127.0.0.1", 5.0)
+
+
+def read(folder: str, numbers: list[int], manifest: bytes, answers: Connection) -> None:
+    """Another process with the same GPU."""
+    gpu, whole = FakeGpu(Path(folder)), Manifest.unpack(manifest)
+    receiver = make_receiver("cuda-ipc", CPU, gpu.cuda)
+    receiver.join(joining(*numbers))
+    checksums = [receiver.receive(whole), receiver.receive(whole)]
+    values = {name: tensor.tolist() for b, data in receiver.buckets() for name, tensor in whole.cut(b, data)}
+    receiver.check()
+    receiver.close()
+    answers.send((checksums, values, gpu.calls, gpu.mapped))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [1, 2])
+def test_another_process_reads_what_was_loaded(count: int, tmp_path: Path) -> None:
+    gpu = FakeGpu(tmp_path)
+    options = {"host": "127.0.0.1", "stall_s": 5.0, "senders": count, "cuda": gpu.cuda}
+    senders = [make_sender("cuda-ipc", MANIFEST, sender=number, **options) for number in range(count)]  # type: ignore[arg-type]
+    for sender in senders:
+        sender.load(TENSORS.items(), 1)
+    mine, theirs = multiprocessing.Pipe()
+    arguments = (str(tmp_path), [sender.rendezvous() for sender in senders], MANIFEST.pack(), theirs)
+    process = multiprocessing.get_context("spawn").Process(target=read, args=arguments, daemon=True)
+    process.start()
+    assert mine.poll(60)
+    checksums, values, calls, left = mine.recv()
+    process.join(10)
+    sent = checksum({number: digest for sender in senders for number, digest in sender.send(1).items()})
+    assert checksums == [sent, sent]
+    assert values == {name: tensor.tolist() for name, tensor in TENSORS.items()}
+    # Opened once for both pushes, and given back.
+    assert calls == ["open"] * count + ["close"] * count
+    assert left == 0
+    for sender in senders:
+        sender.close()
+    assert gpu.mapped == 0
+
+
+def test_a_reader_notices_that_it_is_written_meanwhile(tmp_path: Path) -> None:
+    gpu = FakeGpu(tmp_path)
+    sender = SharedSender.gpu(MANIFEST, CPU, cuda=gpu.cuda)
+    sender.load(TENSORS.items(), 1)
+    shared = SharedBuckets.gpu([sender.rendezvous()], MANIFEST, CPU, gpu.cuda)
+    first = shared.verify()
+    shared.check()
+
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in TENSORS.items():
+            with pytest.raises(RuntimeError, match="is writing other weights already"):
+                shared.verify()
+            yield name, tensor + 1
+
+    sender.load(interrupted(), 2)
+    with pytest.raises(RuntimeError, match="wrote other weights while these were loaded"):
+        shared.check()
+    assert shared.verify() != first
+    shared.close()
+    sender.close()
+
+
+def test_memory_that_is_gone_or_too_small_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
+    gpu = FakeGpu(tmp_path)
+    with pytest.raises(RuntimeError, match=r"^cudaMalloc failed: CUDA error 2$"):
+        DeviceMemory.allocate(LARGEST + 1, CPU, gpu.cuda)
+    assert gpu.last_error == 0  # else torch's next kernel would raise it
+    senders = [SharedSender.gpu(MANIFEST, CPU, sender=number, senders=2, cuda=gpu.cuda) for number in (0, 1)]
+    assert senders[1]._memory is not None
+    senders[1]._memory.close()
+    receiver = make_receiver("cuda-ipc", CPU, gpu.cuda)
+    receiver.join(joining(*(sender.rendezvous() for sender in senders)))
+    with pytest.raises(RuntimeError, match=r"^cudaIpcOpenMemHandle failed: CUDA error 205$"):
+        receiver.receive(MANIFEST)
+    assert gpu.last_error == 0
+    receiver.close()
+    assert gpu.calls.count("open") == 2
+    assert gpu.calls.count("close") == 1
+    for sender in senders:
+        sender.close()
+    assert gpu.mapped == 0
+
+
+def test_without_a_gpu_it_is_refused() -> None:
+    for make in (
+        lambda: make_receiver("cuda-ipc", CPU),
+        lambda: make_sender("cuda-ipc", MANIFEST, host="127.0.0.1", stall_s=1),
+    ):
+        with pytest.raises(ValueError, match=r"^weights.backend: cuda-ipc, but this process has no GPU$"):
+            make()
+    with pytest.raises(RuntimeError, match=r"^CUDA's runtime is missing: libcudart"):
+        cuda_runtime()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000, 8 * CHUNK_WORDS + 5])
+def test_a_digest_shows_each_changed_byte_and_each_two_that_changed_places(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    whole = device_digest(data)
+    assert len(whole) == 16
+    assert device_digest(data.clone()) == whole
+    for place in {0, size // 2, size - 1} if size else ():
+        changed = data.clone()
+        changed[place] ^= 128
+        assert device_digest(changed) != whole
+    if size > 16:
+        assert device_digest(data.roll(8)) != whole
+    assert device_digest(torch.cat((data, torch.ones(1, dtype=torch.uint8)))) != whole
+
+
+def test_changes_of_many_words_do_not_cancel_out() -> None:
+    """A plain sum would not notice the highest bits of two words, or one more and one less."""
+    data = torch.arange(64, dtype=torch.int64)
+    digests = {device_digest(data.view(torch.uint8))}
+    for first, second in ((-(2**63), -(2**63)), (1, -1), (5, -5)):
+        changed = data.clone()
+        changed[3] += first
+        changed[40] += second
+        digests.add(device_digest(changed.view(torch.uint8)))
+    assert len(digests) == 4
+
+
+def test_the_mixing_is_the_one_that_is_written_down() -> None:
+    """The same in Python's numbers, without a device that wraps around."""
+    mask = 2**64 - 1
+
+    def finalized(word: int, factors: tuple[int, ...]) -> int:
+        for factor in factors:
+            word = (word ^ (word >> 32)) * factor & mask
+        return word ^ (word >> 32)
+
+    sums = [0, 0]
+    for place, word in enumerate([7, 2**64 - 1, 0], start=1):
+        mixed = finalized((word + place * 0x9E3779B97F4A7C15) & mask, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+        sums[0] += mixed
+        sums[1] += finalized(mixed, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    data = torch.tensor([7, -1, 0]).view(torch.uint8)
+    assert device_digest(data) == b"".join((total & mask).to_bytes(8, "little") for total in sums)

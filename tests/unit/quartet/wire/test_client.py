@@ -1,0 +1,135 @@
+"""Every client's deadlines, failures and metadata, over real gRPC; and the messages that each one sends and reads."""
+
+import asyncio
+import time
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import reference_pb2, reward_pb2
+from quartet.wire.backoff import Backoff, Deadline
+from quartet.wire.codec import unpack_pairs
+from quartet.wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from services.reference.client import ReferenceClient
+from services.reward.client import RewardClient
+from tests.unit.service_calls import BY_NAME, CALLS, Call, ask
+from tests.unit.wire import Script
+
+every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+@every_call
+async def test_unavailable_is_asked_again(call: Call) -> None:
+    script = Script(call.reply, failures=[grpc.StatusCode.UNAVAILABLE])
+    async with call.serve(script) as channel:
+        await call.ask(channel, 5)
+    assert script.applications == [call.name.split(".")[0]] * 2
+    assert script.requests[0] == script.requests[1]
+
+
+@every_call
+async def test_no_answer_in_time_names_the_call(call: Call) -> None:
+    script = Script(hangs=True)
+    async with call.serve(script) as channel:
+        with pytest.raises(DeadlineExceeded, match=f"^{call.name}: no answer within 0.1 s$"):
+            await call.ask(channel, 0.1)
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidArgument),
+        (grpc.StatusCode.FAILED_PRECONDITION, FailedPrecondition),
+        (grpc.StatusCode.NOT_FOUND, NotFound),
+    ],
+)
+async def test_other_failures_are_raised_at_once(call: Call, code: grpc.StatusCode, kind: type[Exception]) -> None:
+    script = Script(call.reply, failures=[code])
+    async with call.serve(script) as channel:
+        with pytest.raises(kind, match=f"^{call.name}: said the script$"):
+            await call.ask(channel, 5)
+    assert len(script.requests) == 1
+
+
+async def test_unavailable_until_the_deadline() -> None:
+    # Tries at 0, 0.05 to 0.1, 0.15 to 0.3, 0.35 to 0.7, 0.75 to 1.5, 1.55 to 3.1 and, as a pause is 2 s at most, 2.55
+    # to 5.1 s.
+    call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 9)
+    async with call.serve(script) as channel:
+        with pytest.raises(Unavailable, match=r"^reward.Info: said the script$"):
+            await call.ask(channel, 3)
+    assert 4 <= len(script.requests) <= 7
+
+
+async def test_the_deadline_is_that_of_all_tries_together() -> None:
+    # The fifth try, at 0.75 s or later, hangs.
+    call, script = BY_NAME["reward.Info"], Script(failures=[grpc.StatusCode.UNAVAILABLE] * 4, hangs=True)
+    async with call.serve(script) as channel:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"^reward.Info: no answer within 3 s$"):
+            await call.ask(channel, 3)
+        assert time.monotonic() - start > 2.9
+        async with asyncio.timeout(5):
+            await script.cancelled.wait()
+    # The server is told what is left: a deadline of 3 s for each try would be 3 s at the fifth one too.
+    assert script.left_s[4] < 2.5
+
+
+async def test_cancelling_the_caller_ends_the_call_on_the_server() -> None:
+    call, script = BY_NAME["reward.Score"], Script(hangs=True)
+    async with call.serve(script) as channel:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await call.ask(channel, 60)
+        async with asyncio.timeout(5):
+            await script.cancelled.wait()
+
+
+async def test_the_application_can_have_another_name() -> None:
+    call, script = BY_NAME["reward.Info"], Script(reward_pb2.RewardInfo())
+    async with call.serve(script) as channel, RewardClient(channel, "reward-b") as client:
+        await client.info(5)
+    assert script.applications == ["reward-b"]
+
+
+async def test_calls_go_straight_to_their_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment would be sent what a token on loopback is meant to keep from others."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    call, script = BY_NAME["reward.Info"], Script(reward_pb2.RewardInfo())
+    async with call.serve(script) as channel, RewardClient(channel) as client:
+        await client.info(5)
+    assert len(script.requests) == 1
+
+
+async def test_messages_of_more_than_four_megabytes() -> None:
+    ids = np.zeros(5 << 18, np.int32)
+    script = Script(reference_pb2.LogprobsResponse(ref_logprobs=bytes(5 << 20)))
+    async with BY_NAME["reference.Logprobs"].serve(script) as channel:
+        rows = await ReferenceClient(channel).logprobs([ids[:1]], [ids], temperature=1.0, timeout_s=30)
+    assert [len(row) for row in rows] == [5 << 18]
+
+
+async def test_a_pause_that_would_pass_the_deadline_is_not_begun() -> None:
+    deadline, error = Deadline(0.04), Unavailable("gone")
+    with pytest.raises(Unavailable, match="gone"):
+        await Backoff(deadline).wait(error)
+    assert 0 < deadline.left_s <= 0.04
+    assert Deadline(-1).left_s == 1e-3
+
+
+async def test_score() -> None:
+    request, scores = await ask("reward.Score")
+    assert request.labels == ["a", "b"]
+    prompts, responses = unpack_pairs(request.tokens, vocab_size=11, max_length=9)
+    assert [prompt.tolist() for prompt in prompts] == [[5], [6, 7]]
+    assert [response.tolist() for response in responses] == [[8, 9], [10]]
+    assert (scores.values.tolist(), scores.scorer, scores.model_hash) == ([0.5, -1.0], "n", "h")

@@ -1,0 +1,175 @@
+"""The request that each call of the clients sends, and the answer that it returns."""
+
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2
+from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
+from quartet.wire.codec import pack_floats, pack_longs, pack_metrics, unpack_floats, unpack_pairs
+from quartet.wire.errors import DeadlineExceeded, InvalidReply, LeaseLost, Unavailable
+from services.critic.client import CriticClient, CriticReset
+from services.reference.client import ReferenceClient
+from services.reward.client import RewardClient
+from tests.unit.service_calls import BY_NAME, PROMPTS, RESPONSES, ROWS, THREE, ask
+from tests.unit.wire import Script, served
+
+
+async def test_score_texts() -> None:
+    call, script = BY_NAME["reward.Score"], Script(BY_NAME["reward.Score"].reply)
+    async with call.serve(script) as channel:
+        await RewardClient(channel).score_texts(["p", "q"], ["r", "s"], timeout_s=5)
+    assert script.requests[0] == reward_pb2.ScoreRequest(texts={"prompts": ["p", "q"], "responses": ["r", "s"]})
+
+
+async def test_logprobs() -> None:
+    request, rows = await ask("reference.Logprobs")
+    assert request.temperature == 0.5
+    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
+    assert [row.tolist() for row in rows] == [[1, 2], [3]]
+
+
+async def test_beginnings() -> None:
+    prompts, responses = [np.asarray([1], np.int32)], [np.asarray([2, 3], np.int32)]
+    call = BY_NAME["reference.Logprobs"]
+    for kept in (True, False):
+        script = Script(reference_pb2.LogprobsResponse(kept=kept))
+        async with call.serve(script) as channel:
+            begin = ReferenceClient(channel).begin(
+                prompts, responses, temperature=0.5, min_new_tokens=2, end_ids=[7], timeout_s=5
+            )
+            assert await begin is kept
+        request = script.requests[0]
+        assert (request.unfinished, request.temperature, request.min_new_tokens) == (True, 0.5, 2)
+        assert list(request.end_ids) == [7]
+        script = Script(reward_pb2.ScoreResponse(kept=kept))
+        async with BY_NAME["reward.Score"].serve(script) as channel:
+            assert await RewardClient(channel).begin(prompts, responses, timeout_s=5) is kept
+        assert script.requests[0].unfinished
+
+
+async def test_a_failed_beginning_is_not_repeated() -> None:
+    script = Script(failures=[grpc.StatusCode.UNAVAILABLE] * 2)
+    one = [np.asarray([1], np.int32)]
+    async with BY_NAME["reward.Score"].serve(script) as channel:
+        with pytest.raises(Unavailable):
+            await RewardClient(channel).begin(one, one, timeout_s=5)
+    assert len(script.requests) == 1
+
+
+async def test_values() -> None:
+    request, values = await ask("critic.Values")
+    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
+    assert ([row.tolist() for row in values.rows], values.steps) == ([[1, 2], [3]], [7, 8])
+
+
+@pytest.mark.parametrize("name", ["reference.Logprobs", "critic.Values"])
+async def test_an_answer_of_another_length_is_refused(name: str) -> None:
+    call = BY_NAME[name]
+    short = type(call.reply)()
+    short.CopyFrom(call.reply)
+    setattr(short, call.reply.DESCRIPTOR.fields[0].name, pack_floats(ROWS[:1]))
+    async with call.serve(Script(short)) as channel:
+        with pytest.raises(InvalidReply, match=f"^{name}: .*: 2 values for 3 response tokens"):
+            await call.ask(channel, 5)
+
+
+async def test_train() -> None:
+    request, metrics = await ask("critic.Train")
+    assert (request.step, request.epochs, request.minibatch_size, request.seed) == (3, 2, 4, 5)
+    assert unpack_floats(request.values, "x").tolist() == unpack_floats(request.returns, "x").tolist() == [1, 2, 3]
+    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
+    assert metrics == {"loss": 0.5}
+
+
+async def test_save_and_infos() -> None:
+    request, _ = await ask("critic.Save")
+    assert request.name == "x"
+    for name in ("rollout.Info", "reward.Info", "reference.Info", "critic.Info"):
+        assert await ask(name) == (common_pb2.InfoRequest(), BY_NAME[name].reply)
+
+
+async def test_calls_that_change_the_critic_carry_the_lease_that_was_claimed() -> None:
+    lease, script = common_pb2.Lease(run_id="a", number=7), Script(critic_pb2.ClaimResponse())
+    servicer: Any = CriticServicer()
+    servicer.Claim = servicer.Adopt = servicer.Values = servicer.Train = script.answer
+    servicer.Save = servicer.RestoreCheckpoint = script.answer
+    async with served(add_CriticServicer_to_server, servicer) as channel:
+        client = CriticClient(channel)
+        await client.claim(lease, 30, 5)
+        assert script.requests.pop().claim == common_pb2.Claim(ttl_s=30)
+        script.reply = critic_pb2.AdoptResponse()
+        await client.adopt(3, 5)
+        script.reply = critic_pb2.ValuesResponse(values=THREE, steps=pack_longs([3, 3]))
+        await client.values(PROMPTS, RESPONSES, min_step=3, timeout_s=5)
+        script.reply = critic_pb2.TrainResponse(metrics=pack_metrics({}))
+        await client.train(4, PROMPTS, RESPONSES, ROWS, ROWS, epochs=1, minibatch_size=1, seed=0, timeout_s=5)
+        script.reply = critic_pb2.SaveResponse()
+        await client.save("x", 5)
+        script.reply = critic_pb2.CheckpointResponse()
+        await client.restore_checkpoint("x", 5)
+    assert [request.lease for request in script.requests] == [lease] * 5
+
+
+async def test_a_run_that_lost_its_lease_is_told_so_and_not_that_the_critic_began_again() -> None:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION, "lease: run a (lease 1) no longer holds this service"
+        )
+
+    servicer: Any = CriticServicer()
+    servicer.Values = servicer.Save = refuse
+    async with served(add_CriticServicer_to_server, servicer) as channel:
+        client = CriticClient(channel)
+        for call in (client.values(PROMPTS, RESPONSES, min_step=3, timeout_s=5), client.save("x", 5)):
+            with pytest.raises(
+                LeaseLost, match=r"^critic.\w+: lease: run a \(lease 1\) no longer holds this service$"
+            ):
+                await call
+
+
+class Behind(CriticServicer):  # type: ignore[misc]
+    """A critic that says so many times why it cannot answer, and then answers by step 4."""
+
+    def __init__(self, times: int, said: str) -> None:
+        self.times, self.said, self.asked = times, said, 0
+
+    async def Values(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        self.asked += 1
+        if self.asked <= self.times:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.said)
+        return critic_pb2.ValuesResponse(values=THREE, steps=pack_longs([4, 4]))
+
+
+async def test_a_critic_that_is_still_training_is_waited_for() -> None:
+    critic = Behind(2, "min_step: 4 asked, but this critic has trained 3 so far")
+    async with served(add_CriticServicer_to_server, critic) as channel:
+        values = await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=20)
+    assert (critic.asked, values.steps) == (3, [4, 4])
+
+
+async def test_a_critic_that_does_not_come_to_the_step_ends_at_the_deadline_which_a_run_survives() -> None:
+    critic = Behind(99, "min_step: 4 asked, but this critic has trained 3 so far")
+    async with served(add_CriticServicer_to_server, critic) as channel:
+        with pytest.raises(DeadlineExceeded, match=r"this critic has trained 3 so far; given up after 0.5 s$"):
+            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=0.5)
+
+
+async def test_a_critic_of_an_abandoned_timeline_is_not_waited_for() -> None:
+    critic = Behind(1, "timeline: this critic holds step 7 of an abandoned timeline (3); the run is at timeline 4")
+    async with served(add_CriticServicer_to_server, critic) as channel:
+        with pytest.raises(
+            CriticReset, match=r"holds step 7 of an abandoned timeline \(3\); the run is at timeline 4$"
+        ):
+            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=20)
+    assert critic.asked == 1
+
+
+@pytest.mark.parametrize(("steps", "said"), [([4], r"\[4\] for 2 pairs"), ([5, 4], r"\[5, 4\] .* at least 5")])
+async def test_values_of_an_earlier_step_or_of_none_are_refused(steps: list[int], said: str) -> None:
+    script = Script(critic_pb2.ValuesResponse(values=THREE, steps=pack_longs(steps)))
+    async with BY_NAME["critic.Values"].serve(script) as channel:
+        with pytest.raises(InvalidReply, match=f"^critic.Values: steps: {said}"):
+            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=5, timeout_s=5)

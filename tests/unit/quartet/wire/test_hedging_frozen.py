@@ -1,0 +1,176 @@
+"""Serve's own router goes on sending to a replica that stands still: the reason for `attempt_s` and for the second
+that `quartet up` lets it remember queue lengths. Should this fail, read "What clients do" in docs/services.md."""
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve._private.request_router.common import ReplicaQueueLengthCache
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+
+from orchestrator.deployment.head import _environment
+from orchestrator.experience.collector import Collector
+from protos import reference_pb2, reward_pb2
+from protos.reference_pb2_grpc import ReferenceServicer, add_ReferenceServicer_to_server
+from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
+from quartet.wire.codec import pack_floats
+from services.reference.client import ReferenceClient
+from services.reward.client import RewardClient
+from tests.unit.fakes import Fakes, make_config, make_requests
+from tests.unit.waiting import until
+from tests.unit.wire import served
+
+REMEMBERED_S = float(_environment()["RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S"])
+DEPLOYMENT = DeploymentID("Reward", "judge")
+
+
+class Replica:
+    """A replica as the router sees it; a frozen one answers nothing."""
+
+    node_id, availability_zone = "node", None
+    multiplexed_model_ids: frozenset[str] = frozenset()
+    max_ongoing_requests = 256
+
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, DEPLOYMENT)
+        self.frozen = False
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        if self.frozen:
+            await asyncio.sleep(60)
+        return 0
+
+
+class Fleet:
+    """Two replicas behind Serve's router, on a clock of its own that stands still, or the real one."""
+
+    def __init__(self, real: bool = False) -> None:
+        self._real = real
+        self._passed = 0.0
+        self.router: Any = PowerOfTwoChoicesRequestRouter(
+            deployment_id=DEPLOYMENT,
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+            get_curr_time_s=lambda: self.now,
+        )
+        self.router._replica_queue_len_cache = ReplicaQueueLengthCache(
+            staleness_timeout_s=REMEMBERED_S, get_curr_time_s=lambda: self.now
+        )
+        self.replicas = [Replica("a"), Replica("b")]
+
+    @property
+    def now(self) -> float:
+        return time.time() if self._real else self._passed
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self._passed = seconds
+
+    async def start(self) -> None:
+        """Tells the router of the replicas; returns when it has asked them for the lengths of their queues."""
+        self.router.update_replicas(self.replicas)
+        known = self.router._replica_queue_len_cache
+        await until(lambda: all(known.get(replica.replica_id) is not None for replica in self.replicas))
+
+    async def send(self) -> Replica:
+        """Sends a call; where it went."""
+        while True:
+            [candidates] = await self.router.choose_replicas(self.replicas)
+            chosen = await self.router._select_from_candidate_replicas(candidates, 0)
+            if chosen is not None:
+                self.router.on_send_request(chosen.replica_id)
+                return chosen  # type: ignore[no-any-return]
+
+    def answered(self, replica: Replica) -> None:
+        self.router.decrement_queue_len_cache(replica.replica_id)
+
+
+@pytest.fixture
+async def fleet() -> Fleet:
+    fleet = Fleet()
+    await fleet.start()
+    return fleet
+
+
+async def test_the_second_attempt_goes_elsewhere_while_the_first_is_pending(fleet: Fleet) -> None:
+    for _ in range(20):
+        stalled = await fleet.send()
+        stalled.frozen = True
+        # Answers of the other one in the meantime keep nothing from being remembered for long.
+        other = await fleet.send()
+        assert other is not stalled
+        fleet.answered(other)
+        fleet.now += 5
+        assert await fleet.send() is not stalled
+        stalled.frozen = False
+        fleet.now += 5
+        for replica in fleet.replicas:
+            fleet.router.on_new_queue_len_info(replica.replica_id, 0)
+
+
+async def test_a_replica_that_answers_nothing_gets_no_calls_once_its_queue_is_forgotten(fleet: Fleet) -> None:
+    frozen, well = fleet.replicas
+    frozen.frozen = True
+    fleet.now += REMEMBERED_S + 0.1
+    assert [await fleet.send() for _ in range(30)] == [well] * 30
+    fleet.now += 600
+    assert [await fleet.send() for _ in range(30)] == [well] * 30
+
+
+async def test_until_then_it_gets_some(fleet: Fleet) -> None:
+    frozen, _ = fleet.replicas
+    frozen.frozen = True
+    assert frozen in [await fleet.send() for _ in range(30)]
+
+
+class Judge(RewardServicer, ReferenceServicer):  # type: ignore[misc]
+    """Reward and reference in one, behind Serve's router. A frozen replica answers when it thaws, which is never."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    async def Score(self, request: Any, context: Any) -> Any:
+        count = len(request.tokens.prompts.lengths) // 4
+        return await self._answer(reward_pb2.ScoreResponse(scores=pack_floats(np.ones(count, np.float32))))
+
+    async def Logprobs(self, request: Any, context: Any) -> Any:
+        count = len(request.pairs.responses.token_ids) // 4
+        return await self._answer(reference_pb2.LogprobsResponse(ref_logprobs=bytes(4 * count)))
+
+    async def _answer(self, reply: Any) -> Any:
+        replica = await self.fleet.send()
+        try:
+            await asyncio.sleep(60 if replica.frozen else 0.02)
+        finally:
+            self.fleet.answered(replica)
+        return reply
+
+
+# One client is as the other.
+@pytest.mark.parametrize("service", ["reward", pytest.param("reference", marks=pytest.mark.exhaustive)])
+async def test_what_a_frozen_replica_costs_a_run(policy_folder: Path, service: str) -> None:
+    """Steps of a run's collector, over real gRPC, as the clients are configured by default."""
+    fleet, fakes = Fleet(real=True), Fakes()
+    await fleet.start()
+    config = make_config(policy_folder)
+    add = {"reward": add_RewardServicer_to_server, "reference": add_ReferenceServicer_to_server}[service]
+    kind = {"reward": RewardClient, "reference": ReferenceClient}[service]
+    seconds: list[float] = []
+    async with served(add, Judge(fleet)) as channel:
+        client = kind(channel, attempt_s=config.timeouts.attempt_s)
+        services = replace(fakes.services, **{service: client})  # type: ignore[arg-type]
+        collector = Collector(services, config)
+        for step in range(40):
+            fleet.replicas[0].frozen = step >= 10
+            began = time.monotonic()
+            await collector.collect(make_requests(8), version=1, critic_step=0)
+            seconds.append(time.monotonic() - began)
+    cost = sum(seconds[10:]) - 30 * median(seconds[:10])
+    print(f"\na frozen {service} replica costs {cost:.1f} s in 30 steps, the worst of them {max(seconds):.1f} s")
+    assert cost < 15
