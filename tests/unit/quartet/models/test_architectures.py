@@ -6,7 +6,7 @@ from pathlib import Path
 from quartet.models.architectures import TESTED_ARCHITECTURES
 from tests.families import FAMILIES
 
-PAGE = Path(__file__).parents[5] / "docs/models.md"
+PAGE = Path(__file__).parents[4] / "docs/models.md"
 
 
 def test_those_that_are_tried_are_those_of_the_tests() -> None:

@@ -28,7 +28,7 @@ from services.reward.client import RewardClient
 from services.rollout.client import RolloutClient
 from tests.unit.waiting import settled, until
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 FILES = (rollout_pb2, reward_pb2, reference_pb2, critic_pb2)
 NAMES = ("Rollout", "Reward", "Reference", "Critic")
 CLIENTS = (RolloutClient, RewardClient, ReferenceClient, CriticClient)

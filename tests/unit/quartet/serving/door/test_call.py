@@ -64,7 +64,7 @@ def test_the_copy_has_every_method_of_a_context_that_serve_calls() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("callers", [300, pytest.param(1000, marks=pytest.mark.exhaustive)])  # more of the same
 def test_callers_that_leave_a_stream_do_not_end_the_proxy(callers: int) -> None:
-    script = Path(__file__).parents[4] / "leaving_callers.py"
+    script = Path(__file__).parents[3] / "leaving_callers.py"
     done = subprocess.run(
         [sys.executable, str(script), str(callers)], capture_output=True, text=True, timeout=120, check=False
     )
