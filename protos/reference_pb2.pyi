@@ -8,26 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LogprobsRequest(_message.Message):
-    __slots__ = ("pairs", "temperature", "min_new_tokens", "end_ids", "unfinished")
+    __slots__ = ("pairs", "temperature", "min_new_tokens", "end_ids")
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_IDS_FIELD_NUMBER: _ClassVar[int]
-    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     pairs: _common_pb2.Pairs
     temperature: float
     min_new_tokens: int
     end_ids: _containers.RepeatedScalarFieldContainer[int]
-    unfinished: bool
-    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., temperature: _Optional[float] = ..., min_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., unfinished: bool = ...) -> None: ...
+    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., temperature: _Optional[float] = ..., min_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogprobsResponse(_message.Message):
-    __slots__ = ("ref_logprobs", "kept")
+    __slots__ = ("ref_logprobs",)
     REF_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    KEPT_FIELD_NUMBER: _ClassVar[int]
     ref_logprobs: bytes
-    kept: bool
-    def __init__(self, ref_logprobs: _Optional[bytes] = ..., kept: bool = ...) -> None: ...
+    def __init__(self, ref_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class ReferenceInfo(_message.Message):
     __slots__ = ("model",)

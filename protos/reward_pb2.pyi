@@ -16,28 +16,24 @@ class TextPairs(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "texts", "labels", "ended", "unfinished")
+    __slots__ = ("tokens", "texts", "labels", "ended")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     tokens: _common_pb2.Pairs
     texts: TextPairs
     labels: _containers.RepeatedScalarFieldContainer[str]
     ended: _containers.RepeatedScalarFieldContainer[bool]
-    unfinished: bool
-    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ..., unfinished: bool = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("scores", "scorer", "kept")
+    __slots__ = ("scores", "scorer")
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORER_FIELD_NUMBER: _ClassVar[int]
-    KEPT_FIELD_NUMBER: _ClassVar[int]
     scores: bytes
     scorer: ScorerIdentity
-    kept: bool
-    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ..., kept: bool = ...) -> None: ...
+    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
 
 class ScorerIdentity(_message.Message):
     __slots__ = ("name", "model_hash", "parts", "weight")

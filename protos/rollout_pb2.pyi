@@ -36,7 +36,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version", "lease", "begun", "parts_s")
+    __slots__ = ("prompts", "sampling", "seeds", "min_version", "max_version", "lease", "begun")
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +44,6 @@ class GenerateRequest(_message.Message):
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    PARTS_S_FIELD_NUMBER: _ClassVar[int]
     prompts: _common_pb2.Sequences
     sampling: SamplingParams
     seeds: bytes
@@ -52,8 +51,7 @@ class GenerateRequest(_message.Message):
     max_version: int
     lease: _common_pb2.Lease
     begun: _common_pb2.Sequences
-    parts_s: float
-    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., begun: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., parts_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, prompts: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seeds: _Optional[bytes] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., begun: _Optional[_Union[_common_pb2.Sequences, _Mapping]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("policy_version", "start", "end")

@@ -147,7 +147,7 @@ class EmulatedScorer:
 
     max_length = LONGEST
     vocab_size: int | None = VOCABULARY
-    texts = keeps = False
+    texts = False
 
     def __init__(self, sleep: Sleep) -> None:
         self.batch_tokens = sleep.tokens

@@ -87,12 +87,11 @@ def _communicator(config: LearnerConfig) -> int:
 
 
 def frozen_bytes(shape: ModelSize, config: FrozenConfig, *, logits: bool) -> int:
-    """Memory of a reference or reward model. What it keeps is there twice during a pass that continues it."""
+    """Memory of a reference or reward model."""
     shape = shape if logits else shape.body
     width, tokens = BYTES[config.dtype], config.batch_tokens
     head = tile_bytes(shape, tokens, width) if logits else 0
-    kept = 2 * config.kept_tokens * 2 * shape.layers * shape.keys * width
-    return shape.parameters * width + max(shape.layer(tokens, width), head) + kept + CONTEXT
+    return shape.parameters * width + max(shape.layer(tokens, width), head) + CONTEXT
 
 
 def engine_bytes(config: RolloutConfig, shape: ModelSize, gpu: int, bucket: int = 0) -> int:

@@ -10,7 +10,6 @@ import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import (
     check_own_logprobs,
     check_rows,
@@ -20,14 +19,13 @@ from orchestrator.experience.checks import (
     within,
 )
 from orchestrator.experience.experience import Collected, Experience, Finished
+from orchestrator.experience.pairs import Pairs
 from orchestrator.experience.requests import SampleRequest, calls
-from orchestrator.experience.scoring.beginnings import Beginnings
-from orchestrator.experience.scoring.pairs import Pairs
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from quartet.wire.codec import Floats
 from quartet.wire.ragged import Ragged
-from services.rollout.sample import OnParts, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
 OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
@@ -57,7 +55,6 @@ class Collector:
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
-        self._beginnings = Beginnings(services, config, end_ids)
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -115,12 +112,10 @@ class Collector:
                 self.stages("generate", [request.number for request in requests]) as finished,
                 within(self._deadline),
             ):
-                async with Beside() as beside:
-                    on_parts = self._beginnings.of(requests, beside)
-                    async for samples in self._samples(requests, version or 0, newest, on_repeat, on_parts):
-                        for sample in samples:
-                            finished(requests[sample.index].number, tokens=len(sample.response_ids))
-                        group.create_task(complete(samples))
+                async for samples in self._samples(requests, version or 0, newest, on_repeat):
+                    for sample in samples:
+                        finished(requests[sample.index].number, tokens=len(sample.response_ids))
+                    group.create_task(complete(samples))
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
@@ -140,7 +135,6 @@ class Collector:
         version: int,
         newest: int | None,
         on_repeat: Callable[[int], None],
-        on_parts: OnParts | None,
     ) -> AsyncIterator[list[Sample]]:
         seeds = [request.seed for request in requests if request.seed is not None]
         sampling = self._config.sampling
@@ -158,7 +152,6 @@ class Collector:
             timeout_s=self._config.longest_generate_s,
             stall_s=self._config.timeouts.stall_s,
             on_repeat=on_repeat,
-            on_parts=on_parts,
         )
 
     async def _complete(

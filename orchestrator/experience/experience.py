@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.scoring.pairs import Pairs
+from orchestrator.experience.pairs import Pairs
 from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 

@@ -10,7 +10,6 @@ import torch
 
 from quartet.models.attention.packed import Lengths
 from quartet.models.attention.padded import whole_mask
-from quartet.models.attention.prefixes import Past
 from quartet.models.device import on_device
 from quartet.wire.codec import Ints
 
@@ -58,8 +57,6 @@ class PairTensors:
     """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
     pair_lengths: tuple[int, ...] = ()
     """Packed: tokens of each pair."""
-    past: Past | None = None
-    """Packed: keys and values of the tokens before the row's, or None if all pairs begin in it."""
 
     @property
     def width(self) -> int:
@@ -80,7 +77,6 @@ class PairTensors:
             longest = max(self.pair_lengths)
             inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
             inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": Lengths(self.pair_lengths)}
-            inputs |= {"packed_past": self.past}
         return inputs
 
     def trained(self, rows: Sequence[np.ndarray] | None, *, counts: bool = True) -> torch.Tensor:
@@ -149,7 +145,6 @@ def concatenate_pairs(
     device: torch.device | str = "cpu",
     *,
     last: bool = True,
-    past: Past | None = None,
 ) -> PairTensors:
     """Packs B pairs into one row. Each pair begins at one of the boundaries; the model's attention has to keep pairs
     apart by them (`packed_attention` does).
@@ -159,10 +154,9 @@ def concatenate_pairs(
         responses: token ids, each [T].
         device: the tensors' device.
         last: False leaves out the last token of each response.
-        past: what was computed of their first tokens, which are not among these; None if all are given.
     """
     pairs = list(zip(prompts, _seen(responses, last), strict=True))
-    starts, earlier = (past.starts, past.steps) if past else ([0] * len(pairs), [0] * len(pairs))
+    starts = [0] * len(pairs)
     ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int32)
     pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
     ends = list(accumulate(pair_lengths))
@@ -177,10 +171,9 @@ def concatenate_pairs(
         response_ids=on_device(np.concatenate(responses).astype(np.int32), device, torch.int64)[None],
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
-        steps=on_device(_counted(earlier, lengths), device, torch.int64)[None],
+        steps=on_device(_counted(starts, lengths), device, torch.int64)[None],
         boundaries=on_device(np.asarray([0, *ends], np.int32), device),
         pair_lengths=pair_lengths,
-        past=past,
     )
 
 

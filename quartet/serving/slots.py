@@ -48,18 +48,12 @@ class Running(Generic[Answer]):
         self._done.append(task)
         self._news.set()
 
-    def look(self) -> None:
-        """Has `finished` ask its `until` again."""
-        self._news.set()
-
-    async def finished(
-        self, timeout_s: float, *, all_of_them: bool = False, until: Callable[[], bool] = lambda: False
-    ) -> "list[asyncio.Future[Answer]]":
+    async def finished(self, timeout_s: float, *, all_of_them: bool = False) -> "list[asyncio.Future[Answer]]":
         """Rows that are done and were not returned yet. Waits for at least one, or with `all_of_them` for all, but at
-        most `timeout_s` and only until `until()` is true."""
+        most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not until() and (not self._done or (all_of_them and len(self._done) < self.left)):
+                while not self._done or (all_of_them and len(self._done) < self.left):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:

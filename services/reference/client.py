@@ -53,33 +53,6 @@ class ReferenceClient(ServiceClient[ReferenceStub]):
 
         return [row for rows in await in_parts(tokens_of(prompts, responses), ask) for row in rows]
 
-    async def begin(
-        self,
-        prompts: Sequence[Ints],
-        responses: Sequence[Ints],
-        *,
-        temperature: float,
-        min_new_tokens: int = 0,
-        end_ids: Sequence[int] = (),
-        timeout_s: float,
-    ) -> bool:
-        """Has the service compute unfinished responses, so that `logprobs` of the whole ones takes less time. False
-        if this service keeps nothing of them. Arguments and errors as of `logprobs`; nothing is repeated."""
-        deadline = Deadline(timeout_s)
-
-        async def ask(rows: range) -> bool:
-            request = pb.LogprobsRequest(
-                pairs=pack_pairs(*select(rows, prompts, responses)),
-                temperature=temperature,
-                min_new_tokens=min_new_tokens,
-                end_ids=end_ids,
-                unfinished=True,
-            )
-            reply = await self._attempt(self._stub.Logprobs, request, deadline, "Logprobs")
-            return bool(reply.kept)
-
-        return all(await in_parts(tokens_of(prompts, responses), ask))
-
     async def info(self, timeout_s: float) -> pb.ReferenceInfo:
         """The model behind the service."""
         info: pb.ReferenceInfo = await self._call(

@@ -25,8 +25,6 @@ class Question:
     prompt_ids: Ints
     response_ids: Ints
     distribution: Distribution
-    unfinished: bool = False
-    """True if more tokens of the response will be asked for later."""
 
 
 class Frozen(Protocol):
@@ -57,14 +55,7 @@ class FrozenModel:
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.max_length = max_length(self.model)
         self._residence = Residence(self.model, device, config.idle_s, spread=spread)
-        self._passes = FrozenPasses(
-            self.model,
-            config.batch_tokens,
-            device,
-            packing=config.packing,
-            last=False,
-            kept_tokens=config.kept_tokens,
-        )
+        self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=False)
 
     @torch.inference_mode()
     def logprobs(self, questions: Sequence[Question]) -> list[Floats]:
@@ -88,4 +79,4 @@ class FrozenModel:
         def compute(pairs: PairTensors) -> list[Floats]:
             return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
 
-        return self._passes.run(compute, questions, distribution)
+        return self._passes.run(compute, questions)

@@ -19,7 +19,6 @@ from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.serving.token_call import TokenCall
-from quartet.wire.callers import Purpose
 from quartet.wire.codec import Floats, PackedPairs, pack_floats
 from quartet.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
@@ -70,7 +69,6 @@ class Reference(HealthMixin):
             max_length=frozen.max_length,
             dtype=config.dtype,
         )
-        self._keeps = config.kept_tokens > 0
         self._check = frozen.check
 
     async def check_health(self) -> None:
@@ -84,16 +82,11 @@ class Reference(HealthMixin):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise InvalidArgument(f"temperature: {temperature:g}; must be more than 0")
         asked = self._asked(request, temperature)
-        if request.unfinished and not (self._keeps and share.purpose is Purpose.TRAINING):
-            return pb.LogprobsResponse()
         packed = PackedPairs.of(request.pairs)
         with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
             pairs = packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
-            unfinished = request.unfinished
-            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked, unfinished))
+            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked))
             await self._batcher.submit(share, call)
-        if unfinished:
-            return pb.LogprobsResponse(kept=True)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
 
     def _asked(self, request: pb.LogprobsRequest, temperature: float) -> Any:

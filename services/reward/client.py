@@ -63,17 +63,6 @@ class RewardClient(ServiceClient[RewardStub]):
 
         return await self._score(tokens_of(prompts, responses), request, timeout_s)
 
-    async def begin(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, timeout_s: float) -> bool:
-        """Has the service compute unfinished responses, so that `score` of the whole ones takes less time. False if
-        this service keeps nothing of them. Raises as `score` does; nothing is repeated."""
-        deadline = Deadline(timeout_s)
-
-        async def ask(rows: range) -> bool:
-            request = pb.ScoreRequest(tokens=pack_pairs(*select(rows, prompts, responses)), unfinished=True)
-            return bool((await self._attempt(self._stub.Score, request, deadline, "Score")).kept)
-
-        return all(await in_parts(tokens_of(prompts, responses), ask))
-
     async def score_texts(
         self, prompts: Sequence[str], responses: Sequence[str], *, labels: Sequence[str] = (), timeout_s: float
     ) -> Scores:

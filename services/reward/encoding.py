@@ -37,12 +37,10 @@ class Received:
     """A Score request that has been counted but not decoded."""
 
     def __init__(self, request: pb.ScoreRequest) -> None:
-        """Counts the rows. InvalidArgument if the request holds neither ids nor texts, or unfinished texts."""
+        """Counts the rows. InvalidArgument if the request holds neither ids nor texts."""
         kind = request.WhichOneof("pairs")
         if kind is None:
             raise InvalidArgument("pairs: set tokens or texts")
-        if kind == "texts" and request.unfinished:
-            raise InvalidArgument("unfinished: of texts; send tokens, as a text is taken as complete")
         self.request = request
         self.field = str(kind)
         self.packed = PackedPairs.of(request.tokens) if kind == "tokens" else None
@@ -93,8 +91,8 @@ class Encoder:
         self, prompts: Ragged, responses: Ragged, given: pb.ScoreRequest, rows: Sequence[int]
     ) -> list[Scored]:
         asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
-        if not self._texts or given.unfinished:
-            return [Scored(p, r, NO_TEXT, given.unfinished) for p, r in zip(asked, answers, strict=True)]
+        if not self._texts:
+            return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
         texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
         eos = self._tokenizer.eos_token_id
         pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)

@@ -16,7 +16,6 @@ from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
-from quartet.wire.callers import Purpose
 from quartet.wire.codec import pack_floats
 from services.reward.config import RewardConfig
 
@@ -65,7 +64,6 @@ class Reward(HealthMixin):
         )
         self._encoder = Encoder(tokenizer, self._model.vocab_size, self._model.max_length, texts=scorer.texts)
         self._received = Received
-        self._keeps = scorer.keeps
         self._check = scorer.check
 
     async def check_health(self) -> None:
@@ -76,13 +74,9 @@ class Reward(HealthMixin):
     async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """Scores pairs given as ids or as texts."""
         received = self._received(request)
-        if request.unfinished and not (self._keeps and share.purpose is Purpose.TRAINING):
-            return pb.ScoreResponse(scorer=self._scorer)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)
             await self._batcher.submit(share, call)
-        if request.unfinished:
-            return pb.ScoreResponse(scorer=self._scorer, kept=True)
         return pb.ScoreResponse(scores=pack_floats(call.out), scorer=self._scorer)
 
     @translated

@@ -1,6 +1,5 @@
 """One Generate call: its prompts in the engine, and what is sent back of them."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection
 
 import numpy as np
@@ -17,14 +16,10 @@ from services.rollout.sample import Part, Sample, Sampling
 HEARTBEAT_S = 2.0
 """Seconds after which a stream without a finished sample sends a message all the same, so that callers can tell busy
 replicas from stuck ones."""
-SHORTEST_PARTS_S = 0.1
-"""Shortest time between two messages with tokens of unfinished responses, in seconds."""
 LINGER_S = 0.2
 """Seconds that a finished sample waits for others to share its message, unless it is the last. Each message through
 Serve costs milliseconds whatever its size, and so do the calls for its samples' scores, log-probs and values; small
 models finish a sample with every engine step."""
-GATHER_S = 0.02
-"""Seconds that tokens of unfinished responses wait for those of others, which the engine hands over one by one."""
 
 
 class Call:
@@ -46,33 +41,26 @@ class Call:
         self._seeds = _seeds(seeds, len(prompts))
         self._begun = _begun(begun, len(prompts), sampling.max_new_tokens)
         self._parts: list[Part] = []
-        self._parts_came: Callable[[], None] = lambda: None
 
     async def answers(
         self,
         slots: EngineSlots,
         share: Share,
-        parts_s: float = 0,
         beat: Callable[[], None] = lambda: None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields every sample once, in messages with those that finished since the last: at most one per LINGER_S,
-        and one without samples after `heartbeat_s`. Each has all parts that came meanwhile. If `parts_s` is above 0,
-        parts make messages of their own, as soon as they come but at least `parts_s` after other parts. `beat` is
-        called before a message that holds nothing; if it raises, no such message is sent, and the call ends.
+        and one without samples after `heartbeat_s`. Each has all parts that came meanwhile. `beat` is called before a
+        message that holds nothing; if it raises, no such message is sent, and the call ends.
 
         When the generator ends (exhausted, cancelled or failed), none of its requests is left in the engine.
         """
         costs = self._prompts.lengths + np.int32(self._sampling.max_new_tokens)
         running = slots.enter(share, costs, self._sample)
-        self._parts_came = running.look
-        clock, due = asyncio.get_running_loop().time, 0.0
         try:
             while running.left:
-                done = await running.finished(heartbeat_s, until=lambda: parts_s > 0 and bool(self._parts))
-                if parts_s and self._parts and not done:
-                    done = await running.finished(max(GATHER_S, due - clock()))
+                done = await running.finished(heartbeat_s)
                 if done and running.left:
                     done += await running.finished(min(LINGER_S, heartbeat_s), all_of_them=True)
                 failed = [error for task in done if (error := task.exception())]
@@ -80,8 +68,6 @@ class Call:
                 if not (done or answer.samples or answer.parts):
                     beat()
                 if answer.samples or answer.parts or not done:
-                    if answer.parts:
-                        due = clock() + parts_s
                     yield answer  # even if another row failed: what is sampled need not be sampled again
                 if failed:
                     raise failed[0]
@@ -90,18 +76,14 @@ class Call:
 
     async def _sample(self, row: int) -> Sample:
         return await self._engine.generate(
-            row, self._prompts[row], self._sampling, self._seeds[row], self._begun[row], self._report
+            row, self._prompts[row], self._sampling, self._seeds[row], self._begun[row], self._parts.append
         )
-
-    def _report(self, part: Part) -> None:
-        self._parts.append(part)
-        self._parts_came()
 
     def _answer(self, samples: Collection[Sample]) -> pb.GenerateResponse:
         """A message with these samples and the parts of all others."""
         whole = {sample.index for sample in samples}
         parts = [part.to_wire() for part in self._parts if part.index not in whole]
-        self._parts = []
+        self._parts.clear()
         return pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], parts=parts)
 
 

@@ -26,7 +26,7 @@ from quartet.wire.errors import (
 )
 from quartet.wire.hedging import MOST_ATTEMPTS, first_answer
 from services.rollout.remaining import Remaining
-from services.rollout.sample import OnParts, Part, Sample, Sampling
+from services.rollout.sample import Part, Sample, Sampling
 
 RELAY_S = 3.0
 """Seconds beyond a phase's own deadline that the replica which passes it on gets to answer."""
@@ -53,7 +53,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
         timeout_s: float,
         stall_s: float = 8,
         on_repeat: Callable[[int], None] = lambda missing: None,
-        on_parts: OnParts | None = None,
     ) -> AsyncIterator[list[Sample]]:
         """Samples one response per prompt and yields the samples as they finish, each exactly once.
 
@@ -67,18 +66,17 @@ class RolloutClient(ServiceClient[RolloutStub]):
             timeout_s: deadline for all samples, repeats included.
             stall_s: seconds of silence after which a replica counts as stuck; a working one speaks every 2 s.
             on_repeat: called before each repeat with the number of samples that are asked for again.
-            on_parts: called every PARTS_S or so with all tokens that have come of unfinished responses.
 
         Raises:
             InvalidArgument: the request can never succeed, or the number of seeds is wrong.
             DeadlineExceeded, Unavailable, FailedPrecondition: some samples did not come in time, or LeaseLost.
         """
-        deadline, remaining = Deadline(timeout_s), Remaining(len(prompts), on_parts)
+        deadline, remaining = Deadline(timeout_s), Remaining(len(prompts))
         bounds = (min_version, max_version)
         backoff, call, refusal = Backoff(deadline), f"{self.application}.Generate", None
         while asked := remaining.next():
             begun = remaining.begun(asked, bounds, self.lease.number)
-            stream = self._stream(prompts, asked, begun, sampling, seeds, bounds, remaining.parts_s, deadline.left_s)
+            stream = self._stream(prompts, asked, begun, sampling, seeds, bounds, deadline.left_s)
             try:
                 async for response in _heard(stream, stall_s):
                     refusal = None
@@ -101,7 +99,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
         sampling: Sampling,
         seeds: Sequence[int] | None,
         versions: tuple[int, int | None],
-        parts_s: float,
         timeout_s: float,
     ) -> grpc.aio.UnaryStreamCall:
         _check_seeds(seeds, len(prompts))
@@ -114,7 +111,6 @@ class RolloutClient(ServiceClient[RolloutStub]):
             max_version=versions[1],
             lease=self.lease if versions != (0, None) else None,
             begun=pack_sequences(tokens) if begun else None,
-            parts_s=parts_s,
         )
         return self._stub.Generate(request, metadata=self._metadata, timeout=timeout_s)
 

@@ -8,31 +8,21 @@ from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidReply, ResourceExhausted, ServiceError
 from quartet.wire.replies import reading
 from quartet.wire.splitting import PAIRS
-from services.rollout.sample import OnParts, Part, Sample, following
+from services.rollout.sample import Part, Sample, following
 
 Row = TypeVar("Row", Part, Sample)
-
-PARTS_S = 0.5
-"""Least seconds between two messages with tokens of unfinished responses, for callers that make use of them."""
 
 
 class Remaining:
     """The prompts whose samples have not come yet, what has come of those, and how many of them one call asks for."""
 
-    def __init__(self, prompts: int, on_parts: OnParts | None = None) -> None:
-        """`on_parts` gets all tokens that have come of unfinished responses, whenever more have come."""
-        self._on_parts = on_parts
+    def __init__(self, prompts: int) -> None:
         self._missing, self._most = set(range(prompts)), PAIRS
         self._parts: dict[int, Part] = {}
         self._lease = 0
 
     def __len__(self) -> int:
         return len(self._missing)
-
-    @property
-    def parts_s(self) -> float:
-        """The request's parts_s."""
-        return PARTS_S if self._on_parts else 0
 
     def next(self) -> list[int]:
         """Indices of the prompts for the next call; empty when all samples have come."""
@@ -62,8 +52,6 @@ class Remaining:
         for sample in samples:
             self._missing.discard(sample.index)
             self._parts.pop(sample.index, None)
-        if self._on_parts and response.parts:
-            self._on_parts(self._parts)
         return samples
 
     def among(self, asked: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from quartet.serving.slots import EngineSlots
 from quartet.wire.codec import PackedSequences
 from quartet.wire.errors import FailedPrecondition, InvalidArgument
 from quartet.wire.ragged import Ragged
-from services.rollout.call import HEARTBEAT_S, SHORTEST_PARTS_S, Call
+from services.rollout.call import Call
 from services.rollout.config import RolloutConfig
 from services.rollout.fanout import broadcast
 from services.rollout.interface import Engine
@@ -102,7 +102,6 @@ class Rollout(HealthMixin):
         self._check_version(request)
         sampling = Sampling.from_wire(request.sampling)
         self._check_sampling(sampling)
-        parts_s = _parts_s(request.parts_s)
         packed, begun = PackedSequences.of(request.prompts), PackedSequences.of(request.begun)
         tokens = packed.tokens + packed.rows * sampling.max_new_tokens
         with self._admission.admitted(share, packed.rows, tokens, "prompts"):
@@ -111,7 +110,7 @@ class Rollout(HealthMixin):
             given = begun.unpack("begun", vocab_size=self._engine.vocab_size, allow_empty=True)
             call = Call(self._engine, prompts, sampling, request.seeds, given)
             self._pulse.beat()
-            async with contextlib.aclosing(call.answers(self._slots, share, parts_s, self._pulse.beat)) as answers:
+            async with contextlib.aclosing(call.answers(self._slots, share, self._pulse.beat)) as answers:
                 async for answer in answers:
                     answer.replica = self._replica
                     yield answer
@@ -199,12 +198,6 @@ class Rollout(HealthMixin):
         """Carries out this replica's part of a phase; called only through the deployment's own handle."""
         report = await self._member.carry_out(pb.WeightPhase.FromString(phase))
         return bytes(report.SerializeToString())
-
-
-def _parts_s(asked: float) -> float:
-    if asked and not SHORTEST_PARTS_S <= asked <= HEARTBEAT_S:
-        raise InvalidArgument(f"parts_s: {asked:g}; must be {SHORTEST_PARTS_S:g} to {HEARTBEAT_S:g}, or 0")
-    return asked
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -1,6 +1,6 @@
 """Sampling parameters, samples and parts of them of the rollout service, without torch, vLLM or Ray."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -185,8 +185,6 @@ class Part:
         return cls(message.index, ids, logprobs, _spans_from_wire(message.spans))
 
 
-OnParts = Callable[[Mapping[int, Part]], None]
-"""Takes the tokens that have come of unfinished responses, by the index of their prompt."""
 Rest = TypeVar("Rest", Part, Sample)
 
 

@@ -31,7 +31,6 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
     "head": ("--rounds", "1", "--largest", "4096"),
     "in_flight": ("--rounds", "1", "--pushes", "1", "--requests", "4", "--tokens", "10"),
-    "kept_tokens": ("--case", "demo", "--rounds", "1", "--updates", "2"),
     "lag": ("--seeds", "0", "--lag", "1", "--steps", "2", "--corrections", "none,tis", "--plot", "lag.svg"),
     "learner": ("step", "--rounds", "1"),
     "overlap": ("--case", "demo", "--rounds", "1", "--steps", "4"),

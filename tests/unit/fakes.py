@@ -1,7 +1,7 @@
 """Services that answer by rule, for tests of the orchestrator."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from orchestrator.data.prompts import Prompt
 from orchestrator.experience.requests import SampleRequest
 from services.critic.client import Values
 from services.reward.client import Scores
-from services.rollout.sample import FinishReason, Part, Sample, Sampling
+from services.rollout.sample import FinishReason, Sample, Sampling
 
 
 def make_config(folder: Path, **section: Any) -> OrchestratorConfig:
@@ -67,8 +67,6 @@ class FakeRollout:
         """Told to the caller, one a call."""
         self.cancelled = 0
         self.closed = False
-        self.on_parts: Callable[[Mapping[int, Part]], None] | None = None
-        """The last caller's."""
 
     async def generate(
         self,
@@ -81,9 +79,7 @@ class FakeRollout:
         timeout_s: float,
         stall_s: float,
         on_repeat: Callable[[int], None],
-        on_parts: Callable[[Mapping[int, Part]], None] | None = None,
     ) -> AsyncIterator[list[Sample]]:
-        self.on_parts = on_parts
         self.journal.note("generate")
         if self.repeats:
             on_repeat(self.repeats.pop(0))
@@ -91,7 +87,6 @@ class FakeRollout:
             "seeds": seeds,
             "versions": (min_version, max_version),
             "timeout_s": timeout_s,
-            "parts": on_parts is not None,
         }
         self.calls.append({"prompts": prompts, "sampling": sampling, **options})
         try:
@@ -117,13 +112,6 @@ class FakeAsk:
     failure: Exception | None = None
     hangs: bool = False
     cancelled: int = 0
-    begun: list[dict[str, Any]] = field(default_factory=list)
-    begins: Callable[[], Any] = lambda: asyncio.sleep(0, True)
-    """Answers calls about unfinished responses."""
-
-    async def begin(self, prompts: Sequence[Any], responses: Sequence[Any], **options: Any) -> bool:
-        self.begun.append({"prompts": list(prompts), "responses": list(responses), **options})
-        return bool(await self.begins())
 
     async def ask(self, prompts: Sequence[Any], responses: Sequence[Any], **options: Any) -> list[Any]:
         self.journal.note(self.name)

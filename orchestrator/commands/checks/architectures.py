@@ -73,7 +73,7 @@ def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
 
 
 def unpackable(deployment: Deployment) -> Iterator[str]:
-    """Models that would compute something else if they were packed, or if their keys and values were kept."""
+    """Models that would compute something else if they were packed."""
     network = functools.cache(lambda path: shape_of_causal(path, "float32"))
     for where, section in _computing(deployment):
         if not section.packing or load_model_config(section.model) is None:
@@ -85,8 +85,6 @@ def unpackable(deployment: Deployment) -> Iterator[str]:
             continue
         if refusal := packed.refusal(model, section.model, getattr(section, "attn_implementation", "sdpa")):
             yield f"{where}.packing: {refusal}"
-        elif getattr(section, "kept_tokens", 0) and not packed.continues(model):
-            yield f"{where}.kept_tokens: layers of {section.model} attend more than once; set it to 0"
 
 
 def _computing(deployment: Deployment) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:

@@ -124,11 +124,6 @@ class Choices:
         whole = self.batch * (self.prompt + self.response + 128) * self.policy.cached(self.dtype)
         return max(64, min(-(-whole // MIB), int(memory / 8)))
 
-    def kept_tokens(self, model: Model) -> int:
-        """Tokens of unfinished responses that a scoring model keeps. On a GPU none: sampling uses all of it."""
-        step = self.batch * (self.prompt + self.response)
-        return 0 if self.gpu else model.kept(step, self.machine.memory_gib * GIB / 16)
-
     @property
     def rates(self) -> tuple[float, float]:
         """Learning rates of policy and critic."""
@@ -183,8 +178,7 @@ def _learning(choices: Choices) -> dict[str, Any]:
     policy_rate, critic_rate = choices.rates
     if choices.reward:
         scorer: dict[str, Any] = {"kind": "model", "model": choices.reward.folder, "dtype": choices.dtype}
-        kept = choices.kept_tokens(choices.reward)
-        scorer |= {"batch_tokens": choices.pass_tokens, "packing": choices.reward.packs, "kept_tokens": kept}
+        scorer |= {"batch_tokens": choices.pass_tokens, "packing": choices.reward.packs}
         starts = "it starts from the reward model, which knows the task best"
     else:
         scorer = {"kind": "function", "function": choices.function}
@@ -197,7 +191,6 @@ def _learning(choices: Choices) -> dict[str, Any]:
         "scorer": scorer,
         "critic": critic.folder,
         "critic_why": Plain(starts),
-        "kept_tokens": choices.kept_tokens(policy),
         "packing": policy.packs,
         "packing_why": Plain(_packing(policy)),
         "critic_packing": critic.packs,

@@ -63,12 +63,6 @@ class Model:
         """True if its sequences may be packed, with torch's own attention."""
         return packed.takes(self.network)
 
-    def kept(self, tokens: int, memory: float) -> int:
-        """Tokens, of these many, whose keys and values fit into that many bytes; 0 if none can be kept."""
-        return (
-            min(tokens, int(memory / self.cached("float32"))) if self.packs and packed.continues(self.network) else 0
-        )
-
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""
         config = self.config.get_text_config()

@@ -1,4 +1,4 @@
-"""Attention over padded and packed sequences, and keys and values that are kept for sequences that go on.
+"""Attention over padded and packed sequences.
 
-May import numerics and wire. compiled, frozen_passes, loading, sequences and orchestrator import it.
+May import numerics. compiled, loading, sequences and orchestrator import it.
 """

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quartet.models.attention import short
-from quartet.models.attention.prefixes import Past
 from quartet.models.numerics import widen
 
 BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embeddings whose frequencies depend on the longest position of a pass."""
 NAME = "packed_sdpa"
 """The name under which it is registered with transformers, which makes no attention mask for an unknown name."""
-
-MASKED_ROWS = 512
-"""Most queries of a continued sequence at a time, as these need a mask."""
 Kernel = Callable[..., torch.Tensor]
 """torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
 
@@ -43,7 +39,6 @@ def packed_attention(
     *,
     packed_lengths: Lengths | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    packed_past: Past | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D]
@@ -57,18 +52,15 @@ def packed_attention(
     Args:
         packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
         cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one.
-        packed_past: keys and values of the tokens before those in the row, in this and every other layer.
     """
     if packed_lengths is None or cu_seq_lens_q is None or query.shape[0] != 1:
         raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-    if kernel is not None and packed_past is None:
+    if kernel is not None:
         return by_kernel(
             kernel, query, key, value, cu_seq_lens_q, max(packed_lengths.each), options.get("scaling")
         ), None
     states = (query, key, value)
-    if packed_past is not None:
-        return _continued(module, states, packed_lengths.each, packed_past, **options), None
     # Sequences of one length are neighbours, as passes have them in the order of their lengths.
     runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths.each)]
     pieces = []
@@ -91,37 +83,6 @@ def _precise(state: torch.Tensor) -> torch.Tensor:
     """The input of the fused kernel. On a CPU that is float32: its backward pass takes three times as long in half
     precision, its forward pass about the same."""
     return widen(state) if state.device.type == "cpu" else state
-
-
-def _continued(
-    module: nn.Module, states: tuple[torch.Tensor, ...], lengths: tuple[int, ...], past: Past, **options: Any
-) -> torch.Tensor:
-    """packed_attention for sequences of which some have begun in an earlier pass: one after the other."""
-    pieces = []
-    split = (_precise(state).split(lengths, dim=2) for state in states)
-    for sequence, (queries, keys, values) in enumerate(zip(*split, strict=True)):
-        keys, values = past.extended(sequence, module.layer_idx, keys, values)
-        for some, seen, mask in _blocks(queries, keys):
-            before = keys[:, :, :seen], values[:, :, :seen]
-            pieces.append(sdpa_attention_forward(module, some, *before, mask, **options)[0])
-    return torch.cat(pieces, dim=1).to(states[0].dtype)
-
-
-def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, torch.Tensor | None]]:
-    """Divides the queries of the last L of N tokens, [1, heads, L, D], into blocks, whose masks take little memory.
-
-    Yields the queries of a block, the number of first tokens that they see, and a mask [rows, seen], True where a
-    query sees a token. If L is N, all queries with no mask, since the kernel knows that one.
-    """
-    rows, columns = queries.shape[2], keys.shape[2]
-    if rows == columns:
-        yield queries, columns, None
-        return
-    seen = columns - rows
-    for block in queries.split(MASKED_ROWS, dim=2):
-        before, seen = seen, seen + block.shape[2]
-        mask = torch.ones(block.shape[2], seen, dtype=torch.bool, device=block.device)
-        yield block, seen, mask.tril(before)
 
 
 def by_kernel(
@@ -150,10 +111,6 @@ def _groups_heads(kernel: Kernel) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
-_ATTEND_TWICE = {"diffllama"}
-"""Architectures whose layers call the attention function twice, with different values."""
-
-
 @functools.cache
 def _varlen() -> Kernel | None:
     """Torch's kernel, or None if this version of torch lacks it or has it in another form."""
@@ -163,11 +120,6 @@ def _varlen() -> Kernel | None:
         return None
     wanted = {"scale", "window_size"}
     return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
-
-
-def continues(model: Any) -> bool:
-    """True if a layer's keys and values can be kept for the tokens that follow: it attends once. Needs `takes`."""
-    return takes(model) and model.config.model_type not in _ATTEND_TWICE
 
 
 def caps(config: Any) -> bool:

@@ -18,7 +18,6 @@ class BlendScorer:
         self.max_length = min(scorer.max_length for _, scorer in parts)
         self.batch_tokens = min(scorer.batch_tokens for _, scorer in parts)
         self.texts = any(scorer.texts for _, scorer in parts)
-        self.keeps = any(scorer.keeps for _, scorer in parts)
         sizes = [scorer.vocab_size for _, scorer in parts if scorer.vocab_size is not None]
         self.vocab_size = min(sizes) if sizes else None
         self.identity = pb.ScorerIdentity(name="blend", weight=1.0)
@@ -33,10 +32,7 @@ class BlendScorer:
         """The weighted sums, [B]."""
         total = np.zeros(len(pairs), np.float32)
         for weight, scorer in self._parts:
-            # Of unfinished pairs only those parts know what to keep.
-            asked = [i for i, pair in enumerate(pairs) if scorer.keeps or not pair.unfinished]
-            if asked:
-                total[asked] += np.float32(weight) * scorer.score([pairs[i] for i in asked])
+            total += np.float32(weight) * scorer.score(pairs)
         return total
 
     def check(self) -> None:

@@ -28,7 +28,6 @@ class FunctionScorer:
         self.max_length = 1 << 30
         self.batch_tokens = config.batch_tokens
         self.texts = True
-        self.keeps = False
         self.vocab_size: int | None = None
         source = source_of(self._function, config.function, "reward.args.scorer")
         self.identity = pb.ScorerIdentity(

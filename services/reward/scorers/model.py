@@ -45,17 +45,9 @@ class ModelScorer:
         self._mean = float(getattr(extra, "reward_mean", 0.0)) if config.normalise else 0.0
         self._std = float(getattr(extra, "reward_std", 1.0)) if config.normalise else 1.0
         self.batch_tokens = config.batch_tokens
-        self._passes = FrozenPasses(
-            self._model.body,
-            config.batch_tokens,
-            device,
-            packing=config.packing,
-            last=True,
-            kept_tokens=config.kept_tokens,
-        )
+        self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=True)
         self.max_length = max_length(self._model)
         self.texts = False
-        self.keeps = config.kept_tokens > 0
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         self.identity = pb.ScorerIdentity(
             name=f"model:{folder_name(config.model)}", model_hash=model_hash(config.model), weight=1.0

@@ -16,8 +16,6 @@ class Scored:
     prompt_ids: Ints
     response_ids: Ints
     pair: Pair
-    unfinished: bool = False
-    """True if more of the response will be scored later, and this is only a preparation for it."""
 
 
 class Scorer(Protocol):
@@ -31,8 +29,6 @@ class Scorer(Protocol):
     """Most tokens that it scores at a time."""
     texts: bool
     """True if it reads texts."""
-    keeps: bool
-    """True if it keeps what it has computed of unfinished responses."""
     vocab_size: int | None
     """Entries of its vocabulary; None if it has no vocabulary."""
 

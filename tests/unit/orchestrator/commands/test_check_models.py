@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, Gemma4TextConfig, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, MambaConfig
 
 from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, head_size, unfit_heads
 from orchestrator.commands.checks.weight_files import broken_weights
@@ -17,10 +17,8 @@ from quartet.config.base import ConfigError
 from quartet.models.loading import check_whole, load_causal
 from services.rollout.config import RolloutConfig
 from tests.families import FAMILIES
-from tests.models import WORDS, make_policy, make_reward, make_tokenizer
+from tests.models import WORDS, make_policy, make_reward
 from tests.unit.preflights import args, checked, problems
-
-KEPT = {"packing": True, "kept_tokens": 1000}
 
 
 @pytest.fixture
@@ -135,20 +133,6 @@ def test_models_that_cannot_be_packed(raw: dict[str, Any], reward_folder: Path, 
         load_causal(folder, "float32", packing=True)
     raw["orchestrator"]["policy"]["packing"] = args(raw, "reference")["packing"] = False
     checked(raw, tmp_path)
-
-
-def test_a_model_whose_keys_and_values_cannot_be_kept(raw: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "twice"
-    config = DiffLlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    args(raw, "reference").update(KEPT, model=str(folder))
-    args(raw, "reward")["scorer"] |= KEPT
-    assert problems(raw, tmp_path) == [
-        f"applications.reference.args.kept_tokens: layers of {folder} attend more than once; set it to 0"
-    ]
 
 
 def test_heads_that_the_engine_has_no_kernel_for_on_a_cpu(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
-from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2
+from protos import common_pb2, critic_pb2, reward_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from quartet.wire.codec import pack_floats, pack_longs, pack_metrics, unpack_floats, unpack_pairs
-from quartet.wire.errors import DeadlineExceeded, InvalidReply, LeaseLost, Unavailable
+from quartet.wire.errors import DeadlineExceeded, InvalidReply, LeaseLost
 from services.critic.client import CriticClient, CriticReset
-from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from tests.unit.service_calls import BY_NAME, PROMPTS, RESPONSES, ROWS, THREE, ask
 from tests.unit.wire import Script, served
@@ -29,34 +27,6 @@ async def test_logprobs() -> None:
     assert request.temperature == 0.5
     assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
     assert [row.tolist() for row in rows] == [[1, 2], [3]]
-
-
-async def test_beginnings() -> None:
-    prompts, responses = [np.asarray([1], np.int32)], [np.asarray([2, 3], np.int32)]
-    call = BY_NAME["reference.Logprobs"]
-    for kept in (True, False):
-        script = Script(reference_pb2.LogprobsResponse(kept=kept))
-        async with call.serve(script) as channel:
-            begin = ReferenceClient(channel).begin(
-                prompts, responses, temperature=0.5, min_new_tokens=2, end_ids=[7], timeout_s=5
-            )
-            assert await begin is kept
-        request = script.requests[0]
-        assert (request.unfinished, request.temperature, request.min_new_tokens) == (True, 0.5, 2)
-        assert list(request.end_ids) == [7]
-        script = Script(reward_pb2.ScoreResponse(kept=kept))
-        async with BY_NAME["reward.Score"].serve(script) as channel:
-            assert await RewardClient(channel).begin(prompts, responses, timeout_s=5) is kept
-        assert script.requests[0].unfinished
-
-
-async def test_a_failed_beginning_is_not_repeated() -> None:
-    script = Script(failures=[grpc.StatusCode.UNAVAILABLE] * 2)
-    one = [np.asarray([1], np.int32)]
-    async with BY_NAME["reward.Score"].serve(script) as channel:
-        with pytest.raises(Unavailable):
-            await RewardClient(channel).begin(one, one, timeout_s=5)
-    assert len(script.requests) == 1
 
 
 async def test_values() -> None:

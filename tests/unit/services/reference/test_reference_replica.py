@@ -1,7 +1,6 @@
 """The reference deployment without Serve and without a model: what it admits, and where its answers go."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from quartet.serving.admission import Admission
 from quartet.serving.batcher import Batcher
 from quartet.wire.codec import Floats, pack_pairs, unpack_floats
 from quartet.wire.errors import InvalidArgument, ResourceExhausted
-from services.reference.config import ReferenceConfig
 from services.reference.replica import MOST_ENDS, Reference
 from tests.unit.contexts import Context
 
@@ -29,8 +27,8 @@ def reference() -> Any:
         made.passes.append(len(questions))
         return [response.astype(np.float32) for _, response in questions]
 
-    made._question, made._distribution = (lambda p, r, asked, unfinished: (p, r)), dict
-    made._tokens, made._keeps = 60, False
+    made._question, made._distribution = (lambda p, r, asked: (p, r)), dict
+    made._tokens = 60
     made._admission = Admission(LimitsConfig(max_call_rows=16))
     made._batcher = Batcher(logprobs, batch_tokens=8, batch_s=10)
     made._model = common_pb2.ModelInfo(vocab_size=64, max_length=32)
@@ -44,22 +42,6 @@ async def test_answers_of_many_passes_come_back_in_the_order_asked(reference: An
     reply = await reference.Logprobs(request, Context())
     assert unpack_floats(reply.ref_logprobs, "x").tolist() == np.concatenate(responses).tolist()
     assert len(reference.passes) > 5
-
-
-async def test_of_unfinished_responses_nothing_is_answered(policy_folder: Path) -> None:
-    rows = []
-    for kept in (0, 100):
-        replica = object.__new__(Reference.func_or_class)  # type: ignore[attr-defined]
-        config = {"model": str(policy_folder), "dtype": "float32", "packing": True, "kept_tokens": kept}
-        replica.__init__(ReferenceConfig.parse(config, "reference.args"))
-        one, whole = np.asarray([5], np.int32), np.asarray([6, 7, 8], np.int32)
-        asked = pb.LogprobsRequest(pairs=pack_pairs([one], [whole[:2]]), unfinished=True)
-        reply = await replica.Logprobs(asked, Context())
-        assert (reply.kept, reply.ref_logprobs) == (kept > 0, b"")
-        reply = await replica.Logprobs(pb.LogprobsRequest(pairs=pack_pairs([one], [whole])), Context())
-        rows.append(unpack_floats(reply.ref_logprobs, "ref_logprobs").tolist())
-    assert len(rows[0]) == 3
-    assert rows[1] == pytest.approx(rows[0], abs=1e-6)
 
 
 async def test_too_many_pairs_and_too_many_end_tokens_are_refused(reference: Any) -> None:

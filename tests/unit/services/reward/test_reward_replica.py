@@ -17,7 +17,7 @@ from protos import common_pb2
 from protos import reward_pb2 as pb
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import pack_pairs, unpack_floats
-from quartet.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from quartet.wire.errors import ResourceExhausted, Unavailable
 from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
@@ -73,40 +73,6 @@ async def test_ids_and_texts_are_scored(reward: Any) -> None:
     reply = await reward.Score(texts, Context())
     assert unpack_floats(reply.scores, "scores").tolist() == [5.0, 2.0]
     await reward.check_health()
-
-
-async def test_of_unfinished_responses_a_function_sees_nothing(reward: Any) -> None:
-    asked = pairs(3, prompt=13)  # on which the function would hang
-    asked.unfinished = True
-    reply = await reward.Score(asked, Context())
-    assert (reply.kept, reply.scores) == (False, b"")
-
-
-async def test_a_model_keeps_what_it_has_computed_of_unfinished_responses(
-    policy_folder: Path, reward_folder: Path
-) -> None:
-    scores = []
-    for kept in (0, 100):
-        scorer = {
-            "kind": "model",
-            "model": str(reward_folder),
-            "dtype": "float32",
-            "packing": True,
-            "kept_tokens": kept,
-        }
-        replica = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
-        replica.__init__(RewardConfig.parse({"tokenizer": str(policy_folder), "scorer": scorer}, "reward.args"))
-        asked = pairs(3)
-        asked.unfinished = True
-        reply = await replica.Score(asked, Context())
-        assert (reply.kept, reply.scores) == (kept > 0, b"")
-        one, two = np.asarray([5], np.int32), np.asarray([5, 7], np.int32)
-        whole = pb.ScoreRequest(tokens=pack_pairs([one] * 2, [two] * 2))
-        scores.append(unpack_floats((await replica.Score(whole, Context())).scores, "scores").tolist())
-    assert scores[1] == pytest.approx(scores[0], abs=1e-6)
-    texts = pb.TextPairs(prompts=["w5"], responses=["w7"])
-    with pytest.raises(InvalidArgument, match="unfinished: of texts; send tokens"):
-        await replica.Score(pb.ScoreRequest(texts=texts, unfinished=True), Context())
 
 
 @pytest.mark.parametrize("of", ["tokens", "texts", "labels"])

@@ -56,19 +56,6 @@ async def test_tokens_of_versions_that_may_not_serve_are_sampled_again() -> None
     assert [samples[index].kept for index in range(4)] == [1, 0, 0, 0]
 
 
-async def test_a_caller_is_told_of_the_tokens_of_unfinished_responses() -> None:
-    heard: list[dict[int, list[int]]] = []
-    parts = [[part(1, 5, 6), part(2, 7)], [2, part(1, 8)], [0, 1, 3]]
-    replica = FakeReplica([parts])
-    await sampled(
-        replica, on_parts=lambda parts: heard.append({i: p.response_ids.tolist() for i, p in parts.items()})
-    )
-    assert heard == [{1: [5, 6], 2: [7]}, {1: [5, 6, 8]}]
-    assert replica.requests[0].parts_s == 0.5
-    await sampled(silent := FakeReplica([[[0, 1, 2, 3]]]))
-    assert silent.requests[0].parts_s == 0
-
-
 def test_tokens_of_another_timeline_are_sampled_again() -> None:
     remaining = Remaining(2)
     assert remaining.begun([0, 1], (3, None), lease=1) == {}

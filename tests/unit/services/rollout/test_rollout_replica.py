@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,24 +131,7 @@ async def test_parts_come_with_the_next_message_but_not_beside_their_own_sample(
 
 
 @in_virtual_time
-async def test_parts_come_as_the_engine_has_them_but_at_most_so_often() -> None:
-    """Parts of three responses come within 0.01 s, at 0.1 s, 0.6 s and, too early, at 0.7 s; none comes later."""
-    engine, clock = FakeEngine(), asyncio.get_running_loop()
-    for comes in (0.1, 0.6, 0.7):
-        for index in range(3):
-            clock.call_at(comes + 0.004 * index, partial(lambda at: engine.report(part(at, 5)), index))
-    clock.call_at(1.4, engine.finish, 0)
-    clock.call_at(1.5, engine.finish, 1)
-    clock.call_at(1.9, engine.finish, 2)
-    heard = [
-        (round(clock.time(), 3), len(answer.samples), [each.index for each in answer.parts])
-        async for answer in start(engine, 3, parts_s=0.5)
-    ]
-    assert heard == [(0.12, 0, [0, 1, 2]), (0.62, 0, [0, 1, 2]), (1.12, 0, [0, 1, 2]), (1.6, 2, []), (1.9, 1, [])]
-
-
-@in_virtual_time
-async def test_parts_that_were_not_asked_for_come_with_the_heartbeat() -> None:
+async def test_parts_come_with_the_heartbeat() -> None:
     engine, clock = FakeEngine(), asyncio.get_running_loop()
     clock.call_at(0.1, lambda: engine.report(part(0, 5)))
     clock.call_at(3.0, engine.finish, 0)

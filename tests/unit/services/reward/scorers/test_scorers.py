@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging.handlers
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,29 +161,6 @@ def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
         ("function:tests.scorers:count", -0.5),
         (f"model:{reward_folder.name}", 2),
     ]
-
-
-def test_only_those_parts_of_a_blend_that_keep_something_are_asked_about_unfinished_responses(
-    reward_folder: Path,
-) -> None:
-    model = {"kind": "model", "model": str(reward_folder), "dtype": "float32"}
-    keeping = model | {"packing": True, "kept_tokens": 100}
-    parts = [{"weight": -0.5, "scorer": function("count")}, {"weight": 2, "scorer": keeping}]
-    blend = make(kind="blend", parts=parts)
-    assert blend.keeps
-    assert not make(kind="blend", parts=[{"weight": 1, "scorer": function("count")}]).keeps
-    nothing: Any = None
-    unfinished = [replace(pair, pair=nothing, unfinished=True) for pair in PAIRS[:2]]  # no text to count
-    alone = make(**model).score(PAIRS)
-    mixed = blend.score([*unfinished, *PAIRS[2:]])[2:]
-    whole = blend.score(PAIRS)
-    expected = (2 * alone - 0.5 * np.asarray(LENGTHS)).tolist()
-    assert [*whole[:2], *mixed] == pytest.approx(expected, abs=1e-5)
-
-
-def test_keeping_needs_packing(reward_folder: Path) -> None:
-    with pytest.raises(ValueError, match="kept_tokens: 100 needs packing; set packing to true, or kept_tokens to 0"):
-        make(kind="model", model=str(reward_folder), kept_tokens=100)
 
 
 def test_blends_nest_and_their_weights_belong_to_their_identity() -> None:
