@@ -165,7 +165,7 @@ class Discover(_message.Message):
     def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("membership", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "streaming", "manifest", "backend", "stage_on_gpu")
+    __slots__ = ("membership", "senders", "world_size", "ranks", "in_flight", "bucket_bytes", "stall_s", "manifest", "backend", "stage_on_gpu")
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -180,7 +180,6 @@ class Prepare(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
-    STREAMING_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     STAGE_ON_GPU_FIELD_NUMBER: _ClassVar[int]
@@ -191,11 +190,10 @@ class Prepare(_message.Message):
     in_flight: str
     bucket_bytes: int
     stall_s: float
-    streaming: bool
     manifest: bytes
     backend: str
     stage_on_gpu: bool
-    def __init__(self, membership: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., streaming: bool = ..., manifest: _Optional[bytes] = ..., backend: _Optional[str] = ..., stage_on_gpu: bool = ...) -> None: ...
+    def __init__(self, membership: _Optional[int] = ..., senders: _Optional[_Iterable[_Union[Rendezvous, _Mapping]]] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., manifest: _Optional[bytes] = ..., backend: _Optional[str] = ..., stage_on_gpu: bool = ...) -> None: ...
 
 class Rendezvous(_message.Message):
     __slots__ = ("address", "port")

@@ -10,7 +10,7 @@ from quartet.weight_transfer.groups.group import Wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.device_memory import Cuda
 from quartet.weight_transfer.place import Place, machine
-from quartet.weight_transfer.receiver import GroupReceiver, SharedReceiver, make_receiver
+from quartet.weight_transfer.receiver import GroupReceiver, Receiver, make_receiver
 from quartet.weight_transfer.sender import GroupSender, Sender, make_sender
 
 
@@ -36,6 +36,6 @@ def sender_for(
     return GroupSender(manifest, wire, host=host, stall_s=stall_s, device=device, **options)
 
 
-def receiver_for(backend: str, device: torch.device, cuda: Cuda | None) -> GroupReceiver | SharedReceiver:
+def receiver_for(backend: str, device: torch.device, cuda: Cuda | None) -> Receiver:
     """The receiver of a backend, as make_receiver makes it where there is a GPU."""
     return GroupReceiver(device, carried_wire) if backend == "nccl" else make_receiver(backend, device, cuda)

@@ -47,8 +47,7 @@ class StagingEngine:
         """Anything fits a dictionary."""
 
     async def join(self, info: dict[str, Any]) -> None:
-        joining = {name: value for name, value in info.items() if name != "streaming"}
-        await asyncio.to_thread(self._receiver.join, Joining(**joining))
+        await asyncio.to_thread(self._receiver.join, Joining(**info))
 
     async def leave(self) -> None:
         self._receiver.close()

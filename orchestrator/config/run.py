@@ -220,9 +220,4 @@ class OrchestratorConfig(Config):
                 f"weights.stage: gpu is for weights that NCCL brings; weights.backend {self.weights.backend} has its "
                 "own place for them; leave it out"
             )
-        if self.weights.streaming and self.weights.backend in ("ipc", "cuda-ipc"):
-            backend = self.weights.backend
-            raise ValueError(
-                f"weights.streaming saves a copy that weights.backend {backend} does not make; leave it out"
-            )
         return self

@@ -22,10 +22,6 @@ class WeightsConfig(Config):
     KV cache recomputed; keep-cache: with the KV cache that they have, which requests that come later do not share;
     wait: they finish first, within timeout_s, or the push fails; abort: they end, and go on from their tokens at any
     replica. docs/weights.md says when to choose which."""
-    streaming: bool = False
-    """Load each bucket into the model as it arrives, instead of staging all of them beside the serving weights. Saves
-    one copy of the weights in each replica's host memory, but after an interrupted push replicas cannot serve until a
-    repeated push succeeds or Serve replaces them."""
     stage: Literal["host", "gpu"] = "host"
     """Memory in which a push by NCCL keeps the learner's copy of the weights, and those that replicas have received
     until the commit. host: pinned host memory, with room for all weights once for each replica. gpu: the GPUs' own,

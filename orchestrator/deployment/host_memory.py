@@ -43,7 +43,7 @@ SAVED = "model that is saved"
 SHARED = "weights in /dev/shm"
 COMPUTING = "model on the CPU"
 ADVICE = {
-    STAGED: "set weights.stage to gpu where the GPUs have room, or weights.streaming to true",
+    STAGED: "set weights.stage to gpu where the GPUs have room",
     host_memory.COPIES: "set checkpoint.background to false",
     host_memory.OPTIMIZER: "leave out adam_offload and colocate, or divide the learner among more hosts",
     host_memory.WEIGHTS: "set param_offload, or a frozen model's offload, to false",
@@ -160,7 +160,7 @@ def stages_on_host(run: OrchestratorConfig, section: RolloutConfig) -> bool:
     """True if each worker of a replica may stage a push in host memory. `auto` may choose what does."""
     backend = section.weight_backend if run.weights.backend == "auto" else run.weights.backend
     on_gpu = backend in ("nccl", "auto") and run.weights.stage == "gpu"
-    return backend not in ("ipc", "cuda-ipc") and not on_gpu and not run.weights.streaming
+    return backend not in ("ipc", "cuda-ipc") and not on_gpu
 
 
 def most_on_one(parts: Sequence[HostPart], gpus: int | None) -> tuple[HostPart, ...]:

@@ -101,7 +101,6 @@ class PushGroup:
             in_flight=self._config.in_flight,
             bucket_bytes=self._config.bucket_mib << 20,
             stall_s=self._config.stall_s,
-            streaming=self._config.streaming,
             stage_on_gpu=self._config.stage == "gpu",
             manifest=self.manifest,
             backend=self.backend,

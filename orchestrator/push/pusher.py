@@ -28,7 +28,8 @@ LOOK_S = 0.5
 
 
 class PushFailed(ServiceError):
-    """A push did not reach every replica. Replicas serve their old weights, or none if a streaming push broke off."""
+    """A push did not reach every replica. A replica serves its old weights, or none if it failed while it loaded the
+    new ones."""
 
 
 @dataclass(frozen=True, slots=True)

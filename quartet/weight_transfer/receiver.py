@@ -231,11 +231,8 @@ class GroupReceiver:
         """Stages a bucket that has arrived; returns its digest."""
         if arrived is not staged:
             staged.copy_(arrived, non_blocking=True)
-        return self.digest(arrived)  # on a GPU it waits for the copy as well
-
-    def digest(self, data: torch.Tensor) -> bytes:
-        """A bucket's digest, as the sender computes it: on the GPU to which it was brought, or on the host."""
-        return digest(data) if self._carrying is None else device_digest(data)
+        # As the sender computes it; on a GPU this waits for the copy as well.
+        return digest(arrived) if self._carrying is None else device_digest(arrived)
 
     def buckets(self) -> Iterator[Bucket]:
         """The received buckets, in host memory or on the GPU. RuntimeError if the first of several workers has not
@@ -247,37 +244,6 @@ class GroupReceiver:
                 raise RuntimeError("the first worker of this replica has not received all weights")
         for number, bucket in enumerate(self._staged.ranges):
             yield bucket, self._staged[number]
-
-    def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
-        """Yields each bucket and its number as it arrives, instead of `receive` and `buckets`; keeps nothing. The
-        next bucket arrives while the caller loads this one."""
-        self._expect_groups()
-        groups = self._groups
-        self._loaded = self._segment.generation if self._segment else 0  # nothing is staged meanwhile
-
-        def receive(number: int, bucket: range) -> tuple[int, range, torch.Tensor]:
-            # New memory for each bucket: vLLM keeps tensors until their layer is complete.
-            size = sum(manifest.size(index) for index in bucket)
-            data = torch.empty(size, dtype=torch.uint8, device=self._carrying)
-            groups[number % len(groups)].broadcast(data)
-            return number, bucket, data
-
-        with ThreadPoolExecutor(1, "push") as line:
-            coming: Future[tuple[int, range, torch.Tensor]] | None = None
-            for number, bucket in enumerate(manifest.buckets()):
-                following = line.submit(receive, number, bucket)
-                if coming is not None:
-                    yield self._taken(coming)
-                coming = following
-            if coming is not None:
-                yield self._taken(coming)
-
-    def _taken(self, coming: Future[tuple[int, range, torch.Tensor]]) -> tuple[int, range, torch.Tensor]:
-        """A bucket for this thread. Torch gives its memory to no other stream until this one has used it."""
-        number, bucket, data = self._or_close(coming)
-        if data.device.type == "cuda":
-            data.record_stream(torch.cuda.current_stream(data.device))
-        return number, bucket, data
 
     def _expect_groups(self) -> None:
         if not self._groups:
@@ -394,7 +360,7 @@ class SharedReceiver:
         self._segments, self._shared = [], None
 
 
-def make_receiver(backend: str, device: torch.device, cuda: Cuda | None = None) -> GroupReceiver | SharedReceiver:
+def make_receiver(backend: str, device: torch.device, cuda: Cuda | None = None) -> Receiver:
     """The receiver for a backend, of a worker whose model is on `device`. `cuda` is the runtime for GPU memory; None
     for torch's.
 

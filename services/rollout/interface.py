@@ -117,6 +117,5 @@ def joining_info(message: pb.Prepare, replica: str, host: str) -> dict[str, Any]
         "host": host,
         "stall_s": message.stall_s,
         "until": time.monotonic() + message.stall_s,
-        "streaming": message.streaming,
         "on_gpu": message.stage_on_gpu,
     }

@@ -12,7 +12,6 @@ from orchestrator.push.pusher import PushFailed
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import Ints
 from quartet.wire.errors import Unavailable
-from services.rollout.interface import NO_VERSION
 from services.rollout.sample import Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
@@ -115,26 +114,6 @@ async def test_two_senders_bring_the_same_weights_as_one(loaded: Loaded) -> None
     await loaded.check(version=71)
 
 
-@every_kind
-async def test_a_streaming_push_that_breaks_off_serves_no_request_until_it_is_repeated(loaded: Loaded) -> None:
-    """Streaming keeps no copy of the old weights to go back to; the repetition brings the new ones."""
-    perturbed(loaded.model, seed=102)
-    source = ModelSource(loaded.model)
-    await push(loaded.engine, source, 80, streaming=True)
-    await loaded.check(version=80)
-    perturbed(loaded.model, seed=103)
-    source.midway = source.leave
-    with pytest.raises(PushFailed, match=r"version 81 after 1 attempts: only: transfer: \w+"):
-        await push(loaded.engine, source, 81, streaming=True)
-    [lost] = await loaded.engine.update_weights(TIMEOUT_S, discover=pb.Discover())
-    assert lost.policy_version == NO_VERSION
-    await push(loaded.engine, source, 82, streaming=True)
-    await loaded.check(version=82)
-    perturbed(loaded.model, seed=104)
-    await push(loaded.engine, source, 83)
-    await loaded.check(version=83)
-
-
 class Interrupted:
     """The engine behind a wire that loses replies, repeats calls or lets a phase take no time."""
 
@@ -155,26 +134,25 @@ class Interrupted:
 
 
 @every_kind
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=MORE)], ids=["staged", "streaming"])
-async def test_a_push_closes_what_others_left_open(loaded: Loaded, streaming: bool) -> None:
+async def test_a_push_closes_what_others_left_open(loaded: Loaded) -> None:
     """Whatever was left: the prepare or the transfer of a push whose caller is gone, an update that the engine opened
     after its caller had given up on it, or a prepare that was cut off at any moment. One attempt is enough."""
     engine, source = loaded.engine, ModelSource(loaded.model)
     for version, broken in ((90, "prepare"), (92, "transfer")):
         with pytest.raises(PushFailed, match="the reply is lost"):
-            await push(Interrupted(engine, broken), source, version, streaming=streaming)
-        await push(engine, source, version + 1, streaming=streaming)
+            await push(Interrupted(engine, broken), source, version)
+        await push(engine, source, version + 1)
     await engine.leave_open()
     perturbed(loaded.model, seed=105)
-    await push(engine, source, 94, streaming=streaming)
+    await push(engine, source, 94)
     await loaded.check(version=94)
-    pusher = make_pusher(engine, source, streaming=streaming)
+    pusher = make_pusher(engine, source)
     for version, timeout_s in ((95, 1e-3), (96, 3e-3), (97, 1e-2)):
         await pusher.push(version)
         # The group is there; only the pause and the opening are left, and the deadline comes in one of them or later.
         [cut_off] = await engine.update_weights(timeout_s, prepare=pusher._group.prepare())
         print(f"\n{timeout_s:g} s: {cut_off.error or 'opened'}")
-    report = await push(Interrupted(engine, "repeated"), source, 98, streaming=streaming)
+    report = await push(Interrupted(engine, "repeated"), source, 98)
     assert report.attempts == 1
     await loaded.check(version=98)
 

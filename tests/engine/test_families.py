@@ -123,9 +123,9 @@ async def test_engine_reference_and_learner_agree(
     actual = {"learner": sides.of_learner(samples), "reference": sides.of_reference(samples)}
     source = TrainerSource(sides.learner, backend)
     before = sides.weights()
-    for version, streaming in ((1, False), (2, backend == "gloo"), (3, False)):
+    for version in (1, 2, 3):
         assert sides.train(samples) < CLOSE
-        pusher = make_pusher(engine, source, make_prover(source), streaming=streaming)
+        pusher = make_pusher(engine, source, make_prover(source))
         await pusher.push(version)
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}
@@ -145,9 +145,9 @@ async def test_adapters_are_pushed_merged(engine: EngineProcess, tmp_path: Path,
     samples = await sides.sample()
     source, before = TrainerSource(sides.learner), sides.weights()
     actual = {"fresh": sides.of_learner(samples)}
-    for version, streaming in ((1, False), (2, True)):
+    for version in (1, 2):
         assert sides.train(samples) < CLOSE
-        await make_pusher(engine, source, make_prover(source), streaming=streaming).push(version)
+        await make_pusher(engine, source, make_prover(source)).push(version)
         samples = await sides.sample()
         assert {sample.policy_version for sample in samples} == {version}
         actual[f"version {version}"] = sides.of_learner(samples)

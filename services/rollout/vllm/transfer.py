@@ -2,9 +2,8 @@
 
 It stages the weights, then swaps them in: all buckets are kept beside the model until `finish`, so that an
 interrupted transfer leaves the serving weights intact. That takes one more copy of the weights, in host memory or on
-the GPU, kept from push to push (with ipc and cuda-ipc it is the learner's copy). Streaming needs no copy, but an
-interrupted transfer leaves a model that can only receive again. vLLM's own transfer engines load weights before they
-are verified, and have no deadlines.
+the GPU, kept from push to push (with ipc and cuda-ipc it is the learner's copy). vLLM's own transfer engines load
+weights before they are verified, and have no deadlines.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from quartet.models.device import gpu_uuid
 from quartet.weight_transfer.manifest import Manifest
-from quartet.weight_transfer.memory.buckets import checksum
-from quartet.weight_transfer.receiver import GroupReceiver, Joining, SharedReceiver, make_receiver
+from quartet.weight_transfer.receiver import Joining, Receiver, make_receiver
 from services.rollout.vllm.loading import Loading
 from services.rollout.vllm.sampling import continue_seeds
 
@@ -30,9 +28,6 @@ NAME = "quartet"
 @dataclass
 class JoiningInfo(Joining, WeightTransferInitInfo):
     """Everything that a replica's workers need to join a push; `rank` is the first worker's."""
-
-    streaming: bool = False
-    """True to load each bucket into the model as it arrives."""
 
 
 @dataclass
@@ -58,9 +53,7 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         """Checksum of the bytes received last."""
         self._loading = Loading(self.model, self.model_config, self.device)
         self._backend = ""
-        self._receiver: GroupReceiver | SharedReceiver | None = None
-        self._stream: GroupReceiver | None = None
-        """The receiver, if weights are streamed."""
+        self._receiver: Receiver | None = None
         self._manifest: Manifest | None = None
 
     @property
@@ -77,13 +70,9 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
         own = self.parallel_config
         place = {"rank": init_info.rank + own.rank, "worker": own.rank, "workers": own.world_size}
         self._receiver.join(Joining(**fields | place))
-        receiver = self._receiver
-        self._stream = receiver if init_info.streaming and isinstance(receiver, GroupReceiver) else None
 
     def start_weight_update(self) -> None:
-        """Opens the model's layers if weights are streamed; otherwise the model stays as it is until the finish."""
-        if self._stream is not None:
-            self._loading.take_apart()
+        """Does nothing: the model stays as it is until the finish."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives the weights, without the base class's synchronisation of an accelerator, which a CPU lacks."""
@@ -99,30 +88,18 @@ class QuartetWeightTransferEngine(WeightTransferEngine[JoiningInfo, PackedUpdate
             raise RuntimeError("no transfer group: prepare comes before transfer")
         self._manifest = manifest = Manifest.from_fields(vars(update_info))
         try:
-            if self._stream is None:
-                received = self._receiver.receive(manifest)
-            else:
-                received = self._load_arriving(self._stream, manifest)
+            self.checksum = self._receiver.receive(manifest)
         except BaseException:
             self.shutdown()
             raise
-        self.checksum = received
-
-    def _load_arriving(self, stream: GroupReceiver, manifest: Manifest) -> str:
-        digests = {}
-        for number, bucket, data in stream.arriving(manifest):
-            digests[number] = stream.digest(data)
-            self._loading.load(manifest, [(bucket, data)])
-        return checksum(digests)
 
     def finish_weight_update(self) -> None:
-        """Loads the received weights, or closes the layers after streaming. RuntimeError if the weights changed
-        meanwhile; the model can then only receive again."""
+        """Loads the received weights. RuntimeError if they changed meanwhile: the model can then only receive
+        again."""
         assert self._receiver is not None
         assert self._manifest is not None
-        if self._stream is None:
-            self._loading.take_apart()
-            self._loading.load(self._manifest, self._receiver.buckets())
+        self._loading.take_apart()
+        self._loading.load(self._manifest, self._receiver.buckets())
         self._loading.put_together(self._receiver.check)
 
     def discard(self) -> bool:

@@ -72,13 +72,12 @@ def test_each_replica_stages_all_weights_and_the_sender_has_a_copy(files: Files)
     _, parts = files.load("ppo-70b-32gpu")
     assert needs(parts, "rollout")[STAGED] == copy  # for all of its four workers
     assert needs(parts, "policy")[SENT] == copy
-    # Two send a half each; through shared memory nothing is staged, nor on GPUs, nor if loaded as it comes.
+    # Two send a half each; through shared memory nothing is staged, nor on GPUs.
     _, parts = files.load("ppo-70b-32gpu", **{"{backend: nccl,": "{backend: nccl, senders: 2,"})
     assert [dict(part.needs).get(SENT, 0) for part in parts if part.name == "policy"] == [copy // 2] * 2 + [0] * 6
-    for change in ("backend: nccl, stage: gpu", "backend: nccl, streaming: true"):
-        _, parts = files.load("ppo-70b-32gpu", **{"{backend: nccl": "{" + change})
-        assert STAGED not in needs(parts, "rollout")
-        assert (SENT in needs(parts, "policy")) == ("streaming" in change)
+    _, parts = files.load("ppo-70b-32gpu", **{"{backend: nccl": "{backend: nccl, stage: gpu"})
+    assert STAGED not in needs(parts, "rollout")
+    assert SENT not in needs(parts, "policy")
     _, parts = files.load("ppo-8b-8gpu", **{"weights: {": "weights: {backend: ipc, "})
     assert needs(parts, "policy")[SHARED] == 2 * LLAMA["8B"].parameters
     assert STAGED not in needs(parts, "rollout")

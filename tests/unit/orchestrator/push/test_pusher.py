@@ -36,7 +36,6 @@ async def test_a_push_brings_every_replica_to_the_version(source: FakeSource) ->
         "membership": 1,
         "host": "10.0.0.2",
         "stall_s": 4,
-        "streaming": False,
         "on_gpu": False,
     }
 

@@ -41,7 +41,6 @@ async def test_a_push_is_prepare_transfer_commit(engine: FakeEngine, member: Wei
         "membership": 1,
         "host": "10.0.0.2",
         "stall_s": 7,
-        "streaming": False,
         "on_gpu": False,
     }
     # The learner waits for stall_s too; later than that it is not there to join.

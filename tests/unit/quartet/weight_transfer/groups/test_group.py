@@ -563,44 +563,11 @@ def test_nothing_stays_on_the_gpu_that_is_packed_after_a_failed_send() -> None:
     pair.close()
 
 
-class OnGpu:
-    """A tensor in memory of a GPU that is not there."""
-
-    device = torch.device("cuda", 1)
-
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
-
-    def record_stream(self, stream: str) -> None:
-        self._told.append(f"used on {stream}")
-
-
-def test_a_streams_bucket_is_kept_until_the_stream_that_loads_it_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory comes from the stream of another thread."""
-    told: list[str] = []
-    manifest = Manifest.of({"a": torch.zeros(4), "b": torch.zeros(4)}, 16)
-
-    class Told:
-        def broadcast(self, data: Any) -> None:
-            told.append("arrives")
-
-        def _aborting(self) -> None:
-            return None
-
-    receiver = GroupReceiver(OnGpu.device)
-    receiver._groups, receiver._carrying = [Told()], OnGpu.device  # type: ignore[list-item]
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: OnGpu(told))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the loading stream")
-    for number, _, _ in receiver.arriving(manifest):
-        assert told.count("used on the loading stream") == number + 1
-    assert sorted(told) == ["arrives"] * 2 + ["used on the loading stream"] * 2
-
-
 def test_buckets_arrive_in_an_area_that_the_stream_before_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    manifest = Manifest.of({"a": torch.zeros(4)}, 16)
-    receiver = GroupReceiver(OnGpu.device)
-    receiver._staging = OnGpu.device
+    manifest, gpu = Manifest.of({"a": torch.zeros(4)}, 16), torch.device("cuda", 1)  # which is not there
+    receiver = GroupReceiver(gpu)
+    receiver._staging = gpu
     memory = torch.zeros(Buckets.size(manifest), dtype=torch.uint8)
 
     class Stream:

@@ -10,7 +10,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from quartet.weight_transfer.manifest import Manifest
-from quartet.weight_transfer.memory.buckets import Buckets, digest
+from quartet.weight_transfer.memory.buckets import Buckets
 from services.rollout.vllm.loading import _sharing_nothing
 from services.rollout.vllm.transfer import JoiningInfo, QuartetWeightTransferEngine, WorkerExtension
 
@@ -90,13 +90,6 @@ class Breaking:
                 raise RuntimeError("connection reset")
             yield bucket, filled[number]
 
-    def arriving(self, manifest: Manifest) -> Iterator[tuple[int, range, torch.Tensor]]:
-        for number, (bucket, data) in enumerate(self.buckets()):
-            yield number, bucket, data
-
-    def digest(self, data: torch.Tensor) -> bytes:
-        return digest(data)
-
     def check(self) -> None:
         """Does nothing: no sender writes here."""
 
@@ -107,7 +100,7 @@ class Breaking:
 class Worker(WorkerExtension):
     """The part of vLLM's worker that matters here: its flag for an active update."""
 
-    def __init__(self, *, streaming: bool, bucket_bytes: int = 64) -> None:
+    def __init__(self, bucket_bytes: int = 64) -> None:
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
         self.model = Model()
@@ -120,7 +113,6 @@ class Worker(WorkerExtension):
         engine = QuartetWeightTransferEngine(None, vllm_config, CPU, self.model)
         self.receiver = Breaking(bucket_bytes)
         engine._receiver, engine._backend = self.receiver, "gloo"  # type: ignore[assignment]
-        engine._stream = self.receiver if streaming else None  # type: ignore[assignment]
         self.weight_transfer_engine = engine
         self._weight_update_active = False
 
@@ -146,12 +138,9 @@ CASES = [(size, point) for size in (64, 128) for point in range(1, len(list(Brea
 """A bucket is a part of a weight, or two. The points are between layers, within them, and within their weights."""
 
 
-@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "staged"])
 @pytest.mark.parametrize(("bucket_bytes", "point"), CASES)
-def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
-    bucket_bytes: int, point: int, streaming: bool
-) -> None:
-    worker = Worker(streaming=streaming, bucket_bytes=bucket_bytes)
+def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(bucket_bytes: int, point: int) -> None:
+    worker = Worker(bucket_bytes)
     memory = {name: parameter.data_ptr() for name, parameter in worker.model.named_parameters()}
     worker.receiver.breaks_at = point
     with pytest.raises(RuntimeError, match="connection reset"):
@@ -168,7 +157,7 @@ def test_after_a_push_that_broke_off_while_loading_another_one_mends_it(
 
 def test_the_weights_are_checked_after_the_last_layer_is_closed() -> None:
     """Layers with padding are copied only then, and the learner may have written other weights since the loading."""
-    worker = Worker(streaming=False)
+    worker = Worker()
 
     def overwritten() -> None:
         assert not any(get_layerwise_info(layer).can_load() for layer in worker.model.modules())
@@ -186,7 +175,7 @@ def test_the_weights_are_checked_after_the_last_layer_is_closed() -> None:
 
 
 def test_a_push_that_broke_off_before_loading_leaves_the_weights_as_they_were() -> None:
-    worker = Worker(streaming=False)
+    worker = Worker()
     before = worker.state()
     worker.weight_transfer_engine.start_weight_update()
     assert worker.abort_weight_update()
@@ -194,7 +183,7 @@ def test_a_push_that_broke_off_before_loading_leaves_the_weights_as_they_were() 
 
 
 def test_a_worker_takes_the_place_of_its_rank_and_keeps_its_receiver_from_membership_to_membership() -> None:
-    worker = Worker(streaming=False)
+    worker = Worker()
     engine = worker.weight_transfer_engine
     joined: list[JoiningInfo] = []
     engine.parallel_config.rank = 2
