@@ -99,8 +99,7 @@ def _environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Outside of TMPDIR, which changes with each head, so that compiled code can be reused.
         "TORCHINDUCTOR_CACHE_DIR": str(compiled_folder()),
-        # Ray starts workers at 15, where passes of the lowest priority, 19, still take a third of what sampling gets
-        # when both want a core; at 5 they take a twentieth. Ray's own processes, at 0, still come before all of them.
+        # Ray starts workers at 15, where another program at 0 takes nine tenths of a core that both want.
         "RAY_worker_niceness": "5",
         # By default glibc gives the memory of large tensors back to the system at once, so that each pass of a model
         # on the CPU has it mapped and cleared again: up to a tenth of a pass. 32 MiB is the most that every glibc

@@ -16,7 +16,6 @@ from quartet.learner.learner import RankLearner, Snapshots
 from quartet.learner.lora import add_adapters
 from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from quartet.learner.shards import Pass
-from quartet.models.background import in_background
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal, load_tokenizer
 from quartet.models.numerics import masked_sum
@@ -93,7 +92,6 @@ class PolicyTrainer:
         """The objects whose methods a rank runs: this trainer, and others with the same learner."""
         return self, self.sending, self.snapshots
 
-    @in_background
     def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """log pi(y_t | prefix) under the current weights, in the distribution sampled from; [T] for each pair."""
         logprobs: list[Floats] = self._logprobs(prompts, responses, self._distribution)

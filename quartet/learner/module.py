@@ -24,7 +24,6 @@ from quartet.learner.tensor_parallel import (
 )
 from quartet.models.compiled import compile_layers
 from quartet.models.device import default_device, on_device
-from quartet.models.linear import use_onednn
 from quartet.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from quartet.ranks.ranks import Ranks, start_distributed
 from quartet.wire.codec import Floats, Ints
@@ -60,8 +59,6 @@ class TrainedModule:
             deepspeed.zero.Init(module=module, config_dict_or_path=describe(config))
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(default_device())
-        else:  # with both of the above, DeepSpeed divides the weights of plain linear layers only
-            use_onednn(module)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine: Any = deepspeed.initialize(
             model=module,

@@ -18,11 +18,6 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if default_device().type == "cuda" else 0
 
 
-def share_cores() -> bool:
-    """True on a machine without GPUs, where all models compute on the same cores."""
-    return not torch.cuda.is_available()
-
-
 def on_device(array: np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The array as a tensor on the device, where it gets `dtype`: narrow numbers are copied and widened there.
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
-from quartet.models.linear import product
 from quartet.models.numerics import LEAST_LOGPROB, check_temperature, widen
 
 TILE_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
@@ -123,7 +123,7 @@ class _Head:
 
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, end: int) -> Tensor:
         """[N, end - first]: the capped logits of these columns / temperature, in a tensor of its own."""
-        scores = widen(product(hidden, weight[first:end], None if bias is None else bias[first:end]))
+        scores = widen(linear(hidden, weight[first:end], None if bias is None else bias[first:end]))
         if self.softmax.cap is not None:
             scores = scores.div_(self.softmax.cap).tanh_().mul_(self.softmax.cap)
         return scores if self.softmax.temperature == 1 else scores.div_(self.softmax.temperature)
@@ -202,7 +202,7 @@ class _LinearLogprobs(torch.autograd.Function):
             change.scatter_add_(-1, at, torch.where(inside, of_logprob, 0.0))
             change = (change if slope is None else change.mul_(slope)).to(hidden.dtype)
             if hidden_grad is not None:
-                hidden_grad += product(change, weight[first:end].t())
+                hidden_grad += linear(change, weight[first:end].t())
             if weight_grad is not None:
                 torch.mm(change.t(), hidden, out=weight_grad[first:end])
             if bias_grad is not None:

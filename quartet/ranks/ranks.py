@@ -11,7 +11,6 @@ import torch
 from torch import distributed
 
 from quartet.models.device import default_device
-from quartet.ranks.lone_groups import share_listener
 from quartet.ranks.rendezvous import reach_store, serve_store
 
 Part = TypeVar("Part")
@@ -63,7 +62,6 @@ def start_distributed(ranks: Ranks) -> None:
     # Without this DeepSpeed's first start on a CPU compiles a shared-memory kernel for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not distributed.is_initialized():
-        share_listener()
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
             rank=ranks.rank,

@@ -87,7 +87,6 @@ class Batcher(Generic[Item, Result]):
         batch_s: float,
         turn: AbstractAsyncContextManager[Any] | None = None,
         check_s: float = CHECK_S,
-        background: bool = False,
     ) -> None:
         """
         Args:
@@ -97,9 +96,8 @@ class Batcher(Generic[Item, Result]):
             batch_s: deadline of a pass, in seconds.
             turn: context held from the choice of a pass to its end; the deadline begins within it.
             check_s: longest time, in seconds, that an idle model may take to answer a health check.
-            background: True to let other processes have the CPU first, as sampling on the same cores.
         """
-        self._thread = OwnThread("batcher", background=background)
+        self._thread = OwnThread("batcher")
         self._run: Callable[[Sequence[Item]], Awaitable[Any]] = (
             run if inspect.iscoroutinefunction(run) else lambda items: self._thread.call(run, items)
         )

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from quartet.models.background import step_back
-
 Answer = TypeVar("Answer")
 
 
 class OwnThread:
     """Runs functions one after another in a dedicated thread."""
 
-    def __init__(self, name: str, *, background: bool = False) -> None:
-        """With `background` the thread, and those that it starts, get the lowest priority on the CPU."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=step_back if background else None)
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def call(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Runs the function in the thread; returns or raises as it does."""

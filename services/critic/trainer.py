@@ -12,7 +12,6 @@ from quartet.learner.learner import RankLearner, Snapshots
 from quartet.learner.lora import add_adapters
 from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
 from quartet.learner.shards import Pass
-from quartet.models.background import in_background
 from quartet.models.loading import load_tokenizer, max_length
 from quartet.models.numerics import masked_sum, value_loss
 from quartet.models.scalar import VALUE_HEAD, ScalarModel, load_value
@@ -84,7 +83,6 @@ class CriticTrainer:
         body = self._model.body
         return int(body.config.vocab_size), max_length(body)  # type: ignore[union-attr, arg-type]
 
-    @in_background
     @torch.no_grad()
     def values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
         """The values V(prefix) before each response token, [T] for each pair."""

@@ -10,7 +10,6 @@ import torch
 from quartet.models.compiled import compile_layers
 from quartet.models.distribution import Distribution
 from quartet.models.frozen_passes import FrozenPasses
-from quartet.models.linear import use_onednn
 from quartet.models.loading import load_causal, max_length
 from quartet.models.offload import Residence
 from quartet.models.sequences import PairTensors
@@ -49,7 +48,6 @@ class FrozenModel:
         spread = gpus > 1
         self.model = load_causal(config.model, config.dtype, packing=config.packing, spread=spread)
         self.model.eval().requires_grad_(False)
-        use_onednn(self.model)
         if config.compile_layers:
             compile_layers(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)

@@ -43,7 +43,7 @@ class Reference(HealthMixin):
     def __init__(self, config: ReferenceConfig, load: "Callable[..., Frozen] | None" = None) -> None:
         """Loads the model. `load` takes the place of `FrozenModel`, for a model that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from quartet.models.device import default_device, gpu_count, share_cores
+        from quartet.models.device import default_device, gpu_count
         from quartet.models.distribution import Distribution
         from quartet.models.loading import load_tokenizer
         from quartet.wire.identity import describe_model, vocabulary_size
@@ -60,7 +60,6 @@ class Reference(HealthMixin):
             frozen.logprobs,
             batch_tokens=config.batch_tokens,
             batch_s=config.limits.batch_s,
-            background=share_cores(),  # sampling comes first: what waits for it is more than what waits for this
         )
         self._model = describe_model(
             config.model,

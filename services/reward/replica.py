@@ -38,7 +38,7 @@ class Reward(HealthMixin):
     def __init__(self, config: RewardConfig, make: "Callable[..., Scorer] | None" = None) -> None:
         """Loads the scorer. `make` takes the place of `make_scorer`, for a scorer that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
-        from quartet.models.device import default_device, share_cores
+        from quartet.models.device import default_device
         from quartet.models.loading import load_tokenizer
         from quartet.wire.identity import describe_model, vocabulary_size
         from services.reward.encoding import Encoder, Received
@@ -53,7 +53,6 @@ class Reward(HealthMixin):
             scorer.score,
             batch_tokens=scorer.batch_tokens,
             batch_s=config.limits.batch_s,
-            background=share_cores(),  # sampling comes first: what waits for it is more than what waits for this
         )
         self._model = describe_model(
             config.tokenizer,

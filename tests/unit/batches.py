@@ -1,7 +1,6 @@
 """Work for a batcher whose rows are plain numbers, and a function that computes when it is told to."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -38,12 +37,10 @@ class Doubler:
         self.begun = threading.Event()
         self.batches: list[list[int]] = []
         self.threads: set[str] = set()
-        self.priorities: set[int] = set()
 
     def __call__(self, items: Sequence[int]) -> list[int]:
         self.batches.append(list(items))
         self.threads.add(threading.current_thread().name)
-        self.priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         self.begun.set()
         assert self.gate.wait(10)
         if any(item < 0 for item in items):

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quartet.models.attention import short
 from quartet.models.numerics import widen
 
 BY_LENGTH = ("longrope", "dynamic")
@@ -45,9 +44,8 @@ def packed_attention(
     -> [1, L, heads, D].
 
     The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
-    square of their sum. In half precision on a GPU one kernel takes all sequences. Elsewhere torch's fused kernel or
-    `short_attention` takes those of one length together. RuntimeError if the model passes on no lengths, or there are
-    several rows.
+    square of their sum. In half precision on a GPU one kernel takes all sequences. Elsewhere torch's fused kernel
+    takes those of one length together. RuntimeError if the model passes on no lengths, or there are several rows.
 
     Args:
         packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
@@ -64,11 +62,8 @@ def packed_attention(
     # Sequences of one length are neighbours, as passes have them in the order of their lengths.
     runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths.each)]
     pieces = []
-    for (length, _), *run in zip(runs, *(_by_length(state, runs) for state in states), strict=True):
-        if short.takes(query, length):
-            attended = short.short_attention(*run, scale=options.get("scaling"))
-        else:
-            attended = sdpa_attention_forward(module, *map(_precise, run), None, **options)[0]
+    for run in zip(*(_by_length(state, runs) for state in states), strict=True):
+        attended = sdpa_attention_forward(module, *map(_precise, run), None, **options)[0]
         pieces.append(attended.to(query.dtype).flatten(0, 1)[None])
     return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0], None
 

@@ -10,7 +10,6 @@ from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.models.compiled import compile_layers
 from quartet.models.frozen_passes import FrozenPasses
-from quartet.models.linear import use_onednn
 from quartet.models.loading import load_config, load_tokenizer, max_length
 from quartet.models.offload import Residence
 from quartet.models.scalar import load_scalar
@@ -37,7 +36,6 @@ class ModelScorer:
         if labels != 1:
             raise ConfigError(f"reward.args.scorer.model: {config.model} has num_labels {labels}; it must have 1")
         self._model = load_scalar(config.model, config.dtype, packing=config.packing).eval().requires_grad_(False)
-        use_onednn(self._model)
         if config.compile_layers:
             compile_layers(self._model)
         self._residence = Residence(self._model, device, config.idle_s)

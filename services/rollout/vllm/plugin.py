@@ -2,16 +2,15 @@
 
 import os
 
-from quartet.ranks.lone_groups import share_listener
 from quartet.ranks.nccl_settings import reserve
 from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
 from services.rollout.vllm.parent import end_with_parent
 
 
 def register() -> None:
-    """Registers the weight-transfer engine `quartet`, lets the process end with the one that started it, lets its
-    groups of one rank share a listener, lets it compute in bfloat16 where the processor has AMX, and adds the
-    variables that a push by NCCL changes, before there is a group.
+    """Registers the weight-transfer engine `quartet`, lets the process end with the one that started it, lets it
+    compute in bfloat16 where the processor has AMX, and adds the variables that a push by NCCL changes, before there
+    is a group.
 
     vLLM loads plugins several times in a process; further calls do nothing.
     """
@@ -21,5 +20,4 @@ def register() -> None:
         Factory.register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
     reserve(os.environ)
     end_with_parent()
-    share_listener()
     allow_matrix_tiles()

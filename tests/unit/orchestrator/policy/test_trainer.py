@@ -18,7 +18,6 @@ from quartet.models.tiles import linear_logprobs
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
-from tests.unit.priorities import own_priority, priorities
 
 Rows = list[list[float]]
 
@@ -32,16 +31,6 @@ def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_bat
     assert [row.dtype for row in actual] == [np.float32] * 4
     for row, wanted in zip(actual, expected, strict=True):
         assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
-def test_logprobs_leave_the_cores_to_sampling(policy_folder: Path) -> None:
-    trainer = make_trainer(policy_folder)
-    with priorities() as seen:
-        trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
-    assert seen == {19}
-    with priorities() as seen:
-        trainer.score(arrays(RESPONSES))
-    assert seen == {own_priority()}
 
 
 def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None) -> torch.Tensor:

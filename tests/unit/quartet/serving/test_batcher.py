@@ -1,7 +1,6 @@
 """Dynamic batching: calls that arrive while a pass computes are served by the next ones."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -30,18 +29,6 @@ async def test_calls_that_arrive_meanwhile_share_the_next_pass(doubler: Doubler)
     assert doubler.batches == [[0], [1, 2, 3, 4, 5]]
     assert len(doubler.threads) == 1
     assert threading.current_thread().name not in doubler.threads
-
-
-async def test_in_the_background_passes_have_the_lowest_priority_and_the_event_loop_keeps_its_own(
-    doubler: Doubler,
-) -> None:
-    doubler.gate.set()
-    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert await ask(make_batcher(doubler), [1]) == [2]
-    assert doubler.priorities == {mine}
-    assert await ask(make_batcher(doubler, background=True), [1]) == [2]
-    assert doubler.priorities == {mine, 19}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 async def test_an_idle_batcher_starts_at_once_every_time(doubler: Doubler) -> None:

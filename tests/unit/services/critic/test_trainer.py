@@ -17,7 +17,6 @@ from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests.models import make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
-from tests.unit.priorities import own_priority, priorities
 
 pytestmark = pytest.mark.processes
 
@@ -47,16 +46,6 @@ def saved_values(folder: Path) -> list[list[float]]:
             hidden = body(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]
         actual.append((hidden @ head["value_head.weight"][0] + head["value_head.bias"]).tolist())
     return actual
-
-
-def test_values_leave_the_cores_to_sampling_and_training_does_not(reward_folder: Path) -> None:
-    trainer = make_trainer(reward_folder)
-    with priorities() as seen:
-        trainer.values(arrays(PROMPTS), arrays(RESPONSES))
-    assert seen == {19}
-    with priorities() as seen:
-        trainer.train(make_batch(0.0, 1.0), epochs=1, minibatch_size=2, seed=0)
-    assert seen == {own_priority()}
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
