@@ -1,10 +1,12 @@
 """PPO and its KL penalty."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from quartet.config.base import Config, Count, Fraction
+from quartet.wire.codec import Bools, Floats, Ints
 
 CLIP_EPS, IMPORTANCE_CAP = 0.2, 2.0
 """Defaults of PPOConfig.clip_eps_low and clip_eps_high, and of importance_cap."""
@@ -46,6 +48,18 @@ class KLConfig(Config):
         if self.target is not None and self.coef == 0:
             raise ValueError("target adapts the coefficient by factors, so coef must be more than 0")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All G responses to one prompt, as an algorithm decides on them before a batch takes them."""
+
+    scores: Floats
+    """[G]"""
+    lengths: Ints
+    """Tokens of each response, [G]."""
+    truncated: Bools
+    """True where the length limit cut the response off, [G]."""
 
 
 class PPOConfig(Config):
@@ -126,6 +140,15 @@ class PPOConfig(Config):
     def needs_critic(self) -> bool:
         """True if advantages are estimated from a critic's values."""
         return self.advantages == "gae"
+
+    @property
+    def max_discarded(self) -> int:
+        """Most groups that may be discarded for each one that a batch takes."""
+        return 0
+
+    def admit(self, group: Group) -> bool:
+        """True if the group may be trained on; else it is discarded, and another prompt takes its place."""
+        return True
 
     @property
     def corrects(self) -> bool:

@@ -14,7 +14,7 @@ class LoopConfig(Config):
     """Most versions between the weights that sampled a token and the policy that trains on it. 0: lock-step, every
     sample comes from the policy that it trains. 1 or more: samples are made without a pause and weights are pushed
     while a batch trains. The bound holds for every token of every sample, because samples are admitted late enough;
-    none is discarded."""
+    none is discarded for its age."""
     depth: Count | None = None
     """Number of batches that are sampled ahead of the one that trains, at most max_staleness. Null: max_staleness.
     Fewer batches need less room in the engines. And a batch is then formed without its slowest samples, each of which

@@ -69,22 +69,30 @@ class Collected:
     repeated: int = 0
     """Number of requests for samples that were repeated because their replica was lost, stuck or too old. No sample
     is in `experiences` twice."""
+    discarded: tuple[int, ...] = ()
+    """Numbers of the samples that were made for it and discarded with their groups, ascending."""
     kept: bool = False
     """True if it was read from the journal, and need not be written again."""
 
     @classmethod
-    def of(cls, finished: Iterable[Finished], repeated: int) -> Self:
+    def of(cls, finished: Iterable[Finished], repeated: int, discarded: Iterable[int] = ()) -> Self:
         """A batch of these, in the order of their numbers."""
         rows = sorted(finished, key=lambda each: each.experience.number)
         asked, sampled = min((e.asked for e in rows), default=0), max((e.sampled for e in rows), default=0)
         complete = max((e.complete for e in rows), default=0)
-        return cls([each.experience for each in rows], sampled - asked, complete - sampled, repeated)
+        experiences, left_out = [each.experience for each in rows], tuple(sorted(discarded))
+        return cls(experiences, sampled - asked, complete - sampled, repeated, left_out)
 
     @cached_property
     def pairs(self) -> Pairs:
         """The samples with their prompts, encoded once."""
         rows = self.experiences
         return Pairs.of([e.number for e in rows], [e.prompt for e in rows], [e.sample for e in rows])
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all samples that the step uses up: those that it trains on, and those discarded for it."""
+        return [experience.number for experience in self.experiences] + list(self.discarded)
 
     @property
     def valued(self) -> bool:

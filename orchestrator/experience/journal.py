@@ -24,7 +24,7 @@ from quartet.wire.codec import Floats
 from quartet.wire.errors import InvalidArgument
 from services.rollout.sample import Sample
 
-FORMAT = 4
+FORMAT = 5
 """Version of a step's file; raised when the format changes."""
 _SAMPLING_SECTIONS: dict[str, Any] = {
     **dict.fromkeys(("seed", "batch_size", "data", "sampling", "ppo", "policy"), True),
@@ -79,7 +79,8 @@ class ExperienceJournal:
             ]
             if (wrong := first_not_finite(_numbers(experiences))) is not None:
                 raise ValueError(f"it holds {wrong}")
-            return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"])
+            discarded = tuple(int(number) for number in raw["discarded"])
+            return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"], discarded)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, DecodeError, InvalidArgument) as error:
@@ -103,6 +104,7 @@ class ExperienceJournal:
             "generate_s": collected.generate_s,
             "score_s": collected.score_s,
             "repeated": collected.repeated,
+            "discarded": list(collected.discarded),
         }
         replace_file(self._path(step), msgpack.packb(raw))
 

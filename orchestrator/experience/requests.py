@@ -30,7 +30,8 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Numbers of the samples that a run has trained on: all below `below`, and those of `beyond`.
+    """Numbers of the samples that a run has used up, by training on them or by discarding them with their groups: all
+    below `below`, and those of `beyond`.
 
     0 1 2 5 7 were used:  below 3, beyond 5 and 7
     """

@@ -1,4 +1,4 @@
-"""Slots for samples: as many are under way as can be trained on in time, so that none is too old or discarded."""
+"""Slots for samples: as many are under way as can be trained on in time, so that none becomes too old."""
 
 from collections.abc import Iterable
 
@@ -20,8 +20,13 @@ class Slots:
     - A commit changes no deadline of a group that is under way; those admitted later get later ones.
     - A batch is taken only if what it leaves satisfies the bound for next_take + 1. The groups of the earliest
       deadlines do (each count falls by `size`, or to 0), so waiting for those always ends with a batch.
+    - A discarded group leaves. No count grows, so the rule and every count keep their bounds. The group in its place
+      is admitted by the rule, with a deadline of its own. While the loop waits, and once next_take is served,
+      the rule has room for a whole batch at least, so that as many groups are under way as the batch lacks: waiting
+      ends with a batch unless groups are discarded without end, which the caller limits.
 
-    Hence no sample outlives its deadline, and none is discarded. With size 2 and staleness 1, versions from 4 on:
+    Hence no sample outlives its deadline, and none leaves but by `take` or `discard`, once. With size 2 and
+    staleness 1, versions from 4 on:
 
         served 4, next_take 4:  2 * (4 + 1 - 4 + 1) = 4    groups 0 1 2 3 admitted, deadline 5
         1 3 finished: taken     0 2 are left for version 5, where their deadline is
@@ -69,6 +74,11 @@ class Slots:
     def finish(self, group: int) -> None:
         """Records that all samples of a group are complete."""
         self._finished.add(group)
+
+    def discard(self, group: int) -> None:
+        """Removes a finished group that no batch will take; another may be admitted in its place."""
+        self._finished.remove(group)
+        del self._deadlines[group]
 
     def commit(self, version: int) -> None:
         """Records that all replicas serve `version` or later."""

@@ -44,7 +44,7 @@ class ExperienceSource:
             beside: runs the sampling. A failure of a service ends its block at once.
             step: steps done.
             version: version that the replicas serve, and that trains on the next batch.
-            used: samples trained on.
+            used: samples trained on or discarded.
         """
         config, kept = self._config, self._kept(step, used)
         slots = Slots(
@@ -61,8 +61,8 @@ class ExperienceSource:
         """The batches of the steps after `step` up to the first that the journal does not hold."""
         kept: dict[int, Collected] = {}
         while self._journal and (batch := self._journal.read(step + 1, self._prompt)):
-            numbers = [experience.number for experience in batch.experiences]
-            if len(numbers) != self._config.batch_size or any(number in used for number in numbers):
+            numbers = batch.numbers
+            if len(batch.experiences) != self._config.batch_size or any(number in used for number in numbers):
                 break  # of an abandoned timeline
             step, used = step + 1, used.plus(numbers)
             kept[step] = batch

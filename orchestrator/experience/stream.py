@@ -1,10 +1,13 @@
 """The stream of experience: samples are made without a pause, and batches are formed of what is finished."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
+from orchestrator.config.algorithm import Group
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
@@ -16,11 +19,16 @@ from orchestrator.experience.slots import Slots
 from quartet.wire.errors import DeadlineExceeded
 
 
+class DiscardedError(RuntimeError):
+    """The algorithm discards nearly all groups, so that a batch would not come."""
+
+
 class Stream:
     """Makes the services sample whenever Slots has room, and gives each step a batch of what is finished.
 
     Samples are asked for in the order of their numbers, in calls of prompts_per_call; each is scored and referenced
-    as soon as it has come. All responses to one prompt are in one batch. The loop, for each step:
+    as soon as it has come. All responses to one prompt are in one batch, or discarded together when the last is
+    finished, if the algorithm does not admit them; another prompt takes their place. The loop, for each step:
 
         collected = await stream.take(8, critic_step=7)                   # samples 0 1 3 5, say; 2 4 6 7 go on
         collected = await stream.complete(8, collected, critic_step=7)    # values, journal
@@ -28,6 +36,9 @@ class Stream:
 
     With max_staleness 0 a batch is asked for when the loop waits for it, and is valued as it is scored: lock-step.
     With more, the critic trains in between, so that its values are asked for when a batch is taken.
+
+    At lock-step it does not depend on the order in which samples finish which groups a batch takes: the first in
+    number that are admitted, since as many are asked for as the batch lacks, and no more.
     """
 
     def __init__(
@@ -50,11 +61,14 @@ class Stream:
         self._slots = slots
         self._kept = dict(kept)
         self._each = config.ppo.samples_per_prompt
-        reserved = {experience.number for batch in kept.values() for experience in batch.experiences}
+        reserved = {number for batch in kept.values() for number in batch.numbers}
         self._numbers = used.others(reserved)
         self._group_of: dict[int, int] = {}
         self._finished: dict[int, list[Finished]] = {}
         self._repeated = 0
+        self._critic_step: int | None = None
+        self._discarded: list[int] = []
+        """Numbers of the samples that were discarded since the last batch was taken."""
         self._changed = asyncio.Event()
 
     async def take(self, step: int, *, critic_step: int | None) -> Collected:
@@ -64,18 +78,22 @@ class Stream:
 
         Raises:
             DeadlineExceeded: no batch is complete after timeouts.take_s; the message says what it waits for.
+            DiscardedError: too many groups were discarded.
         """
         self._slots.wait()
-        self._admit(critic_step if self._config.loop.max_staleness == 0 else None)
+        self._critic_step = critic_step if self._config.loop.max_staleness == 0 else None
+        self._admit()
         if kept := self._kept.pop(step, None):
             self._slots.take_kept()
             batch = replace(kept, kept=True)
         else:
             groups = await self._chosen(step)
             self._slots.take(groups)
-            repeated, self._repeated = self._repeated, 0
-            batch = Collected.of([each for group in groups for each in self._finished.pop(group)], repeated)
-        self._admit(None)
+            finished = [each for group in groups for each in self._finished.pop(group)]
+            batch = Collected.of(finished, self._repeated, self._discarded)
+            self._repeated, self._discarded = 0, []
+        self._critic_step = None
+        self._admit()
         return batch
 
     async def complete(self, step: int, collected: Collected, *, critic_step: int | None) -> Collected:
@@ -91,10 +109,12 @@ class Stream:
     def served(self, version: int) -> None:
         """Records that all replicas serve `version`; asks for the samples that have room now."""
         self._slots.commit(version)
-        self._admit(None)
+        self._admit()
 
-    def _admit(self, critic_step: int | None) -> None:
-        """Starts the samples for which there is room. Without `critic_step` their values are left for later."""
+    def _admit(self) -> None:
+        """Starts the samples for which there is room; with values by the critic if the loop waits at lock-step."""
+        if self._too_many_discarded:
+            return
         version, numbers = self._slots.served, list(islice(self._numbers, self._slots.free() * self._each))
         for start in range(0, len(numbers), self._each):
             group = numbers[start]
@@ -104,16 +124,21 @@ class Stream:
         asked = training_requests(self._config, self._prompts, numbers)
         for requests in calls(asked, self._config.prompts_per_call):
             call = self._collector.finish(
-                requests, version=version, critic_step=critic_step, put=self._put, on_repeat=self._repeat
+                requests, version=version, critic_step=self._critic_step, put=self._put, on_repeat=self._repeat
             )
             self._beside.start(call, f"sampling of {requests[0].number} to {requests[-1].number}")
 
     def _put(self, finished: Finished) -> None:
         group = self._group_of.pop(finished.experience.number)
         self._finished[group].append(finished)
-        if len(self._finished[group]) == self._each:
-            self._slots.finish(group)
-            self._changed.set()
+        if len(self._finished[group]) < self._each:
+            return
+        self._slots.finish(group)
+        if not self._config.ppo.admit(_group(self._finished[group])):
+            self._slots.discard(group)
+            self._discarded += [each.experience.number for each in self._finished.pop(group)]
+            self._admit()
+        self._changed.set()
 
     def _repeat(self, missing: int) -> None:
         self._repeated += missing
@@ -123,6 +148,8 @@ class Stream:
         try:
             async with asyncio.timeout(longest_s):
                 while (groups := self._slots.choose()) is None:
+                    if self._too_many_discarded:
+                        raise DiscardedError(self._of_discarded(step))
                     self._changed.clear()
                     await self._changed.wait()
                 return groups
@@ -131,3 +158,27 @@ class Stream:
                 f"step {step}: no batch after {longest_s:g} s (timeouts.take_s). {self._collector.stages}; the "
                 f"replicas serve version {self._slots.served}, version {self._slots.next_take} trains next"
             ) from None
+
+    @property
+    def _too_many_discarded(self) -> bool:
+        """True if no more groups may be asked for in place of those that were discarded."""
+        limit = self._config.ppo.max_discarded * self._config.batch_size
+        return bool(self._discarded) and len(self._discarded) >= limit
+
+    def _of_discarded(self, step: int) -> str:
+        groups, most = len(self._discarded) // self._each, self._config.ppo.max_discarded
+        return (
+            f"step {step}: {groups} groups of responses were discarded, {most} for each one of a batch "
+            "(ppo.max_discarded), and the batch is not complete: choose prompts of which the algorithm admits more, "
+            "or let it discard none, and go on with --resume"
+        )
+
+
+def _group(finished: Sequence[Finished]) -> Group:
+    """The group as the algorithm decides on it, in the order of its samples' numbers."""
+    rows = sorted((each.experience for each in finished), key=lambda each: each.number)
+    return Group(
+        scores=np.asarray([each.score for each in rows], np.float32),
+        lengths=np.asarray([len(each.sample.response_ids) for each in rows], np.int64),
+        truncated=np.asarray([each.truncated for each in rows], bool),
+    )

@@ -68,13 +68,14 @@ def check_ages(collected: Collected, step: int, version: int, bound: int) -> Non
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
-    """Counts of samples that were requested, requested again, used, and begun by one replica and finished by another,
-    with the tokens kept of the first; the policy's version, and the oldest sample's staleness."""
+    """Counts of samples that were requested, requested again, discarded, used, and begun by one replica and finished
+    by another, with the tokens kept of the first; the policy's version, and the oldest sample's staleness."""
     kept = [experience.sample.kept for experience in collected.experiences]
     oldest = min(experience.sample.oldest_version for experience in collected.experiences)
     return {
         "samples/asked": done.samples_asked - before.samples_asked,
         "samples/repeated": collected.repeated,
+        "samples/discarded": len(collected.discarded),
         "samples/resumed": sum(tokens > 0 for tokens in kept),
         "samples/tokens_kept": sum(kept),
         "samples/used": done.samples_used - before.samples_used,

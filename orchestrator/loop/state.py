@@ -39,10 +39,12 @@ class TrainState(Config):
     """Samples requested since the run began, repetitions included."""
     samples_used: int = 0
     """Samples trained on since the run began, each once."""
+    samples_discarded: int = 0
+    """Samples discarded since the run began, as the algorithm did not admit their groups."""
     used_beyond: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Numbers of those samples that were trained on before one of a lower number, ascending; at most as many as may
-    be sampled ahead. All samples numbered below `samples_used` minus the count of these were used. Empty at
-    lock-step."""
+    """Numbers of those samples that were trained on or discarded before one of a lower number, ascending; at most as
+    many as may be sampled ahead. All samples numbered below `samples_used` + `samples_discarded` minus the count of
+    these are used up. Empty at lock-step."""
 
     skipped_in_a_row: int = 0
     """Consecutive optimizer steps up to now whose gradient was not finite, the largest number of all learners. 0 in
@@ -60,8 +62,9 @@ class TrainState(Config):
 
     @property
     def used(self) -> Used:
-        """The numbers of the samples trained on."""
-        return Used(self.samples_used - len(self.used_beyond), frozenset(self.used_beyond))
+        """The numbers of the samples trained on or discarded."""
+        count = self.samples_used + self.samples_discarded
+        return Used(count - len(self.used_beyond), frozenset(self.used_beyond))
 
     @model_validator(mode="before")
     @classmethod
@@ -85,9 +88,11 @@ class TrainState(Config):
         normaliser: RunningNormaliser,
         asked: int,
         used: Sequence[int],
+        discarded: Sequence[int] = (),
         skipped_in_a_row: int = 0,
     ) -> Self:
-        """The state after one more step, which trained on the samples with the numbers `used`."""
+        """The state after one more step, which trained on the samples with the numbers `used`, and for which those
+        with the numbers `discarded` were."""
         return self.model_copy(
             update={
                 "step": self.step + 1,
@@ -95,7 +100,8 @@ class TrainState(Config):
                 "normaliser": normaliser,
                 "samples_asked": self.samples_asked + asked,
                 "samples_used": self.samples_used + len(used),
-                "used_beyond": tuple(sorted(self.used.plus(used).beyond)),
+                "samples_discarded": self.samples_discarded + len(discarded),
+                "used_beyond": tuple(sorted(self.used.plus([*used, *discarded]).beyond)),
                 "skipped_in_a_row": skipped_in_a_row,
             }
         )

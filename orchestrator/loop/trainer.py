@@ -146,8 +146,9 @@ class Trainer:
         return state.advanced(
             kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
             normaliser=estimate.normaliser,
-            asked=len(batch) + batch.collected.repeated,
+            asked=len(batch.collected.numbers) + batch.collected.repeated,
             used=[experience.number for experience in batch.experiences],
+            discarded=batch.collected.discarded,
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
 

@@ -185,6 +185,7 @@ class Stage:
         self.checkpoints, self.experience = FakeCheckpoints(self.journal), FakeExperienceJournal()
         self.evaluator = FakeEvaluator(self.journal) if evaluates else None
         self.written: list[Span] = []
+        self.prompts = 2
         self.spans = Spans(self.written.extend)
 
     def trainer(self, first_critic_step: int | None) -> Trainer:
@@ -197,7 +198,7 @@ class Stage:
             config,
             ExperienceSource(
                 config,
-                PromptStream(make_prompts(2), config.seed, config.ppo.samples_per_prompt),
+                PromptStream(make_prompts(self.prompts), config.seed, config.ppo.samples_per_prompt),
                 Collector(
                     services,
                     config,

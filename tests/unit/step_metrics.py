@@ -18,7 +18,7 @@ STEP_METRICS = {
     *("staleness/mean", "staleness/share_0"),
     *("policy/loss", "policy/sampled_entropy", "value/loss", "value/grad_norm", "policy/version", "policy/staleness"),
     *("tokens_per_s/generation", "tokens_per_s/training"),
-    *("samples/asked", "samples/repeated", "samples/resumed", "samples/tokens_kept"),
+    *("samples/asked", "samples/repeated", "samples/discarded", "samples/resumed", "samples/tokens_kept"),
     *("samples/used", "samples/used_total", "seconds/checkpoint"),
     *("seconds/generate", "seconds/score", "seconds/logprobs", "seconds/train", "seconds/push", "seconds/step"),
     "seconds/wall",

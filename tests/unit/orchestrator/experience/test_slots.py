@@ -152,3 +152,59 @@ def test_no_schedule_breaks_the_bound_or_ends_without_a_batch(seed: int) -> None
             slots.take(chosen)
             batches.append(chosen)
     assert sorted(group for batch in batches for group in batch) == list(range(50 * size))
+
+
+def test_a_discarded_group_leaves_its_room_to_another() -> None:
+    slots = Slots(2, staleness=0, depth=0, version=7, last=9)
+    slots.wait()
+    assert admitted(slots, 0) == [0, 1]
+    assert finished(slots, 1) is None
+    slots.discard(1)
+    assert (slots.under_way, slots.free()) == ([0], 1)
+    assert admitted(slots, 2) == [2]
+    assert finished(slots, 0) is None  # a batch never takes what was discarded
+    assert finished(slots, 2) == [0, 2]
+    slots.take([0, 2])
+    with pytest.raises(KeyError):
+        slots.discard(2)  # what was taken stays taken
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_discarded_groups_leave_the_bound_whole_and_every_batch_comes(seed: int) -> None:
+    """Fifty batches in random order, while a share of all finished groups, up to nine in ten, is discarded."""
+    draw = random.Random(seed)
+    staleness = draw.randint(0, 4)
+    size, depth = draw.randint(1, 5), draw.randint(min(1, staleness), staleness)
+    share, kept = draw.choice([0.1, 0.5, 0.9]), draw.choice([0, 0, 2])
+    slots = Slots(size, staleness=staleness, depth=depth, version=0, last=49, kept=kept)
+    born: dict[int, int] = {}
+    pending: list[int] = []
+    discarded: list[int] = []
+    taken: list[int] = []
+    while slots.next_take < 50:
+        slots.wait()
+        for group in admitted(slots, len(born)):
+            born[group] = slots.served
+            pending.append(group)
+        can_finish, can_commit = bool(pending), slots.served < slots.next_take
+        if can_finish and (not can_commit or draw.random() < 0.7):
+            slots.finish(group := pending.pop(draw.randrange(len(pending))))
+            if draw.random() < share:
+                slots.discard(group)
+                discarded.append(group)
+        elif can_commit:
+            slots.commit(slots.next_take)
+        else:
+            assert kept or slots.choose(), "neither a sample nor a push is awaited, and there is no batch"
+        if slots.next_take - slots.served > min(1, staleness):
+            continue
+        if kept:
+            kept -= 1
+            slots.take_kept()
+        elif chosen := slots.choose():
+            assert all(slots.next_take - born[group] <= staleness for group in chosen)
+            slots.take(chosen)
+            taken += chosen
+    assert sorted(taken + discarded) == sorted(born.keys() - pending)
+    assert len(set(taken)) == len(taken)
+    assert not set(taken) & set(discarded)
