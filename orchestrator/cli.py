@@ -196,8 +196,8 @@ def evaluate(
     # Imported here for the same reason as in `check`.
     from orchestrator.commands.evaluate import evaluate_model
 
-    table = asyncio.run(evaluate_model(deployment, model, split, output, note=_say))
-    Console().print(table)
+    evaluation = asyncio.run(evaluate_model(deployment, model, split, output, note=_say))
+    Console().print(evaluation.table())
 
 
 @app.command()

@@ -152,6 +152,9 @@ class Lines:
     def step(self, step: int, metrics: Line, seconds_left: float) -> None:
         """Shows nothing."""
 
+    async def pause(self) -> None:
+        """Never waits."""
+
     def stop(self) -> None:
         """Shows nothing."""
 

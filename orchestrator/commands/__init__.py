@@ -1,4 +1,4 @@
 """The commands `quartet train`, `check`, `evaluate` and others: each connects the packages.
 
-May import all but cli and report. cli imports it.
+May import all but cli and report. api and cli import it.
 """

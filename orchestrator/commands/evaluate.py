@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,25 @@ from services.rollout.offline import pack_request, unpack_samples
 from services.rollout.sample import Sample, Sampling
 
 CURRENT = "current"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A model's responses on a split, with their scores."""
+
+    title: str
+    """The model and the split."""
+    scorer: str
+    """Name of the reward service's scorer."""
+    rows: Sequence[EvaluatedSample]
+    path: Path
+    """The JSONL file that holds the rows."""
+
+    def table(self) -> Table:
+        """Means with 95 % confidence intervals, for rich to print."""
+        return _table(self.rows, self.title, self.scorer, str(self.path))
+
+
 _ROLLOUT = "services.rollout.replica:build"
 
 
@@ -50,8 +69,8 @@ async def evaluate_model(
     output: Path | None,
     connect: Callable[[OrchestratorConfig, Purpose], Services] = Services.connect,
     note: Callable[[str], None] = lambda text: None,
-) -> Table:
-    """Generates, scores, writes the samples as JSONL and returns the table.
+) -> Evaluation:
+    """Generates, scores, and writes the samples as JSONL.
 
     Args:
         deployment: its services have to be up; its sampling settings and judges are used.
@@ -93,7 +112,7 @@ async def evaluate_model(
     rows = await evaluate_samples(collected.experiences, tokenizer, judges, config.evaluation.judge_s)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
-    return table(rows, f"{model} on {split}", infos["reward"].scorer.name, str(path))
+    return Evaluation(f"{model} on {split}", infos["reward"].scorer.name, rows, path)
 
 
 async def ask(services: Services, timeout_s: float, *, with_rollout: bool) -> dict[str, Any]:
@@ -179,7 +198,7 @@ def _rollout(deployment: Deployment) -> dict[str, Any]:
     raise ConfigError(f"{deployment.path}: applications: none has the import_path {_ROLLOUT}, which --model needs")
 
 
-def table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -> Table:
+def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) -> Table:
     """A table of means with 95 % confidence intervals."""
     drawn = Table(title=title, caption=f"{len(rows)} samples, written to {path}", title_justify="left")
     drawn.add_column("measure")

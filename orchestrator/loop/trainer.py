@@ -104,6 +104,7 @@ class Trainer:
                     state = await self._step(state, stream, publishing)
                     with self._waits("checkpoint"):
                         await self._checkpoints.take_if_due(state)
+                    await self._record.pause()
                 await publishing.settled()
             await self._policy.save(str(save_to))
 

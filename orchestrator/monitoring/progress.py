@@ -22,6 +22,9 @@ class Progress(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None: ...
 
+    async def pause(self) -> None:
+        """Returns when the next step may begin."""
+
     def note(self, text: str) -> None: ...
 
     def stop(self) -> None: ...
@@ -93,6 +96,9 @@ class RichProgress:
             left=f"{duration(seconds_left)} left",
         )
 
+    async def pause(self) -> None:
+        """Returns at once."""
+
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False)
 
@@ -113,6 +119,9 @@ class PlainProgress:
         headline, waits = self._headline.update(metrics), who_waits(metrics)
         line = f"step {step}/{self._total}  {headline}  {duration(seconds_left)} left"
         self.note(f"{line}  ({waits})" if waits else line)
+
+    async def pause(self) -> None:
+        """Returns at once."""
 
     def note(self, text: str) -> None:
         print(printable(text), file=self._stream, flush=True)

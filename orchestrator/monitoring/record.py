@@ -34,6 +34,10 @@ class Record:
         self._log.write(step, metrics)
         self._progress.step(step, metrics, self._time_left.update(step, metrics["seconds/step"]))
 
+    async def pause(self) -> None:
+        """Waits between two steps, if the user wants to."""
+        await self._progress.pause()
+
     def note(self, text: str) -> None:
         """Shows a message to the user."""
         self._progress.note(text)

@@ -161,6 +161,9 @@ class FakeProgress:
         assert seconds_left >= 0
         self.calls.append(("step", step))
 
+    async def pause(self) -> None:
+        """Never waits."""
+
     def note(self, text: str) -> None:
         if self.silent:
             raise AssertionError(text)
