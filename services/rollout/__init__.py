@@ -1,4 +1,4 @@
-"""Rollout: samples responses with vLLM and takes new weights while it serves.
+"""Rollout: samples responses and takes new weights while it serves.
 
-May import quartet. orchestrator imports it: client, config, sample and offline.
+May import quartet. orchestrator imports it: client, config, engines, sample and offline.
 """

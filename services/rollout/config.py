@@ -1,19 +1,30 @@
 """Configuration of the rollout service: the `args:` of its application in the YAML file."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quartet.config.base import Config, Count, Dtype, ModelPath, Seconds
 from quartet.config.limits import LimitsConfig
+from services.rollout.engines import ENGINES
 
 DEFAULT_LENGTH = 2048
 """Default of the longest prompt + response, in tokens."""
 
 
-class RolloutConfig(Config):
-    """One vLLM engine per replica."""
+def _known(engine: str) -> str:
+    if engine not in ENGINES and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", engine):
+        raise ValueError(f"should be {' or '.join(ENGINES)}, or package.module:function, got {engine!r}")
+    return engine
 
+
+class RolloutConfig(Config):
+    """One engine per replica."""
+
+    engine: Annotated[str, AfterValidator(_known)] = "vllm"
+    """Name of the engine (services/rollout/engines.py), or `package.module:function` of one of your own: a coroutine
+    function that takes this configuration and returns an Engine (services/rollout/interface.py)."""
     model: ModelPath
     """Folder of the Hugging Face model whose weights are version 0."""
     dtype: Dtype = "float32"

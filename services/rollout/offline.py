@@ -17,6 +17,7 @@ import numpy as np
 
 from quartet.wire.codec import Ints
 from services.rollout.config import RolloutConfig
+from services.rollout.engines import start
 from services.rollout.sample import FinishReason, Sample, Sampling
 
 
@@ -48,9 +49,7 @@ def unpack_samples(data: bytes) -> list[Sample]:
 
 async def generate(request: dict[str, Any]) -> list[Sample]:
     """Starts an engine, generates everything and ends it."""
-    from services.rollout.vllm.engine import VLLMEngine
-
-    engine = await VLLMEngine.start(RolloutConfig.parse(request["config"], "offline"))
+    engine = await start(RolloutConfig.parse(request["config"], "offline"))
     try:
         sampling = Sampling(**request["sampling"])
         calls = [

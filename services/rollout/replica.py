@@ -4,8 +4,7 @@ Import path for Serve: `services.rollout.replica:build`.
 """
 
 import contextlib
-import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray import serve
@@ -23,24 +22,10 @@ from quartet.wire.errors import FailedPrecondition, InvalidArgument
 from quartet.wire.ragged import Ragged
 from services.rollout.call import Call
 from services.rollout.config import RolloutConfig
+from services.rollout.engines import Start, start
 from services.rollout.fanout import broadcast
-from services.rollout.interface import Engine
 from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling
-
-Start = Callable[[RolloutConfig], Awaitable[Engine]]
-"""Starts an engine."""
-
-
-async def start_vllm(config: RolloutConfig) -> Engine:
-    """Starts vLLM's engine."""
-    # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
-    # it recovers from its own death, stops replicas whose log it does not find.
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    # Imported here because Serve builds the application in a process that then need not load the engine.
-    from services.rollout.vllm.engine import VLLMEngine
-
-    return await VLLMEngine.start(config)
 
 
 @serve.deployment(
@@ -54,9 +39,9 @@ class Rollout(HealthMixin):
     """One replica, one engine."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: RolloutConfig, start: Start = start_vllm
+        self, config: RolloutConfig, start: Start = start
     ) -> None:
-        """Starts the engine and joins the run that is active. `start` may start an emulated one."""
+        """Starts the engine and joins the run that is active. `start` may start another than `config.engine`."""
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.wire.identity import describe_model
         from services.rollout.member import WeightMember

@@ -14,9 +14,7 @@ from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
 from services.reward.config import ModelScorerConfig, RewardConfig
 from services.rollout.config import RolloutConfig
-
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Numbers per attention head that vLLM's kernels for a CPU are compiled for (its `CPUAttentionBackend`)."""
+from services.rollout.engines import kind_of
 
 
 def untested(deployment: Deployment) -> Iterator[str]:
@@ -59,16 +57,17 @@ def head_size(config: Any) -> int | None:
 
 
 def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
-    """A size of attention heads with which vLLM ends on a CPU once it computes."""
+    """A size of attention heads with which the engine ends on a CPU once it computes."""
+    sizes = kind_of(section).cpu_head_sizes
     model = load_model_config(section.model)
     # Multi-head latent attention has kernels of its own.
-    if model is None or getattr(model, "kv_lora_rank", None):
+    if sizes is None or model is None or getattr(model, "kv_lora_rank", None):
         return
     size = head_size(model)
-    if size is not None and size not in CPU_HEAD_SIZES:
+    if size is not None and size not in sizes:
         yield (
-            f"applications.{name}.args.model: attention heads of {section.model} have {size} numbers, which vLLM has "
-            f"no kernel for on a CPU; its sizes there are {', '.join(map(str, CPU_HEAD_SIZES))}"
+            f"applications.{name}.args.model: attention heads of {section.model} have {size} numbers, which "
+            f"{section.engine} has no kernel for on a CPU; its sizes there are {', '.join(map(str, sizes))}"
         )
 
 

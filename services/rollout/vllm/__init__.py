@@ -1,4 +1,23 @@
 """Code that runs inside vLLM or drives it.
 
-May import config, interface, quartet and sample. offline and replica import it.
+May import config, interface, quartet and sample. Nothing imports it; engines names it.
 """
+
+import os
+from typing import TYPE_CHECKING
+
+from services.rollout.config import RolloutConfig
+
+if TYPE_CHECKING:
+    from services.rollout.interface import Engine
+
+
+async def start(config: RolloutConfig) -> "Engine":
+    """Starts vLLM's engine."""
+    # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
+    # it recovers from its own death, stops replicas whose log it does not find.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    # Imported here because it loads vLLM, and workers of vLLM import other modules of this package.
+    from services.rollout.vllm.engine import VLLMEngine
+
+    return await VLLMEngine.start(config)

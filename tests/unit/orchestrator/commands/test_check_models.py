@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, MambaConfig
 
-from orchestrator.commands.checks.architectures import CPU_HEAD_SIZES, head_size, unfit_heads
+from orchestrator.commands.checks.architectures import head_size, unfit_heads
 from orchestrator.commands.checks.weight_files import broken_weights
 from quartet.config.base import ConfigError
 from quartet.models.loading import check_whole, load_causal
 from services.rollout.config import RolloutConfig
+from services.rollout.engines import ENGINES
 from tests.families import FAMILIES
 from tests.models import WORDS, make_policy, make_reward
 from tests.unit.preflights import args, checked, problems
@@ -139,7 +140,7 @@ def test_heads_that_the_engine_has_no_kernel_for_on_a_cpu(raw: dict[str, Any], t
     small = str(make_policy(tmp_path / "small", kind="llama", tied=False, head_dim=16))
     args(raw, "rollout")["model"] = raw["orchestrator"]["policy"]["model"] = small
     assert problems(raw, tmp_path) == [
-        f"applications.rollout.args.model: attention heads of {small} have 16 numbers, which vLLM has no kernel for "
+        f"applications.rollout.args.model: attention heads of {small} have 16 numbers, which vllm has no kernel for "
         "on a CPU; its sizes there are 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
     ]
     [rollout] = [each for each in raw["applications"] if each["name"] == "rollout"]
@@ -157,7 +158,7 @@ def test_heads_that_the_engine_has_no_kernel_for_on_a_cpu(raw: dict[str, Any], t
 def test_the_sizes_of_heads_are_those_of_the_engine() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(ENGINES["vllm"].cpu_head_sizes or ()) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_stop_tokens_are_the_tokenizers(raw: dict[str, Any], tmp_path: Path) -> None:

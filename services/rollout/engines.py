@@ -1,0 +1,44 @@
+"""Engines by name. A new one is a package beside vllm/ with a `start`, and a row here."""
+
+import importlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the configuration reads this table
+    from services.rollout.config import RolloutConfig
+    from services.rollout.interface import Engine
+
+Start = Callable[["RolloutConfig"], Awaitable["Engine"]]
+"""Starts an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine, and what a file's check has to know of it."""
+
+    start: str
+    """`package.module:function` of its Start, imported in the replica alone."""
+    cpu_head_sizes: tuple[int, ...] | None = None
+    """Numbers per attention head that it has kernels for on a CPU; None: any."""
+
+
+ENGINES = {
+    "vllm": EngineKind(
+        "services.rollout.vllm:start",
+        # Those that vLLM's CPUAttentionBackend was compiled for.
+        cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+    )
+}
+
+
+def kind_of(config: "RolloutConfig") -> EngineKind:
+    """The engine that a configuration names, or the user's own."""
+    return ENGINES.get(config.engine) or EngineKind(config.engine)
+
+
+async def start(config: "RolloutConfig") -> "Engine":
+    """Starts the engine that a configuration names. The errors are the engine's own."""
+    module, _, function = kind_of(config).start.partition(":")
+    begin: Start = getattr(importlib.import_module(module), function)
+    return await begin(config)
