@@ -261,7 +261,7 @@ class _Paced:
         self._note(text)
 
     def stop(self) -> None:
-        """Does nothing: there is no display."""
+        """Does nothing, as nothing is shown."""
 
 
 def _awaited(begin: Callable[[], Awaitable[Result]]) -> Result:
