@@ -42,9 +42,10 @@ class Shell:
             "deploy/ppo.yaml": "ppo.yaml",
         }
         paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        # Without what the tests give to clusters of `quartet up`, except that Ray listens on loopback only.
+        # Without what the tests give to clusters of `quartet up`, except that Ray listens on loopback only. In a home
+        # of its own: Ray keeps its token there.
         own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "QUARTET_"))}
-        own |= {"PATH": paths, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        own |= {"HOME": str(folder), "PATH": paths, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
         own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}"}
         self._environment = own | variables
 
@@ -93,7 +94,7 @@ def test_the_commands_of_the_page_lead_to_a_trained_policy(
     raw = configuration(policy_folder, reward_folder, write_prompts(tmp_path), http, grpc_port)
     raw["orchestrator"] |= {"steps": STEPS}
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(raw))
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     for line in COMMANDS:
         printed = shell.run(line)
         if line.startswith("serve status"):
