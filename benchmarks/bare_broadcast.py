@@ -10,8 +10,8 @@ import torch
 
 from quartet.config.base import MIB
 from quartet.ranks.rendezvous import reach_store, serve_store
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Group
+from quartet.weight_transfer.groups.wires import gloo_wire
 from tests.sources import HOST
 
 STALL_S = 60.0

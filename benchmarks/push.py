@@ -36,8 +36,8 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
 from quartet.config.base import MIB
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Group
+from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.meeting import open_store
 from quartet.weight_transfer.place import Place, machine

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from orchestrator.deployment.memory import SENT_BUCKETS
 from quartet.config.base import MIB
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import checksum

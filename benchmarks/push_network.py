@@ -29,8 +29,8 @@ from rich.table import Table
 
 from quartet.config.base import MIB
 from quartet.ranks.rendezvous import reach_store, serve_store
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Group, turned
+from quartet.weight_transfer.groups.wires import gloo_wire
 
 STALL_S = 120.0
 BRIDGE = "quartet-br"

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.device_memory import Cuda
 from quartet.weight_transfer.place import Place, machine

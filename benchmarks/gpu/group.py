@@ -21,9 +21,8 @@ import typer
 
 from benchmarks.gpu.results import Cell, Results
 from quartet.ranks.rendezvous import reach_store, serve_store
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import SENDER, Group, Wire
-from quartet.weight_transfer.groups.nccl import nccl_wire
+from quartet.weight_transfer.groups.wires import gloo_wire, nccl_wire
 
 HOST = "127.0.0.1"
 ROUNDS = 5

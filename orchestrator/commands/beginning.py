@@ -109,8 +109,7 @@ def resumed_state(
         ConfigError: the services have changed since the checkpoint, and `accept` is False; or the run has a critic
             and the checkpoint holds none.
     """
-    # Checkpoints of older versions do not hold the services' identities.
-    changed = changes(state.services, services) if state.services else []
+    changed = changes(state.services, services)
     if changed and not accept:
         raise ConfigError(
             "\n".join(changed) + "\nthe run would continue with other services: deploy the old ones again, or give "

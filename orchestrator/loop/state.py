@@ -1,9 +1,9 @@
 """The state that the PPO loop carries from step to step; all other state is the learners'."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.experience.requests import Used
@@ -65,21 +65,6 @@ class TrainState(Config):
         """The numbers of the samples trained on or discarded."""
         count = self.samples_used + self.samples_discarded
         return Used(count - len(self.used_beyond), frozenset(self.used_beyond))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_format_1(cls, values: Any) -> Any:
-        """Converts a checkpoint that kept the counters themselves."""
-        if not isinstance(values, dict) or "policy_version" not in values:
-            return values
-        old = dict(values)
-        step, version, critic_step = old["step"], old.pop("policy_version"), old.pop("critic_step")
-        if step and not old.get("samples_used"):
-            raise ValueError(
-                "samples_used: missing; the checkpoint is from before samples were counted; begin again with "
-                "--overwrite"
-            )
-        return old | {"format": 2, "first_version": version - step, "first_critic_step": critic_step - step}
 
     def advanced(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.source import WeightSource
-from orchestrator.push.transport import choose, hindrance
+from orchestrator.push.transport import choose, problem
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 
@@ -57,7 +57,7 @@ class PushGroup:
 
     def hindered(self, replica: str, place: Place) -> bool:
         """True if the chosen backend does not reach a replica at this place."""
-        return bool(hindrance(self.backend, self._senders, {replica: place}))
+        return bool(problem(self.backend, self._senders, {replica: place}))
 
     async def meet(self, answers: Sequence[pb.WeightReport]) -> None:
         """Makes these replicas the members. If they are others than before, or some are not in this membership yet, a

@@ -6,18 +6,18 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.group import PushGroup
 from orchestrator.push.prover import Prover
 from orchestrator.push.replicas import Misfit, Missing, Replicas
 from orchestrator.push.source import WeightSource, both
-from orchestrator.push.staged import StagedPush
-from orchestrator.push.tickets import Delivery, make_ticket
 from orchestrator.push.transport import SHARED_BACKENDS
 from orchestrator.tracing.spans import UNTRACED, Spans
 from protos import rollout_pb2 as pb
-from quartet.weight_transfer.registry import Applicant
+from quartet.weight_transfer.probe import Probe
+from quartet.weight_transfer.registry import Applicant, Ticket
 from quartet.wire.errors import LeaseLost, ServiceError, Unavailable
 from services.rollout.client import RolloutClient
 
@@ -44,6 +44,28 @@ class PushReport:
     difference: float | None = None
     """Largest mean difference of a replica's log-probs from the learner's in the proof, as a part of their spread.
     None if the push was not proved."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPush:
+    """Weights that are being copied, or were copied, out of the learner."""
+
+    policy_version: int
+    push: int
+    """Number of the push."""
+    began: float
+    answers: list[pb.WeightReport]
+    """Reports of the replicas that answered."""
+    gathering: asyncio.Future[None]
+    """Done when the learner's weights are copied."""
+    held: bool
+    """True if the learner keeps these weights until they are delivered."""
+
+
+class Delivery(Protocol):
+    """Hands tickets to the applicants."""
+
+    async def __call__(self, tickets: dict[str, Ticket | None]) -> None: ...
 
 
 class WeightPusher:
@@ -257,6 +279,24 @@ class WeightPusher:
                 prepare = await self._group.newcomers(members)
                 version, checksum = self._pushed.policy_version, self._pushed.checksum
                 proof = await self._prover.of_members(self._scores) if self._prover else None
-                ticket = make_ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
+                ticket = _ticket(self._group, prepare, version, checksum, self._config.timeout_s, proof)
                 await deliver(dict.fromkeys(members, ticket))
                 await self._source.add_newcomers(prepare.membership, prepare.world_size)
+
+
+def _ticket(
+    group: PushGroup, prepare: pb.Prepare, version: int, checksum: str, timeout_s: float, proof: Probe | None
+) -> Ticket:
+    """The phases of a push to the newcomers of `prepare`.
+
+    Args:
+        group: the group of the last push.
+        prepare: the prepare phase for the newcomers.
+        version: version that was pushed last.
+        checksum: checksum of its weights.
+        timeout_s: deadline of the transfer.
+        proof: log-probs that a newcomer should compute afterwards; None for no proof.
+    """
+    commit = pb.Commit(membership=prepare.membership, policy_version=version)
+    transfer = group.transfer(prepare.membership).SerializeToString()
+    return Ticket(prepare.SerializeToString(), transfer, commit.SerializeToString(), checksum, timeout_s, proof)

@@ -25,13 +25,13 @@ def choose(asked: str, senders: Sequence[Place], replicas: Mapping[str, Place]) 
         ConfigError: the configured backend does not reach a member.
     """
     if asked != AUTO:
-        if reason := hindrance(asked, senders, replicas):
+        if reason := problem(asked, senders, replicas):
             raise ConfigError(f"orchestrator.weights.backend: {asked}, but {reason}; set it to {AUTO}")
         return asked
-    return next(backend for backend in ("ipc", "nccl", "gloo") if not hindrance(backend, senders, replicas))
+    return next(backend for backend in ("ipc", "nccl", "gloo") if not problem(backend, senders, replicas))
 
 
-def hindrance(backend: str, senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
+def problem(backend: str, senders: Sequence[Place], replicas: Mapping[str, Place]) -> str:
     """Reason for which the backend cannot send weights from these senders to these replicas; empty if it can."""
     if backend == "ipc":
         return _apart(senders, replicas)

@@ -19,7 +19,7 @@ _WRITE_EVERY = 1024
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that was done, in seconds of the recorder's clock. An instant ends when it begins."""
+    """One thing that was done, in seconds of the recorder's clock."""
 
     track: str
     """Name of the part that did it, such as `rollout`."""
@@ -82,11 +82,6 @@ class Track:
         """Awaits `work` within a span."""
         with self._spans.begin(self._name, name, None, args):
             return await work
-
-    def instant(self, name: str, **args: Value) -> None:
-        """Records a moment."""
-        opened = self._spans.begin(self._name, name, None, args)
-        opened.end(at=opened.began)
 
 
 class Spans:

@@ -27,9 +27,8 @@ class Average:
         return self._means
 
     def load(self, means: Sequence[torch.Tensor]) -> None:
-        """Replaces the means by these, in the form that `means` returns; checkpoints of earlier versions have padding
-        behind them."""
-        _copy([mean[: len(own)] for mean, own in zip(means, self._means, strict=True)], self._means)
+        """Replaces the means by these, in the form that `means` returns."""
+        _copy(means, self._means)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

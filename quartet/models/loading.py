@@ -82,8 +82,8 @@ def _load(
     if capped:
         taken = "eager"
     model = _whole(kind, path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices)
-    if packing and (refusal := packed.refusal(model, path, attention)):
-        raise ConfigError(f"packing: {refusal}")
+    if packing and (problem := packed.problem(model, path, attention)):
+        raise ConfigError(f"packing: {problem}")
     padded.use_in(model)
     return without_dropout(model)
 

@@ -4,10 +4,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quartet.security.authentication import Directory
-from quartet.security.identity import ANONYMOUS, Caller
+from quartet.security.identity import ANONYMOUS, Caller, Role
 from quartet.security.policy import Limits
-from quartet.security.roles import may_call
 from quartet.wire.errors import PermissionDenied, ResourceExhausted
+
+HEALTH = "/grpc.health.v1.Health/"
+_SCORING_METHODS = frozenset(
+    {
+        "/quartet.v1.Reward/Score",
+        "/quartet.v1.Reward/Info",
+        "/quartet.v1.Reference/Logprobs",
+        "/quartet.v1.Reference/Info",
+    }
+)
+_INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})
+_METHODS: Mapping[Role, frozenset[str] | None] = {
+    "trainer": None,  # all methods, including those that later versions add
+    "judge-client": _SCORING_METHODS,
+    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz"},
+}
 
 
 class Gate:
@@ -60,3 +75,9 @@ class Gate:
         largest = self.limits.of(method)
         if size > largest:
             raise ResourceExhausted(f"{method[1:]}: a request of {size} bytes, and the limit is {largest}; split it")
+
+
+def may_call(role: Role, method: str) -> bool:
+    """True if `role` may call `method`, given as `/package.Service/Method`. Every role may ask for health."""
+    methods = _METHODS[role]
+    return methods is None or method in methods or method.startswith(HEALTH)

@@ -5,6 +5,7 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.serving.fair_queue import FairQueue, Slice
-from quartet.serving.own_thread import OwnThread
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import Unavailable
@@ -97,7 +97,7 @@ class Batcher(Generic[Item, Result]):
             turn: context held from the choice of a pass to its end; the deadline begins within it.
             check_s: longest time, in seconds, that an idle model may take to answer a health check.
         """
-        self._thread = OwnThread("batcher")
+        self._thread = _OwnThread("batcher")
         self._run: Callable[[Sequence[Item]], Awaitable[Any]] = (
             run if inspect.iscoroutinefunction(run) else lambda items: self._thread.call(run, items)
         )
@@ -246,3 +246,27 @@ def _put(
             put.append((part, error))
         start = end
     return put
+
+
+class _OwnThread:
+    """One thread, beside the event loop, for all work with a model, one function after another."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs the function in the thread; returns or raises as it does."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _contained, function, arguments)
+
+
+def _contained(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+    """Calls a function and turns errors that would stop an event loop into RuntimeError: those that end a thread or
+    program (SystemExit, KeyboardInterrupt, CancelledError), and StopIteration, which a future cannot hold."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

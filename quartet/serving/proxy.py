@@ -14,7 +14,6 @@ from quartet.security.port import GUARD, UNGUARDED, Port
 from quartet.serving.door.call import CallContext
 from quartet.serving.door.failed_calls import shorten_failed_calls
 from quartet.serving.door.guard import APPLICATION
-from quartet.serving.door.no_http import NoServer
 from quartet.serving.door.port import open_port, routes_of
 from quartet.serving.door.routes import Routes
 
@@ -176,3 +175,19 @@ def bind_to_host() -> list[Any]:
     http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
     shorten_failed_calls()
     return []
+
+
+class NoServer:
+    """Stands in for uvicorn's server, for which Serve binds its HTTP port, and does not listen there.
+
+    Through that port a web page could make a browser of this machine send requests, and connections that rest there
+    would take the files of the process that serves gRPC.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Takes uvicorn's configuration."""
+        self.config = config
+
+    async def serve(self, sockets: Any) -> None:
+        """Waits for as long as uvicorn's server would serve, with the bound sockets."""
+        await asyncio.Event().wait()

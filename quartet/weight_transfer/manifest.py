@@ -79,11 +79,6 @@ class Manifest:
         """Tensor `index`'s size in bytes."""
         return int(math.prod(self.shapes[index]) * self.dtype(index).itemsize)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole push."""
-        return sum(self.size(index) for index in range(len(self.names)))
-
     def buckets(self) -> Iterator[range]:
         """Index ranges of the tensors of each bucket: at most bucket_bytes in total, or one larger tensor alone.
 

@@ -82,8 +82,8 @@ def unpackable(deployment: Deployment) -> Iterator[str]:
         except ConfigError as error:
             yield f"{where}.{error}"
             continue
-        if refusal := packed.refusal(model, section.model, getattr(section, "attn_implementation", "sdpa")):
-            yield f"{where}.packing: {refusal}"
+        if problem := packed.problem(model, section.model, getattr(section, "attn_implementation", "sdpa")):
+            yield f"{where}.packing: {problem}"
 
 
 def _computing(deployment: Deployment) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:

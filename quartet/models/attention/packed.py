@@ -125,10 +125,10 @@ def caps(config: Any) -> bool:
 
 def takes(model: Any) -> bool:
     """True if packing is exact in a transformers model."""
-    return not obstacle(model)
+    return not _inexact(model)
 
 
-def obstacle(model: Any, attention: str = "sdpa") -> str:
+def _inexact(model: Any, attention: str = "sdpa") -> str:
     """The property of a transformers model that makes packing inexact; empty if every layer attends to its whole
     sequence through an attention function: no sliding window, no recurrent state that would run on into the next
     sequence, no rotation that depends on the length of others, and no scores that this attention cannot cap."""
@@ -143,9 +143,9 @@ def obstacle(model: Any, attention: str = "sdpa") -> str:
     return ""
 
 
-def refusal(model: Any, path: str, attention: str = "sdpa") -> str:
+def problem(model: Any, path: str, attention: str = "sdpa") -> str:
     """The reason for which the model in the folder `path` must not be packed, and what to do; empty if it may be."""
-    reason = obstacle(model, attention)
+    reason = _inexact(model, attention)
     return f"{path} ({model.config.model_type}) {reason}; set packing to false" if reason else ""
 
 

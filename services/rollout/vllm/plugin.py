@@ -1,10 +1,14 @@
 """vLLM's entry point (`vllm.general_plugins`): loaded in every process of an engine."""
 
+import functools
+import multiprocessing
 import os
+import signal
+import threading
+from multiprocessing import connection
 
 from quartet.ranks.nccl_settings import reserve
 from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
-from services.rollout.vllm.parent import end_with_parent
 
 
 def register() -> None:
@@ -21,3 +25,21 @@ def register() -> None:
     reserve(os.environ)
     end_with_parent()
     allow_matrix_tiles()
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """Ends this process by SIGKILL once the process that started it has ended; does nothing in a main process.
+
+    vLLM tells its processes to end when a replica shuts down. A replica that is killed tells them nothing, and they
+    would keep the model's memory, and on a GPU the device's, so that the replica's successor could not start.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait, args=(parent.sentinel,), name="end-with-parent", daemon=True).start()
+
+
+def _wait(sentinel: int) -> None:
+    connection.wait([sentinel])
+    # Not an exit: nothing is left to hand over, and vLLM's own clean-up waits for its parent's answers.
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -24,11 +24,11 @@ def test_a_span_has_its_times_and_an_error_its_name() -> None:
             clock.now = 2.5
         with pytest.raises(ValueError, match="wrong"):
             fail(spans)
-        spans.on("push").instant("asked again", replicas=2)
+        spans.on("push")("stage", at=2.0, version=2).end()
     assert written == [
         Span("policy", 0, "train", 1.0, 2.5, {"step": 3}),
         Span("policy", 0, "train", 2.5, 3.0, {"step": 4, "error": "ValueError"}),
-        Span("push", 0, "asked again", 3.0, 3.0, {"replicas": 2}),
+        Span("push", 0, "stage", 2.0, 3.0, {"version": 2}),
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_long_step_is_written_on_the_way_and_a_cut_forgets_it() -> None:
     written = list[int]()
     spans = Spans(lambda some: written.append(len(some)), Clock())
     for _ in range(3000):
-        spans.on("rollout").instant("x")
+        spans.on("rollout")("x").end()
     assert written == [1024, 1024]
     assert len(spans.cut("step 1").spans) == 3000  # shares need the whole step
     assert written == [1024, 1024, 953]  # 952 and the step itself
@@ -98,7 +98,7 @@ def test_a_long_step_is_written_on_the_way_and_a_cut_forgets_it() -> None:
 
 
 def test_without_a_run_nothing_is_kept() -> None:
-    UNTRACED.on("rollout").instant("x")
+    UNTRACED.on("rollout")("x").end()
     assert UNTRACED.since(-1.0) == []
 
 

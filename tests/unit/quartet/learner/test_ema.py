@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quartet.learner.ema import Average, local_share
+from quartet.learner.ema import local_share
 
 
 def partition(numbers: list[float], rank: int, count: int) -> nn.Parameter:
@@ -21,12 +21,3 @@ def test_padding_belongs_to_no_share() -> None:
     assert [local_share(parameter).tolist() for parameter in five + one] == [[1, 2], [3, 4], [5], [1], []]
     whole = nn.Parameter(torch.ones(2, 3))
     assert local_share(whole).shape == (2, 3)
-
-
-def test_means_of_an_earlier_version_have_padding_that_is_left_out() -> None:
-    parameters = [partition([5, float("nan")], rank=2, count=5), nn.Parameter(torch.zeros(2, 2))]
-    average = Average(parameters, decay=0.5)
-    average.load([torch.tensor([7.0, float("nan")]), torch.ones(2, 2)])
-    assert [mean.tolist() for mean in average.means] == [[7], [[1, 1], [1, 1]]]
-    average.update()
-    assert [mean.tolist() for mean in average.means] == [[6], [[0.5, 0.5], [0.5, 0.5]]]

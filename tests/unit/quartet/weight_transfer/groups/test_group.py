@@ -15,9 +15,8 @@ from torch.distributed import Store
 from quartet.ranks.nccl_settings import DEFAULTS, GIVE_UP, reserve
 from quartet.weight_transfer import receiver as receiver_module
 from quartet.weight_transfer.groups import group as group_module
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import SENDER, Group, Wire
-from quartet.weight_transfer.groups.nccl import SETTINGS, environment, nccl_wire
+from quartet.weight_transfer.groups.wires import SETTINGS, environment, gloo_wire, nccl_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.meeting import find_store, open_store
 from quartet.weight_transfer.memory.buckets import Buckets, checksum

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quartet.weight_transfer import receiver as receiver_module
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Wire
+from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import Buckets, checksum
 from quartet.weight_transfer.memory.pinning import READ_ONLY

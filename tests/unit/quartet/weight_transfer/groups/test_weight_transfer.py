@@ -11,8 +11,8 @@ import pytest
 import torch
 import xxhash
 
-from quartet.weight_transfer.groups.gloo import gloo_wire
 from quartet.weight_transfer.groups.group import Group, turned
+from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.meeting import find_store, open_store
 from quartet.weight_transfer.memory.buckets import Buckets, checksum, digest

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 REPLICA = """
 import multiprocessing, time
-from services.rollout.vllm.parent import end_with_parent
+from services.rollout.vllm.plugin import end_with_parent
 
 def engine(pipe):
     end_with_parent()
