@@ -18,8 +18,10 @@ them.
 """
 
 import asyncio
+import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Annotated, Any
 
@@ -28,7 +30,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bare_broadcast import STALL_S, Bare
 from benchmarks.figures import keep
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.push.prover import Prover
@@ -36,6 +37,7 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
 from protos import rollout_pb2 as pb
 from quartet.config.base import MIB
+from quartet.ranks.rendezvous import reach_store, serve_store
 from quartet.weight_transfer.groups.group import Group
 from quartet.weight_transfer.groups.wires import gloo_wire
 from quartet.weight_transfer.manifest import Manifest
@@ -49,6 +51,7 @@ from tests.sized import MAX_LENGTH, VOCABULARY, score
 from tests.sources import HOST, LocalSource
 
 TENSORS = 300
+STALL_S = 60.0
 console = Console()
 
 
@@ -244,6 +247,54 @@ class Layers:
         await self._rollout.update_weights(60, members=members, abort=pb.Abort(membership=self._membership))
         group.close()
         return took
+
+
+class Bare:
+    """A gloo broadcast of bytes that are in memory already, the least that a push between processes can take. The
+    group and one buffer in each process are made once."""
+
+    def __init__(self, mib: int, replicas: int) -> None:
+        self._store = serve_store(HOST, STALL_S)
+        spawn = multiprocessing.get_context("spawn")
+        self._receivers: list[tuple[Connection, Any]] = []
+        for rank in range(1, 1 + replicas):
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_receive, args=(theirs, self._store.port, rank, 1 + replicas, mib), daemon=True
+            )
+            process.start()
+            self._receivers.append((mine, process))
+        self._group = Group(
+            self._store, gloo_wire(HOST), rank=0, world_size=1 + replicas, membership=0, timeout_s=STALL_S
+        )
+        self._data = torch.ones(mib * MIB, dtype=torch.uint8)
+
+    async def broadcast(self) -> float:
+        """Seconds until every receiver has everything."""
+        for pipe, _ in self._receivers:
+            pipe.send("receive")
+        began = time.perf_counter()
+        self._group.broadcast(self._data)
+        for pipe, _ in self._receivers:
+            pipe.recv()
+        return time.perf_counter() - began
+
+    def end(self) -> None:
+        """Ends the processes."""
+        for pipe, process in self._receivers:
+            pipe.send("end")
+            process.join()
+        self._group.close()
+
+
+def _receive(pipe: Connection, port: int, rank: int, world_size: int, mib: int) -> None:
+    torch.set_num_threads(1)
+    data = torch.ones(mib * MIB, dtype=torch.uint8)
+    store = reach_store(HOST, port, STALL_S)
+    group = Group(store, gloo_wire(HOST), rank=rank, world_size=world_size, membership=0, timeout_s=STALL_S)
+    while pipe.recv() == "receive":
+        group.broadcast(data)
+        pipe.send("received")
 
 
 if __name__ == "__main__":

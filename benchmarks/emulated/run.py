@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +17,6 @@ from orchestrator.config.loop import LoopConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Finished
-from orchestrator.experience.requests import SampleRequest
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.learner import Update
@@ -101,37 +99,16 @@ class SleepingSource:
         """Sends nothing."""
 
 
-class CountingCollector(Collector):
-    """A collector that counts its samples: those asked for whose experience is not complete."""
-
-    in_flight = most = 0
-
-    async def finish(
-        self, requests: Sequence[SampleRequest], *, put: Callable[[Finished], None], **options: Any
-    ) -> None:
-        """Counts and finishes these samples."""
-
-        def counted(finished: Finished) -> None:
-            self.in_flight -= 1
-            put(finished)
-
-        self.in_flight += len(requests)
-        self.most = max(self.most, self.in_flight)
-        await super().finish(requests, put=counted, **options)
-
-
 class Lines:
     """A metrics log that keeps its lines and passes each on; also a progress display and checkpoints that do
     nothing."""
 
-    def __init__(self, seen: Callable[[Line], None]) -> None:
+    def __init__(self) -> None:
         self.lines: list[Line] = []
-        self._seen = seen
 
     def write(self, step: int, metrics: Line) -> None:
         """Keeps the line of a step."""
         self.lines.append({"at": time.monotonic(), "step": step} | dict(metrics))
-        self._seen(self.lines[-1])
 
     async def first(self, state: Any) -> None:
         """Writes no checkpoint."""
@@ -178,24 +155,24 @@ class Run:
         changed = {"steps": steps, "loop": LoopConfig(max_staleness=staleness)}
         self._config, self._services, self._pace = config.model_copy(update=changed), services, pace
         self._spans = Spans()
-        self.collector = CountingCollector(services, self._config, stages=SampleStages(self._spans))
+        self.collector = Collector(services, self._config, stages=SampleStages(self._spans))
 
-    async def finish(self, seen: Callable[[Line], None] = lambda line: None) -> list[Line]:
+    async def finish(self) -> list[Line]:
         """Carries it out; the metrics of each step, with the moment at which it ended as `at`.
 
-        `seen` is called with each line. Raises the error of a service that fails beyond its client's retries.
+        Raises the error of a service that fails beyond its client's retries.
         """
         patience = Patience(60, 30, print)
         async with holding(self._services, RUN_ID, patience, ttl_s=60, take_over=True, note=print):
-            return await self._trained(seen)
+            return await self._trained()
 
-    async def _trained(self, seen: Callable[[Line], None]) -> list[Line]:
+    async def _trained(self) -> list[Line]:
         config, services, pace = self._config, self._services, self._pace
         state = first_state(config, await services.infos(config.timeouts.info_s), lambda note: None)
         assert services.critic is not None
         assert state.first_critic_step is not None
         await services.critic.adopt(state.first_critic_step, config.timeouts.train_s)
-        policy, lines = cast(Any, SleepingPolicy(pace)), Lines(seen)
+        policy, lines = cast(Any, SleepingPolicy(pace)), Lines()
         trainer = Trainer(
             config,
             ExperienceSource(config, PromptStream(PROMPTS, config.seed), self.collector, None),

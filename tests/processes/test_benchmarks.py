@@ -12,15 +12,7 @@ ROOT = Path(__file__).parents[2]
 TRL = ".quartet/trl/bin/python"
 TINY = ("--sizes", "tiny", "--device", "cpu")
 SMALLEST: dict[str, tuple[str, ...]] = {
-    "backpressure": ("--seconds", "5", "--around", "5", "--pause", "1"),
-    "cancelled_streams": ("--streams", "40"),
-    "checkouts": (str(ROOT), "--rounds", "2"),
-    "checkpoint_cost": ("--rounds", "1", "--hidden", "32", "--layers", "1"),
-    "checkpoint_faults": ("--trials", "4"),
-    "critic_init": ("--seeds", "1"),
     "demo_seeds": ("--seeds", "0", "--without-kl", "", "--steps", "1"),
-    "door_cost": ("--rounds", "1"),
-    "fairness": ("--seconds", "2", "--serve"),
     "gpu.engine": (*TINY, "--prompts", "8", "--prompt", "16", "--new", "16"),
     "gpu.group": ("--device", "cpu", "--mib", "1"),
     "gpu.kernels": ("--device", "cpu", "--positions", "256", "--vocabulary", "512", "--tokens", "512"),
@@ -29,22 +21,15 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.pushes": (*TINY, "--rounds", "1"),
     "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
-    "in_flight": ("--rounds", "1", "--pushes", "1", "--requests", "4", "--tokens", "10"),
-    "lag": ("--seeds", "0", "--lag", "1", "--steps", "2", "--corrections", "none,tis", "--plot", "lag.svg"),
     "learner": ("step", "--rounds", "1"),
-    "overlap": ("--case", "demo", "--rounds", "1", "--steps", "4"),
     "pipeline": ("--case", "reward-bound", "--seconds", "0.5", "--rounds", "1", "--steps", "1"),
     "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
-    "push_copies": ("--mib", "1", "--bucket-mib", "1"),
-    "push_network": ("--mib", "1", "--replicas", "1", "--senders", "1", "--rounds", "1", "--bucket-mib", "1"),
-    "push_serve": ("--rounds", "1"),
     "rollout": ("--rounds", "1", "--prompts", "4"),
     "staleness": ("--schedules", "5"),
-    "staleness_seeds": ("--seeds", "0", "--staleness", "1", "--steps", "2", "--plot", "seeds.svg"),
     "vs_trl": ("--case", "demo", "--rounds", "1", "--updates", "2"),
 }
 """Module below benchmarks -> its arguments."""
-QUICK = {"door_cost", "pipeline", "push", "push_copies"}
+QUICK = {"pipeline", "push", "staleness"}
 """The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""

@@ -1,7 +1,4 @@
-"""A checkpoint whose writer is killed or finds the disk full leaves one that can be restored, and room for the next.
-
-`python -m benchmarks.checkpoint_faults` does it at 200 points.
-"""
+"""A checkpoint whose writer is killed or finds the disk full leaves one to restore, and room for the next."""
 
 from collections import Counter
 from pathlib import Path

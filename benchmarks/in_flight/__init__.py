@@ -1,1 +1,0 @@
-"""The treatments of requests in flight during a push, against each other and against no pushes."""

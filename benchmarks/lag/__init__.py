@@ -1,1 +1,0 @@
-"""A policy that learns from the samples of older versions of itself: when does a correction matter?"""
