@@ -122,6 +122,9 @@ class Disk:
 class Silent:
     """A metrics log, a progress display and a judge of evaluations that do nothing."""
 
+    async def pause(self) -> None:
+        """Goes on at once."""
+
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: None
 
