@@ -71,6 +71,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -13,13 +12,9 @@ import numpy as np
 import pytest
 
 from services.rollout.sample import FinishReason, Sample
-from tests.chaos.campaign import doubled
-from tests.chaos.driver import MOST_S, Outcome, Struck, over_bound, replicas_of
-from tests.chaos.plan import KINDS, LED, MOMENTS, Fault, faults
+from tests.chaos.plan import KINDS, LED, MOMENTS, faults
 from tests.chaos.run import BATCH
 from tests.chaos.verdict import wrong_samples, wrong_steps
-from tests.chaos.victims import SERVED
-from tests.configuration import configuration, write_prompts
 
 STEPS, FIRST = 4, 7
 """Steps of a run, and the version that trains on the first."""
@@ -115,29 +110,3 @@ def test_samples_that_are_too_old_or_not_there_are_named(folder: Path) -> None:
     assert wrong_samples(folder, STEPS, 1)[0] == f"step 1, sample 0: versions [{FIRST + 1}] for version {FIRST}"
     (folder / "journal" / "step-000003.msgpack").unlink()
     assert "step 3: not in the journal" in wrong_samples(folder, STEPS, 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "action", "moment", "bounded"),
-    [
-        ("rollout", "freeze", "step", True),
-        ("engine", "freeze", "push", True),
-        ("reference", "freeze", "checkpoint", True),
-        ("reward", "kill", "step", False),
-        ("critic", "freeze", "step", True),
-        ("rollout", "freeze", "resume", False),
-    ],
-)
-def test_a_frozen_replica_may_cost_no_more_than_its_bound(kind: str, action: Any, moment: str, bounded: bool) -> None:
-    struck = Struck(Fault(3, kind, action, moment, 0.5, 9), [1], "after step 5", at=0.0, gap_s=MOST_S + 3)
-    outcome = Outcome([struck], [], steps=9, seconds=60, usual_s=2)
-    assert bool(over_bound(outcome)) == bounded
-    struck.gap_s = MOST_S + 2
-    assert over_bound(outcome) == []
-
-
-def test_all_services_but_the_critic_have_a_second_replica(tmp_path: Path) -> None:
-    raw = configuration(tmp_path, tmp_path, write_prompts(tmp_path), 1, 2)
-    doubled(raw)
-    quartet: Any = SimpleNamespace(raw=raw)
-    assert {name: replicas_of(quartet, name) for name in SERVED} == dict.fromkeys(SERVED, 2) | {"critic": 1}

@@ -9,8 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.lint.dependencies import PROJECT
 from tests.lock import FOLDER, ROOT, SETS, Entry, here, read
-from tests.unit.project.test_dependencies import PROJECT
 
 NAME = PROJECT["name"]
 PYTHONS = ("3.11", "3.12", "3.13")

@@ -31,10 +31,7 @@ def graph(edges: dict[str, list[str]]) -> ImportGraph:
 @pytest.mark.parametrize(
     ("docstring", "told"),
     [
-        ("Pushes. May import config and services. cli and loop import it.", []),
         ("Pushes.\n\nMay import config and\nservices. All but config import it.\n", []),
-        ("May import all but loop. All but config import it.", []),
-        ("May import all. All import it.", ["orchestrator.push is imported by config (not needed)"]),
         ("May import services. cli and loop import it.", ["orchestrator.push imports config"]),
         (
             "May import config, data and services. cli imports it.",
@@ -44,13 +41,11 @@ def graph(edges: dict[str, list[str]]) -> ImportGraph:
             "May import all but config. All but cli import it.",
             [f"{ROOM} imports config", f"{ROOM} is imported by cli", f"{ROOM} is imported by config (not needed)"],
         ),
-        ("May import nothing. Nothing imports it.", 4),
         ("Pushes.", [f"{ROOM}: its docstring does not end with `May import ... . ... import it.`"]),
     ],
 )
-def test_a_docstring_is_compared_with_the_imports(docstring: str, told: list[str] | int) -> None:
-    actual = complaints(graph(EDGES), ROOM, docstring)
-    assert (len(actual) if isinstance(told, int) else actual) == told
+def test_a_docstring_is_compared_with_the_imports(docstring: str, told: list[str]) -> None:
+    assert complaints(graph(EDGES), ROOM, docstring) == told
 
 
 @pytest.mark.parametrize(

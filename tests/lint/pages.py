@@ -1,0 +1,57 @@
+"""The documentation names files, functions and pages that exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = r"`((?:orchestrator|quartet|services|protos|deploy|recipes|tests)/[\w./-]+)`"
+WAY = ROOT / "docs/architecture.md"
+"""The page with the way of a sample: a table of files and functions."""
+
+
+def check() -> Iterator[str]:
+    """A line for each name that is not there."""
+    for page in PAGES:
+        yield from (f"{page.relative_to(ROOT)}: {name} does not exist" for name in missing(page))
+    yield from unknown_functions(WAY.read_text())
+
+
+def missing(page: Path) -> list[str]:
+    """The files that a page names or links to and that are not there. Results name files of their commit's."""
+    text = page.read_text()
+    code = re.findall(CODE, text) if page.name != "RESULTS.md" else []
+    named = {ROOT / name for name in code if "<" not in name}
+    linked = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+    return sorted(str(path) for path in named | linked if not path.exists())
+
+
+def unknown_functions(text: str) -> Iterator[str]:
+    """A line for each function of the way of a sample that its files do not define."""
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| (`[^|]+`) \|$", text, re.MULTILINE)
+    if len(rows) < 10:
+        yield f"{WAY.relative_to(ROOT)}: the way of a sample has {len(rows)} rows"
+    for files, functions in rows:
+        defined = set[str]()
+        for name in re.findall(r"`([^`]+)`", files):
+            path = ROOT / name
+            for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+                defined |= _definitions(file)
+        for function in re.findall(r"`([^`]+)`", functions):
+            if function not in defined:
+                yield f"{WAY.relative_to(ROOT)}: {function} is not in {files}"
+
+
+def _definitions(file: Path) -> set[str]:
+    """Names of functions, and `Class.method` of methods."""
+    actual = set[str]()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            actual.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            actual |= {
+                f"{node.name}.{f.name}" for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return actual
