@@ -49,7 +49,9 @@ class Engine(Protocol):
         begun: Ints | None = None,
         report: Callable[[Part], None] = lambda part: None,
     ) -> Sample:
-        """Samples one response; cancelling aborts it in the engine.
+        """Samples one response; cancelling aborts it in the engine. Log-probs are of the distribution that is sampled
+        from: at the temperature, without entries of the vocabulary that pad it (`vocabulary_size` of
+        quartet.wire.identity), and without the ends of a text before `min_new_tokens`.
 
         Args:
             index: index for the sample and its parts.

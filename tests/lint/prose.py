@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("orchestrator", "quartet", "services", "recipes", "benchmarks", "tests")
+PACKAGES = ("orchestrator", "quartet", "services", "recipes", "examples", "benchmarks", "tests")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 WORDS = re.compile(
