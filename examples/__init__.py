@@ -1,4 +1,4 @@
-"""What others add to Quartet, each as one file: see docs/extend.md. The tests run them.
+"""Parts that others add to Quartet, each as one file; docs/extend.md says how. The tests run them.
 
 May import quartet and services. Nothing imports it.
 """
