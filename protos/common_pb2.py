@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\nquartet.v1\"/\n\tSequences\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"Y\n\x05Pairs\x12&\n\x07prompts\x18\x01 \x01(\x0b\x32\x15.quartet.v1.Sequences\x12(\n\tresponses\x18\x02 \x01(\x0b\x32\x15.quartet.v1.Sequences\"\r\n\x0bInfoRequest\"|\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x12\n\nmax_length\x18\x05 \x01(\x03\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x05Lease\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x10\n\x08identity\x18\x03 \x01(\t\")\n\x05\x43laim\x12\r\n\x05ttl_s\x18\x01 \x01(\x02\x12\x11\n\ttake_over\x18\x02 \x01(\x08\"8\n\x04Held\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x0e\n\x06left_s\x18\x02 \x01(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\nquartet.v1\"/\n\tSequences\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"\r\n\x0bInfoRequest\"|\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x03\x12\x12\n\nmax_length\x18\x05 \x01(\x03\x12\r\n\x05\x64type\x18\x06 \x01(\t\"9\n\x05Lease\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x10\n\x08identity\x18\x03 \x01(\t\")\n\x05\x43laim\x12\r\n\x05ttl_s\x18\x01 \x01(\x02\x12\x11\n\ttake_over\x18\x02 \x01(\x08\"8\n\x04Held\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x0e\n\x06left_s\x18\x02 \x01(\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEQUENCES']._serialized_start=35
   _globals['_SEQUENCES']._serialized_end=82
-  _globals['_PAIRS']._serialized_start=84
-  _globals['_PAIRS']._serialized_end=173
-  _globals['_INFOREQUEST']._serialized_start=175
-  _globals['_INFOREQUEST']._serialized_end=188
-  _globals['_MODELINFO']._serialized_start=190
-  _globals['_MODELINFO']._serialized_end=314
-  _globals['_LEASE']._serialized_start=316
-  _globals['_LEASE']._serialized_end=373
-  _globals['_CLAIM']._serialized_start=375
-  _globals['_CLAIM']._serialized_end=416
-  _globals['_HELD']._serialized_start=418
-  _globals['_HELD']._serialized_end=474
+  _globals['_INFOREQUEST']._serialized_start=84
+  _globals['_INFOREQUEST']._serialized_end=97
+  _globals['_MODELINFO']._serialized_start=99
+  _globals['_MODELINFO']._serialized_end=223
+  _globals['_LEASE']._serialized_start=225
+  _globals['_LEASE']._serialized_end=282
+  _globals['_CLAIM']._serialized_start=284
+  _globals['_CLAIM']._serialized_end=325
+  _globals['_HELD']._serialized_start=327
+  _globals['_HELD']._serialized_end=383
 # @@protoc_insertion_point(module_scope)

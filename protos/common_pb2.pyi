@@ -13,14 +13,6 @@ class Sequences(_message.Message):
     lengths: bytes
     def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
 
-class Pairs(_message.Message):
-    __slots__ = ("prompts", "responses")
-    PROMPTS_FIELD_NUMBER: _ClassVar[int]
-    RESPONSES_FIELD_NUMBER: _ClassVar[int]
-    prompts: Sequences
-    responses: Sequences
-    def __init__(self, prompts: _Optional[_Union[Sequences, _Mapping]] = ..., responses: _Optional[_Union[Sequences, _Mapping]] = ...) -> None: ...
-
 class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/critic.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"R\n\x0c\x43laimRequest\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.quartet.v1.Claim\"/\n\rClaimResponse\x12\x1e\n\x04held\x18\x01 \x01(\x0b\x32\x10.quartet.v1.Held\"C\n\x0c\x41\x64optRequest\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x11\n\tlast_step\x18\x02 \x01(\x03\"\x0f\n\rAdoptResponse\"w\n\rValuesRequest\x12 \n\x05pairs\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Pairs\x12\x15\n\x08min_step\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12 \n\x05lease\x18\x03 \x01(\x0b\x32\x11.quartet.v1.LeaseB\x0b\n\t_min_step\"/\n\x0eValuesResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05steps\x18\x02 \x01(\x0c\"\x9f\x01\n\x0cStageRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0b\n\x03row\x18\x02 \x01(\x03\x12 \n\x05pairs\x18\x03 \x01(\x0b\x32\x11.quartet.v1.Pairs\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x0f\n\x07returns\x18\x05 \x01(\x0c\x12 \n\x05lease\x18\x06 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x0f\n\x07trained\x18\x07 \x01(\x0c\"\x0f\n\rStageResponse\"\xfe\x01\n\x0cTrainRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12 \n\x05pairs\x18\x02 \x01(\x0b\x32\x11.quartet.v1.Pairs\x12\x0e\n\x06values\x18\x03 \x01(\x0c\x12\x0f\n\x07returns\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x05 \x01(\x05\x12\x16\n\x0eminibatch_size\x18\x06 \x01(\x05\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x12\x16\n\tlast_step\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12 \n\x05lease\x18\t \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x0e\n\x06staged\x18\n \x01(\x03\x12\x0f\n\x07trained\x18\x0b \x01(\x0c\x42\x0c\n\n_last_step\" \n\rTrainResponse\x12\x0f\n\x07metrics\x18\x01 \x01(\x0c\"=\n\x0bSaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05lease\x18\x02 \x01(\x0b\x32\x11.quartet.v1.Lease\"\x1c\n\x0cSaveResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\"n\n\x11\x43heckpointRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tlast_step\x18\x02 \x01(\x03\x12\x16\n\x0ewithout_copies\x18\x03 \x01(\x08\x12 \n\x05lease\x18\x04 \x01(\x0b\x32\x11.quartet.v1.Lease\"\'\n\x12\x43heckpointResponse\x12\x11\n\tlast_step\x18\x01 \x01(\x03\"\x91\x01\n\nCriticInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12\x11\n\tlast_step\x18\x02 \x01(\x03\x12\x18\n\x10initialised_from\x18\x03 \x01(\t\x12\x1e\n\x04held\x18\x04 \x01(\x0b\x32\x10.quartet.v1.Held\x12\x10\n\x08timeline\x18\x05 \x01(\x03\x32\xac\x05\n\x06\x43ritic\x12<\n\x05\x43laim\x12\x18.quartet.v1.ClaimRequest\x1a\x19.quartet.v1.ClaimResponse\x12<\n\x05\x41\x64opt\x12\x18.quartet.v1.AdoptRequest\x1a\x19.quartet.v1.AdoptResponse\x12?\n\x06Values\x12\x19.quartet.v1.ValuesRequest\x1a\x1a.quartet.v1.ValuesResponse\x12<\n\x05Stage\x12\x18.quartet.v1.StageRequest\x1a\x19.quartet.v1.StageResponse\x12<\n\x05Train\x12\x18.quartet.v1.TrainRequest\x1a\x19.quartet.v1.TrainResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12O\n\x0eTakeCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12P\n\x0fWriteCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12R\n\x11RestoreCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.CriticInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/critic.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"R\n\x0c\x43laimRequest\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.quartet.v1.Claim\"/\n\rClaimResponse\x12\x1e\n\x04held\x18\x01 \x01(\x0b\x32\x10.quartet.v1.Held\"C\n\x0c\x41\x64optRequest\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x11\n\tlast_step\x18\x02 \x01(\x03\"\x0f\n\rAdoptResponse\"k\n\rValuesRequest\x12\x14\n\x0ctrajectories\x18\x01 \x01(\x0c\x12\x15\n\x08min_step\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12 \n\x05lease\x18\x03 \x01(\x0b\x32\x11.quartet.v1.LeaseB\x0b\n\t_min_step\"/\n\x0eValuesResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\r\n\x05steps\x18\x02 \x01(\x0c\"Z\n\x0cStageRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0b\n\x03row\x18\x02 \x01(\x03\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x0c\x12 \n\x05lease\x18\x04 \x01(\x0b\x32\x11.quartet.v1.Lease\"\x0f\n\rStageResponse\"\xb9\x01\n\x0cTrainRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65pochs\x18\x03 \x01(\x05\x12\x16\n\x0eminibatch_size\x18\x04 \x01(\x05\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x16\n\tlast_step\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12 \n\x05lease\x18\x07 \x01(\x0b\x32\x11.quartet.v1.Lease\x12\x0e\n\x06staged\x18\x08 \x01(\x03\x42\x0c\n\n_last_step\" \n\rTrainResponse\x12\x0f\n\x07metrics\x18\x01 \x01(\x0c\"=\n\x0bSaveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05lease\x18\x02 \x01(\x0b\x32\x11.quartet.v1.Lease\"\x1c\n\x0cSaveResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\"n\n\x11\x43heckpointRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tlast_step\x18\x02 \x01(\x03\x12\x16\n\x0ewithout_copies\x18\x03 \x01(\x08\x12 \n\x05lease\x18\x04 \x01(\x0b\x32\x11.quartet.v1.Lease\"\'\n\x12\x43heckpointResponse\x12\x11\n\tlast_step\x18\x01 \x01(\x03\"\x91\x01\n\nCriticInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12\x11\n\tlast_step\x18\x02 \x01(\x03\x12\x18\n\x10initialised_from\x18\x03 \x01(\t\x12\x1e\n\x04held\x18\x04 \x01(\x0b\x32\x10.quartet.v1.Held\x12\x10\n\x08timeline\x18\x05 \x01(\x03\x32\xac\x05\n\x06\x43ritic\x12<\n\x05\x43laim\x12\x18.quartet.v1.ClaimRequest\x1a\x19.quartet.v1.ClaimResponse\x12<\n\x05\x41\x64opt\x12\x18.quartet.v1.AdoptRequest\x1a\x19.quartet.v1.AdoptResponse\x12?\n\x06Values\x12\x19.quartet.v1.ValuesRequest\x1a\x1a.quartet.v1.ValuesResponse\x12<\n\x05Stage\x12\x18.quartet.v1.StageRequest\x1a\x19.quartet.v1.StageResponse\x12<\n\x05Train\x12\x18.quartet.v1.TrainRequest\x1a\x19.quartet.v1.TrainResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12O\n\x0eTakeCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12P\n\x0fWriteCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12R\n\x11RestoreCheckpoint\x12\x1d.quartet.v1.CheckpointRequest\x1a\x1e.quartet.v1.CheckpointResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.CriticInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,27 +41,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADOPTRESPONSE']._serialized_start=258
   _globals['_ADOPTRESPONSE']._serialized_end=273
   _globals['_VALUESREQUEST']._serialized_start=275
-  _globals['_VALUESREQUEST']._serialized_end=394
-  _globals['_VALUESRESPONSE']._serialized_start=396
-  _globals['_VALUESRESPONSE']._serialized_end=443
-  _globals['_STAGEREQUEST']._serialized_start=446
-  _globals['_STAGEREQUEST']._serialized_end=605
-  _globals['_STAGERESPONSE']._serialized_start=607
-  _globals['_STAGERESPONSE']._serialized_end=622
-  _globals['_TRAINREQUEST']._serialized_start=625
-  _globals['_TRAINREQUEST']._serialized_end=879
-  _globals['_TRAINRESPONSE']._serialized_start=881
-  _globals['_TRAINRESPONSE']._serialized_end=913
-  _globals['_SAVEREQUEST']._serialized_start=915
-  _globals['_SAVEREQUEST']._serialized_end=976
-  _globals['_SAVERESPONSE']._serialized_start=978
-  _globals['_SAVERESPONSE']._serialized_end=1006
-  _globals['_CHECKPOINTREQUEST']._serialized_start=1008
-  _globals['_CHECKPOINTREQUEST']._serialized_end=1118
-  _globals['_CHECKPOINTRESPONSE']._serialized_start=1120
-  _globals['_CHECKPOINTRESPONSE']._serialized_end=1159
-  _globals['_CRITICINFO']._serialized_start=1162
-  _globals['_CRITICINFO']._serialized_end=1307
-  _globals['_CRITIC']._serialized_start=1310
-  _globals['_CRITIC']._serialized_end=1994
+  _globals['_VALUESREQUEST']._serialized_end=382
+  _globals['_VALUESRESPONSE']._serialized_start=384
+  _globals['_VALUESRESPONSE']._serialized_end=431
+  _globals['_STAGEREQUEST']._serialized_start=433
+  _globals['_STAGEREQUEST']._serialized_end=523
+  _globals['_STAGERESPONSE']._serialized_start=525
+  _globals['_STAGERESPONSE']._serialized_end=540
+  _globals['_TRAINREQUEST']._serialized_start=543
+  _globals['_TRAINREQUEST']._serialized_end=728
+  _globals['_TRAINRESPONSE']._serialized_start=730
+  _globals['_TRAINRESPONSE']._serialized_end=762
+  _globals['_SAVEREQUEST']._serialized_start=764
+  _globals['_SAVEREQUEST']._serialized_end=825
+  _globals['_SAVERESPONSE']._serialized_start=827
+  _globals['_SAVERESPONSE']._serialized_end=855
+  _globals['_CHECKPOINTREQUEST']._serialized_start=857
+  _globals['_CHECKPOINTREQUEST']._serialized_end=967
+  _globals['_CHECKPOINTRESPONSE']._serialized_start=969
+  _globals['_CHECKPOINTRESPONSE']._serialized_end=1008
+  _globals['_CRITICINFO']._serialized_start=1011
+  _globals['_CRITICINFO']._serialized_end=1156
+  _globals['_CRITIC']._serialized_start=1159
+  _globals['_CRITIC']._serialized_end=1843
 # @@protoc_insertion_point(module_scope)

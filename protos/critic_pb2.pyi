@@ -33,14 +33,14 @@ class AdoptResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ValuesRequest(_message.Message):
-    __slots__ = ("pairs", "min_step", "lease")
-    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("trajectories", "min_step", "lease")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     MIN_STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    pairs: _common_pb2.Pairs
+    trajectories: bytes
     min_step: int
     lease: _common_pb2.Lease
-    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., min_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    def __init__(self, trajectories: _Optional[bytes] = ..., min_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class ValuesResponse(_message.Message):
     __slots__ = ("values", "steps")
@@ -51,52 +51,40 @@ class ValuesResponse(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("step", "row", "pairs", "values", "returns", "lease", "trained")
+    __slots__ = ("step", "row", "batch", "lease")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
-    PAIRS_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    TRAINED_FIELD_NUMBER: _ClassVar[int]
     step: int
     row: int
-    pairs: _common_pb2.Pairs
-    values: bytes
-    returns: bytes
+    batch: bytes
     lease: _common_pb2.Lease
-    trained: bytes
-    def __init__(self, step: _Optional[int] = ..., row: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., trained: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., row: _Optional[int] = ..., batch: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TrainRequest(_message.Message):
-    __slots__ = ("step", "pairs", "values", "returns", "epochs", "minibatch_size", "seed", "last_step", "lease", "staged", "trained")
+    __slots__ = ("step", "batch", "epochs", "minibatch_size", "seed", "last_step", "lease", "staged")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PAIRS_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     MINIBATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
-    TRAINED_FIELD_NUMBER: _ClassVar[int]
     step: int
-    pairs: _common_pb2.Pairs
-    values: bytes
-    returns: bytes
+    batch: bytes
     epochs: int
     minibatch_size: int
     seed: int
     last_step: int
     lease: _common_pb2.Lease
     staged: int
-    trained: bytes
-    def __init__(self, step: _Optional[int] = ..., pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., values: _Optional[bytes] = ..., returns: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., staged: _Optional[int] = ..., trained: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., batch: _Optional[bytes] = ..., epochs: _Optional[int] = ..., minibatch_size: _Optional[int] = ..., seed: _Optional[int] = ..., last_step: _Optional[int] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., staged: _Optional[int] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("metrics",)

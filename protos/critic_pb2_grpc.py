@@ -119,9 +119,9 @@ class CriticServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stage(self, request, context):
-        """Brings some pairs of a batch ahead of the Train that names their number, for batches that are larger than one message
-        may be. Idempotent: pairs that come again replace those that came before. The pairs of the newest step are kept until
-        those of a later one come. FAILED_PRECONDITION: pairs of a later step have come.
+        """Brings some trajectories of a batch ahead of the Train that names their number, for batches that are larger than one message
+        may be. Idempotent: those that come again replace those that came before. Those of the newest step are kept until
+        some of a later one come. FAILED_PRECONDITION: some of a later step have come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +131,7 @@ class CriticServicer(object):
         """Trains on one PPO batch. Idempotent: a step id that was trained already is answered from memory,
         so a retry after a lost reply does not train twice.
         FAILED_PRECONDITION: the step id is older than the last one trained, or was trained on another batch; or of the
-        staged pairs some are missing.
+        staged trajectories some are missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/reference.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"\x86\x01\n\x0fLogprobsRequest\x12 \n\x05pairs\x18\x01 \x01(\x0b\x32\x11.quartet.v1.Pairs\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x65nd_ids\x18\x04 \x03(\x05\x42\x0e\n\x0c_temperature\"(\n\x10LogprobsResponse\x12\x14\n\x0cref_logprobs\x18\x01 \x01(\x0c\"5\n\rReferenceInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo2\x8e\x01\n\tReference\x12\x45\n\x08Logprobs\x12\x1b.quartet.v1.LogprobsRequest\x1a\x1c.quartet.v1.LogprobsResponse\x12:\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x19.quartet.v1.ReferenceInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/reference.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"z\n\x0fLogprobsRequest\x12\x14\n\x0ctrajectories\x18\x01 \x01(\x0c\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x65nd_ids\x18\x04 \x03(\x05\x42\x0e\n\x0c_temperature\"(\n\x10LogprobsResponse\x12\x14\n\x0cref_logprobs\x18\x01 \x01(\x0c\"5\n\rReferenceInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo2\x8e\x01\n\tReference\x12\x45\n\x08Logprobs\x12\x1b.quartet.v1.LogprobsRequest\x1a\x1c.quartet.v1.LogprobsResponse\x12:\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x19.quartet.v1.ReferenceInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.reference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPROBSREQUEST']._serialized_start=60
-  _globals['_LOGPROBSREQUEST']._serialized_end=194
-  _globals['_LOGPROBSRESPONSE']._serialized_start=196
-  _globals['_LOGPROBSRESPONSE']._serialized_end=236
-  _globals['_REFERENCEINFO']._serialized_start=238
-  _globals['_REFERENCEINFO']._serialized_end=291
-  _globals['_REFERENCE']._serialized_start=294
-  _globals['_REFERENCE']._serialized_end=436
+  _globals['_LOGPROBSREQUEST']._serialized_start=59
+  _globals['_LOGPROBSREQUEST']._serialized_end=181
+  _globals['_LOGPROBSRESPONSE']._serialized_start=183
+  _globals['_LOGPROBSRESPONSE']._serialized_end=223
+  _globals['_REFERENCEINFO']._serialized_start=225
+  _globals['_REFERENCEINFO']._serialized_end=278
+  _globals['_REFERENCE']._serialized_start=281
+  _globals['_REFERENCE']._serialized_end=423
 # @@protoc_insertion_point(module_scope)

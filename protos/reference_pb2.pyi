@@ -8,16 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LogprobsRequest(_message.Message):
-    __slots__ = ("pairs", "temperature", "min_new_tokens", "end_ids")
-    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("trajectories", "temperature", "min_new_tokens", "end_ids")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_IDS_FIELD_NUMBER: _ClassVar[int]
-    pairs: _common_pb2.Pairs
+    trajectories: bytes
     temperature: float
     min_new_tokens: int
     end_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pairs: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., temperature: _Optional[float] = ..., min_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, trajectories: _Optional[bytes] = ..., temperature: _Optional[float] = ..., min_new_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogprobsResponse(_message.Message):
     __slots__ = ("ref_logprobs",)

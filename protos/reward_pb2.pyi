@@ -21,11 +21,11 @@ class ScoreRequest(_message.Message):
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    tokens: _common_pb2.Pairs
+    tokens: bytes
     texts: TextPairs
     labels: _containers.RepeatedScalarFieldContainer[str]
     ended: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, tokens: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("scores", "scorer")

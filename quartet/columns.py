@@ -13,13 +13,13 @@ one response.
 """
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
-import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -152,20 +152,48 @@ class Columns:
         return np.repeat(np.arange(len(self)), self.counts)
 
     @cached_property
-    def prompts(self) -> Ragged:
-        """The given tokens of each trajectory: its prompt, if it has one response and nothing else."""
-        return Ragged(self.ids[~self.sampled], self.lengths - self.counts)
-
-    @cached_property
-    def responses(self) -> Ragged:
-        """The sampled tokens of each trajectory: its response, if it has one and nothing else."""
-        return Ragged(self.ids[self.sampled], self.counts)
+    def prompt_lengths(self) -> NDArray[np.int32]:
+        """[B] tokens before the first sampled one; all, where none was sampled."""
+        firsts = self.lengths.copy()
+        some = self.counts > 0
+        firsts[some] = self.sampled_at[_starts(self.counts)[some]] - self.starts[some]
+        return firsts
 
     @property
     def single_turn(self) -> bool:
-        """True if each trajectory is a prompt and a response, and not more."""
-        ends = self.starts + self.lengths
-        return bool((self.sampled_at >= np.repeat(ends - self.counts, self.counts)).all())
+        """True if each trajectory is a prompt and a sampled response, and not more."""
+        return bool((self.lengths - self.prompt_lengths == self.counts).all())
+
+    @cached_property
+    def answered(self) -> NDArray[np.bool_]:
+        """[N] True from each trajectory's first sampled token on."""
+        if self.single_turn:
+            return self.sampled
+        return np.arange(self.tokens) >= np.repeat(self.starts + self.prompt_lengths, self.lengths)
+
+    @cached_property
+    def prompts(self) -> Ragged:
+        """The tokens before the first sampled one of each trajectory."""
+        return Ragged(self.ids[~self.answered], self.prompt_lengths)
+
+    @cached_property
+    def responses(self) -> Ragged:
+        """The tokens from the first sampled one on, [T] of each trajectory; what was given in between is among them.
+        For a model these are the response, and `response_mask` are those of its outputs that count."""
+        return Ragged(self.ids[self.answered], self.lengths - self.prompt_lengths)
+
+    @property
+    def response_mask(self) -> NDArray[np.bool_]:
+        """[sum of T] True at sampled tokens of `responses`."""
+        return self.sampled[self.answered]
+
+    def on_responses(self, values: Array) -> Array:
+        """[sum of T] a number for each token of `responses`, from one for each sampled token; zeros at given ones."""
+        if self.single_turn:
+            return values
+        spread = np.zeros(len(self.response_mask), values.dtype)
+        spread[self.response_mask] = values
+        return spread
 
     def size(self, kind: Kind) -> int:
         """B, N or M."""
@@ -318,8 +346,29 @@ class Columns:
     def measure(data: bytes, field: str = "columns") -> tuple[int, int]:
         """The trajectories and tokens that packed bytes hold, by their header, before anything else of them is read.
         InvalidArgument if the header is not that of Columns, or the number of bytes is another than it says."""
+        if not data:
+            raise InvalidArgument(f"{field}: empty; send at least one trajectory")
         header = _Header.read(data, field)
         return header.sizes["row"], header.sizes["token"]
+
+    @classmethod
+    def received(
+        cls, data: bytes, schema: Schema, *, vocab_size: int, max_length: int, field: str = "trajectories"
+    ) -> "Columns":
+        """Reads what a caller sent for a model: at least one trajectory, each with a sampled token.
+
+        Raises:
+            InvalidArgument: as `unpack` and `check_model` do, or if something to be computed is missing.
+        """
+        columns = cls.unpack(data, schema, field)
+        if not len(columns):
+            raise InvalidArgument(f"{field}: empty; send at least one trajectory")
+        columns.check_model(vocab_size=vocab_size, max_length=max_length, field=field)
+        if not (columns.counts > 0).all():
+            raise InvalidArgument(
+                f"{field}.sampled: trajectory {int(np.argmin(columns.counts))} has no sampled token"
+            )
+        return columns
 
     def check_model(self, *, vocab_size: int, max_length: int, field: str = "columns") -> None:
         """Raises InvalidArgument, which names the place, unless every id is of the vocabulary and no trajectory has
@@ -378,7 +427,7 @@ Named = list[tuple[str, Kind, str]]
 
 def _header(sizes: Sequence[int], named: Named) -> bytes:
     """Length of the header, the header, and zeros up to where the first array is aligned."""
-    header = bytes(msgpack.packb([list(sizes), [list(each) for each in named]]))
+    header = json.dumps([list(sizes), [list(each) for each in named]], separators=(",", ":")).encode()
     header = struct.pack("<I", len(header)) + header
     return header + bytes(-len(header) % _ALIGNED)
 
@@ -401,10 +450,10 @@ class _Header:
         if not 0 < length <= min(_LONGEST_HEADER, len(data) - 4):
             raise InvalidArgument(f"{field}: {len(data)} bytes that do not begin with a header of packed columns")
         try:
-            sizes, raw = msgpack.unpackb(data[4 : 4 + length])
+            sizes, raw = json.loads(data[4 : 4 + length])
             rows, tokens, sampled = (_count(size) for size in sizes)
             named: Named = [(_text(name), _text(kind), _text(dtype)) for name, kind, dtype in raw]  # type: ignore[misc]
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidArgument(f"{field}: its header cannot be read: {error}") from None
         for name, kind, dtype in named:
             if kind not in _EACH or dtype not in DTYPES:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.push.pusher import PushReport
+from quartet.columns import Columns
 from quartet.wire.errors import Unavailable
 from services.critic.client import Values
 from services.reward.client import Scores
@@ -110,21 +111,20 @@ class Judges:
     def __init__(self, chance: Chance) -> None:
         self.chance = chance
 
-    async def score(self, prompts: Any, responses: Any, **options: Any) -> Scores:
+    async def score(self, columns: Columns, **options: Any) -> Scores:
         """A score for each response."""
         await self.chance.spend("score")
-        return Scores(np.asarray([float(row[0] % 7) for row in responses], np.float32), "model:fake", "hash")
+        return Scores(np.asarray([float(row[0] % 7) for row in columns.responses], np.float32), "model:fake", "hash")
 
-    async def logprobs(self, prompts: Any, responses: Any, **options: Any) -> list[Any]:
+    async def logprobs(self, columns: Columns, **options: Any) -> Any:
         """The reference's log-probs."""
         await self.chance.spend("reference")
-        return [np.full(len(row), -1.5, np.float32) for row in responses]
+        return np.full(columns.size("sampled"), -1.5, np.float32)
 
-    async def values(self, prompts: Any, responses: Any, *, min_step: int, timeout_s: float) -> Values:
+    async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
         """The critic's values."""
         await self.chance.spend("values")
-        rows = [np.full(len(row), 0.5, np.float32) for row in responses]
-        return Values(rows, [min_step] * len(rows))
+        return Values(np.full(columns.size("sampled"), 0.5, np.float32), [min_step] * len(columns))
 
 
 class Pusher:

@@ -109,7 +109,7 @@ async def evaluate_model(
         collected = await collector.collect(requests, version=None, critic_step=None)
     finally:
         await connected.close()
-    rows = await evaluate_samples(collected.experiences, tokenizer, judges, config.evaluation.judge_s)
+    rows = await evaluate_samples(collected, tokenizer, judges, config.evaluation.judge_s)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
     return Evaluation(f"{model} on {split}", infos["reward"].scorer.name, rows, path)

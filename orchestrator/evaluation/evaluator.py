@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts, scored by the deployed reward service and by judges."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from orchestrator.evaluation.intervals import over_prompts
 from orchestrator.evaluation.judges import Judge, verdicts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected
 from orchestrator.experience.requests import SampleRequest
+from quartet.columns import Columns
 from quartet.wire.codec import Ints
 from quartet.wire.pairs import Pair
 
@@ -39,42 +41,54 @@ class Evaluator:
         """Evaluates `version`, writes the samples to `<folder>/step-<step>.jsonl` and returns the metrics."""
         # A later version would be another policy's result.
         collected = await self._collector.collect(self._requests, version=version, newest=version, critic_step=None)
-        rows = await evaluate_samples(collected.experiences, self._tokenizer, self._judges, self._judge_s)
+        rows = await evaluate_samples(collected, self._tokenizer, self._judges, self._judge_s)
         write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
         return summarise(rows)
 
 
 async def evaluate_samples(
-    experiences: Sequence[Experience], tokenizer: Any, judges: Mapping[str, Judge], judge_s: float
+    collected: Collected, tokenizer: Any, judges: Mapping[str, Judge], judge_s: float
 ) -> list[EvaluatedSample]:
-    """The experiences as text, with every judge's verdict, for which each judge has `judge_s`. Judges get prompts
-    decoded from their tokens, without special ones, as reward functions do. ConfigError as `verdicts` raises it."""
+    """The samples as text, with every judge's verdict, for which each judge has `judge_s`. Judges get prompts decoded
+    from their tokens, without special ones, as reward functions do. ConfigError as `verdicts` raises it."""
+    columns, prompts = collected.columns, collected.prompts
 
     def decoded(rows: Sequence[Ints]) -> list[str]:
         texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts
 
-    prompts = decoded([e.prompt.prompt_ids for e in experiences])
-    responses = decoded([e.sample.response_ids for e in experiences])
+    asked, responses = decoded(list(columns.prompts)), decoded(list(columns.responses))
     pairs = [
-        Pair(prompt=prompt, response=response, label=e.prompt.label, ended=not e.truncated)
-        for e, prompt, response in zip(experiences, prompts, responses, strict=True)
+        Pair(prompt=text, response=response, label=prompt.label, ended=not truncated)
+        for prompt, text, response, truncated in zip(
+            prompts, asked, responses, columns["truncated"].tolist(), strict=True
+        )
     ]
     judged = await verdicts(judges, pairs, judge_s)
     return [
         EvaluatedSample(
-            row=e.prompt.row,
-            prompt=e.prompt.text,
+            row=prompt.row,
+            prompt=prompt.text,
             response=pair.response,
             label=pair.label,
             ended=pair.ended,
-            score=e.score,
-            kl=e.kl,
-            length=len(e.sample.response_ids),
+            score=score,
+            kl=kl,
+            length=length,
             judges={name: values[index] for name, values in judged.items()},
         )
-        for index, (e, pair) in enumerate(zip(experiences, pairs, strict=True))
+        for index, (prompt, pair, score, kl, length) in enumerate(
+            zip(prompts, pairs, columns["score"].tolist(), kl_of(columns), columns.counts.tolist(), strict=True)
+        )
     ]
+
+
+def kl_of(columns: Columns) -> list[float]:
+    """Sum over each response of log pi - log pi_ref: the k1 estimate, in nats. NaN without a reference."""
+    if "ref_logprobs" not in columns:
+        return [math.nan] * len(columns)
+    differences = columns.with_sampled(difference=columns["logprobs"] - columns["ref_logprobs"])
+    return [float(row.sum()) for row in differences.rows("difference")]
 
 
 def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
+from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded, InvalidReply
@@ -31,21 +32,28 @@ def check_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
         _check_row(f"{where}: logprobs", sample.logprobs, len(sample.response_ids))
 
 
-def check_rows(
-    call: str, field: str, prompts: Sequence[Prompt], rows: Sequence[Floats], samples: Sequence[Sample]
-) -> None:
-    """Raises InvalidReply unless there is a row for each sample, with a finite number for each of its tokens."""
-    _check_count(call, field, prompts, rows)
-    for prompt, row, sample in zip(prompts, rows, samples, strict=True):
-        _check_row(f"{call}: prompt row {prompt.row}: {field}", row, len(sample.response_ids))
+def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> None:
+    """Raises InvalidReply unless there is a finite number for each sampled token."""
+    if len(values) != (tokens := columns.size("sampled")):
+        raise InvalidReply(
+            f"{call}: {field}: {len(values)} values for {tokens} sampled tokens; there must be one per token"
+        )
+    finite = np.isfinite(values)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        row = int(columns.owners[at])
+        place = at - int(columns.counts[:row].sum())
+        where = f"{call}: prompt row {columns['row'][row]}: {field}[{place}]"
+        raise InvalidReply(f"{where} is {float(values[at])}; must be finite")
 
 
-def check_scores(prompts: Sequence[Prompt], scores: Floats) -> None:
-    """Raises InvalidReply unless there is a finite score for each prompt's sample."""
-    _check_count("reward.Score", "scores", prompts, scores)
-    for prompt, score in zip(prompts, scores.tolist(), strict=True):
+def check_scores(columns: Columns, scores: Floats) -> None:
+    """Raises InvalidReply unless there is a finite score for each sample."""
+    if len(scores) != len(columns):
+        raise InvalidReply(f"reward.Score: scores: {len(scores)} for {len(columns)} samples; there must be one each")
+    for row, score in zip(columns["row"].tolist(), scores.tolist(), strict=True):
         if not np.isfinite(score):
-            raise InvalidReply(f"reward.Score: prompt row {prompt.row}: score is {score}; must be finite")
+            raise InvalidReply(f"reward.Score: prompt row {row}: score is {score}; must be finite")
 
 
 def check_scorer(before: str, scores: Scores) -> str:
@@ -72,11 +80,6 @@ def first_not_finite(rows: Iterable[Floats]) -> float | None:
         if not np.isfinite(row).all():
             return float(row[np.argmin(np.isfinite(row))])
     return None
-
-
-def _check_count(call: str, field: str, prompts: Sequence[Prompt], rows: Sequence[Floats] | Floats) -> None:
-    if len(rows) != len(prompts):
-        raise InvalidReply(f"{call}: {field}: {len(rows)} for {len(prompts)} samples; there must be one each")
 
 
 def _check_row(where: str, row: Floats, length: int) -> None:

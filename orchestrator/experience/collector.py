@@ -3,33 +3,29 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.experience.checks import (
     check_own_logprobs,
-    check_rows,
     check_samples,
     check_scorer,
     check_scores,
+    check_tokens,
     within,
 )
-from orchestrator.experience.experience import Collected, Experience, Finished
-from orchestrator.experience.pairs import Pairs
+from orchestrator.experience.experience import Collected, Finished, Row, trajectories
 from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
+from quartet.columns import Columns
 from quartet.wire.codec import Floats
-from quartet.wire.ragged import Ragged
 from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
-OldLogprobs = Callable[[Ragged, Ragged], Awaitable[list[Floats]]]
-"""Log-probs of responses under the weights that will be trained on them, from prompts and responses."""
+OldLogprobs = Callable[[Columns], Awaitable[Floats]]
+"""Log-probs [M] of the sampled tokens under the weights that will be trained on them."""
 
 
 class Collector:
@@ -67,14 +63,18 @@ class Collector:
         newest: int | None = None,
         critic_step: int | None,
     ) -> Collected:
-        """One experience for each request, in their order. Arguments and errors as of `finish`."""
-        finished: list[Finished] = []
+        """The experience of each request, in the order of their numbers. Arguments and errors as of `finish`."""
+        rows: list[Row] = []
         repeats: list[int] = []
+
+        def put(finished: Finished) -> None:
+            rows.extend((finished, index) for index in range(len(finished.columns)))
+
         given: dict[str, Any] = {"version": version, "newest": newest, "critic_step": critic_step}
         async with asyncio.TaskGroup() as group:
             for asked in calls(requests, self._config.prompts_per_call):
-                group.create_task(self.finish(asked, put=finished.append, on_repeat=repeats.append, **given))
-        return Collected.of(finished, sum(repeats))
+                group.create_task(self.finish(asked, put=put, on_repeat=repeats.append, **given))
+        return Collected.of(rows, sum(repeats))
 
     async def finish(
         self,
@@ -96,15 +96,15 @@ class Collector:
             version: the oldest policy version that may serve this; None for any.
             newest: the newest version that may; None for any from `version` on.
             critic_step: the least step that the critic must have trained; None leaves the critic out.
-            put: called with each experience when it is complete.
+            put: called with samples when they are complete.
             on_repeat: called with the number of samples that are asked for again.
         """
         asked = time.monotonic()
 
         async def complete(samples: Sequence[Sample]) -> None:
-            sampled = time.monotonic()
-            for experience in await self._complete([requests[s.index] for s in samples], samples, critic_step):
-                put(Finished(experience, asked, sampled, time.monotonic()))
+            sampled, theirs = time.monotonic(), [requests[sample.index] for sample in samples]
+            columns = await self._complete(theirs, samples, critic_step)
+            put(Finished(columns, [each.prompt for each in theirs], asked, sampled, time.monotonic()))
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
@@ -119,9 +119,8 @@ class Collector:
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
-        values = await self._values(collected.pairs, critic_step)
-        valued = zip(collected.experiences, values, strict=True)
-        return replace(collected, experiences=[replace(e, values=row) for e, row in valued])
+        values = await self._values(collected.columns, critic_step)
+        return collected if values is None else collected.with_sampled(values=values)
 
     @property
     def _deadline(self) -> str:
@@ -156,70 +155,67 @@ class Collector:
 
     async def _complete(
         self, requests: Sequence[SampleRequest], samples: Sequence[Sample], critic_step: int | None
-    ) -> list[Experience]:
-        numbers, prompts = [request.number for request in requests], [request.prompt for request in requests]
-        check_samples(prompts, samples)
-        pairs = Pairs.of(numbers, prompts, samples)
+    ) -> Columns:
+        """The samples with the columns of SCHEMA."""
+        check_samples([request.prompt for request in requests], samples)
+        columns = trajectories(requests, samples)
+        labels = [request.prompt.label for request in requests]
         async with asyncio.TaskGroup() as group:
-            scores = group.create_task(self._scores(pairs))
-            reference = group.create_task(self._references(pairs))
-            critic = group.create_task(self._values(pairs, critic_step))
-            policy = group.create_task(self._own(pairs))
-        answers = (task.result() for task in (scores, reference, critic, policy))
-        rows = zip(numbers, prompts, samples, *answers, strict=True)
-        return [
-            Experience(number, prompt, sample, float(score), row, values, own)
-            for number, prompt, sample, score, row, values, own in rows
-        ]
+            scores = group.create_task(self._scores(columns, labels))
+            per_token = {
+                "ref_logprobs": group.create_task(self._references(columns)),
+                "values": group.create_task(self._values(columns, critic_step)),
+                "old_logprobs": group.create_task(self._own(columns)),
+            }
+        come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
+        return columns.with_rows(score=scores.result()).with_sampled(**come)
 
-    async def _scores(self, pairs: Pairs) -> Floats:
+    async def _scores(self, columns: Columns, labels: Sequence[str]) -> Floats:
         """Scores, [B]."""
-        with self.stages("score", pairs.numbers), within(SCORING):
+        with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
-                pairs.prompt_ids,
-                pairs.responses,
-                labels=pairs.labels,
-                ended=pairs.ended,
+                columns,
+                labels=labels,
+                ended=(~columns["truncated"]).tolist(),
                 timeout_s=self._config.timeouts.score_s,
             )
         self._scorer = check_scorer(self._scorer, scores)
-        check_scores(pairs.prompts, scores.values)
+        check_scores(columns, scores.values)
         return scores.values
 
-    async def _references(self, pairs: Pairs) -> list[Floats]:
-        """The reference's log-probs, B times [T]; empty arrays if the run has no reference."""
+    async def _references(self, columns: Columns) -> Floats | None:
+        """The reference's log-probs, [M]; None if the run has no reference."""
         if self._services.reference is None:
-            return [np.empty(0, np.float32)] * len(pairs.samples)
+            return None
         sampling = self._config.sampling
-        with self.stages("reference", pairs.numbers), within(SCORING):
-            rows = await self._services.reference.logprobs(
-                pairs.prompt_ids,
-                pairs.responses,
+        with self.stages("reference", columns["number"].tolist()), within(SCORING):
+            values = await self._services.reference.logprobs(
+                columns,
                 temperature=sampling.temperature,
                 min_new_tokens=sampling.min_new_tokens,
                 end_ids=self._end_ids if sampling.min_new_tokens else (),
                 timeout_s=self._config.timeouts.score_s,
             )
-        check_rows("reference.Logprobs", "ref_logprobs", pairs.prompts, rows, pairs.samples)
-        return rows
+        check_tokens("reference.Logprobs", "ref_logprobs", columns, values)
+        return values
 
-    async def _values(self, pairs: Pairs, critic_step: int | None) -> list[Floats]:
-        """Values by the critic after `critic_step` or a later step, B times [T]; empty arrays without a step, or if
-        the run has no critic."""
+    async def _values(self, columns: Columns, critic_step: int | None) -> Floats | None:
+        """Values by the critic after `critic_step` or a later step, [M]; None without a step, or if the run has no
+        critic."""
         if critic_step is None or self._services.critic is None:
-            return [np.empty(0, np.float32)] * len(pairs.samples)
-        with self.stages("value", pairs.numbers), within(SCORING):
+            return None
+        with self.stages("value", columns["number"].tolist()), within(SCORING):
             answer = await self._services.critic.values(
-                pairs.prompt_ids, pairs.responses, min_step=critic_step, timeout_s=self._config.timeouts.score_s
+                columns, min_step=critic_step, timeout_s=self._config.timeouts.score_s
             )
-        check_rows("critic.Values", "values", pairs.prompts, answer.rows, pairs.samples)
-        return list(answer.rows)
+        check_tokens("critic.Values", "values", columns, answer.values)
+        return answer.values
 
-    async def _own(self, pairs: Pairs) -> list[Floats]:
-        """The learner's own log-probs; empty arrays where they are left for later."""
+    async def _own(self, columns: Columns) -> Floats | None:
+        """The learner's own log-probs, [M]; None where they are left for later."""
         if self._old_logprobs is None:
-            return [np.empty(0, np.float32)] * len(pairs.samples)
-        with self.stages("logprobs", pairs.numbers):
-            rows = await self._old_logprobs(pairs.prompt_ids, pairs.responses)
-        check_own_logprobs(rows)
-        return rows
+            return None
+        with self.stages("logprobs", columns["number"].tolist()):
+            values = await self._old_logprobs(columns)
+        check_own_logprobs([values])
+        return values

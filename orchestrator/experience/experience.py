@@ -1,105 +1,161 @@
-"""Experience: responses with everything that they are trained on, one by one and as a batch."""
+"""Experience: trajectories with everything that they are trained on, in columns."""
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.pairs import Pairs
-from quartet.wire.codec import Floats
+from orchestrator.experience.requests import SampleRequest
+from quartet.columns import Columns, Field, Schema
 from services.rollout.sample import FinishReason, Sample
 
+SCHEMA: Schema = {
+    "number": Field("row", "int64"),
+    "group": Field("row", "int64"),
+    "row": Field("row", "int64"),
+    "score": Field("row"),
+    "truncated": Field("row", "bool"),
+    "kept": Field("row", "int32"),
+    "logprobs": Field("sampled"),
+    "versions": Field("sampled", "int32"),
+    "ref_logprobs": Field("sampled", optional=True),
+    "values": Field("sampled", optional=True),
+    "old_logprobs": Field("sampled", optional=True),
+}
+"""Columns of experience.
 
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """One response of T tokens with its score, log-probs and values."""
-
-    number: int
-    """Number of the sample, as in SampleRequest."""
-    prompt: Prompt
-    sample: Sample
-    score: float
-    """Score of the reward service."""
-    ref_logprobs: Floats
-    """The reference's log-probs, [T]; empty if the run has no reference."""
-    values: Floats
-    """The critic's values, [T]; empty if they were not requested."""
-    old_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-    """The learner's log-probs before the update, [T]; empty if they were left for the loop."""
-
-    @property
-    def truncated(self) -> bool:
-        """True if the length limit cut it off."""
-        return self.sample.finish_reason is FinishReason.LENGTH
-
-    @property
-    def kl(self) -> float:
-        """Sum over the response of log pi - log pi_ref: the k1 estimate, in nats. NaN without a reference."""
-        if not len(self.ref_logprobs):
-            return math.nan
-        return float((self.sample.logprobs - self.ref_logprobs).sum())
+- number, group: of the sample, as in SampleRequest.
+- row: of its prompt, as in Prompt.
+- score: of the reward service.
+- truncated: True if the length limit cut the response off.
+- kept: number of its first tokens, which came from replicas that did not finish it.
+- logprobs: of the policy that sampled each token, and `versions`, which one that was.
+- ref_logprobs: the reference's; missing if the run has none.
+- values: the critic's; missing if they were not asked for.
+- old_logprobs: the learner's before the update; missing if they were left for the loop.
+"""
 
 
-@dataclass(frozen=True, slots=True)
+def trajectories(requests: Sequence[SampleRequest], samples: Sequence[Sample]) -> Columns:
+    """The samples as trajectories of their prompts and responses, with what the rollout service says about them."""
+    columns = Columns.of_pairs(
+        [request.prompt.prompt_ids for request in requests], [sample.response_ids for sample in samples]
+    )
+
+    def each(values: Iterable[Any], dtype: Any) -> Any:
+        return np.fromiter(values, dtype, len(samples))
+
+    return columns.with_rows(
+        number=each((request.number for request in requests), np.int64),
+        group=each((request.group for request in requests), np.int64),
+        row=each((request.prompt.row for request in requests), np.int64),
+        truncated=each((sample.finish_reason is FinishReason.LENGTH for sample in samples), np.bool_),
+        kept=each((sample.kept for sample in samples), np.int32),
+    ).with_sampled(
+        logprobs=np.concatenate([sample.logprobs for sample in samples]),
+        versions=np.concatenate([sample.versions for sample in samples]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """One experience that is complete, with the moments of its making in seconds of the monotonic clock."""
+    """Samples that came together and are complete, with the moments of their making in seconds of the monotonic
+    clock."""
 
-    experience: Experience
+    columns: Columns
+    """The columns of SCHEMA."""
+    prompts: Sequence[Prompt]
+    """The prompt of each."""
     asked: float
     """Moment of the call of the rollout service."""
     sampled: float
-    """Moment at which its sample came."""
+    """Moment at which the samples came."""
     complete: float
     """Moment of the last answer."""
 
 
+Row = tuple[Finished, int]
+"""One sample: those that it came with, and its index among them."""
+
+
 @dataclass(frozen=True)
 class Collected:
-    """One batch of experience, in the order of the samples' numbers."""
+    """One batch of B samples, in the order of their numbers."""
 
-    experiences: list[Experience]
+    columns: Columns
+    """The columns of SCHEMA."""
+    prompts: Sequence[Prompt]
+    """The prompt of each sample."""
     generate_s: float
     """Seconds from the first request to the last finished sample."""
     score_s: float
     """Seconds that scoring took after that."""
     repeated: int = 0
     """Number of requests for samples that were repeated because their replica was lost, stuck or too old. No sample
-    is in `experiences` twice."""
+    is in `columns` twice."""
     discarded: tuple[int, ...] = ()
     """Numbers of the samples that were made for it and discarded with their groups, ascending."""
     kept: bool = False
     """True if it was read from the journal, and need not be written again."""
 
     @classmethod
-    def of(cls, finished: Iterable[Finished], repeated: int, discarded: Iterable[int] = ()) -> Self:
-        """A batch of these, in the order of their numbers."""
-        rows = sorted(finished, key=lambda each: each.experience.number)
-        asked, sampled = min((e.asked for e in rows), default=0), max((e.sampled for e in rows), default=0)
-        complete = max((e.complete for e in rows), default=0)
-        experiences, left_out = [each.experience for each in rows], tuple(sorted(discarded))
-        return cls(experiences, sampled - asked, complete - sampled, repeated, left_out)
+    def of(cls, rows: Iterable[Row], repeated: int, discarded: Iterable[int] = ()) -> Self:
+        """A batch of these, in the order of their numbers, with the columns that all of them have."""
+        chosen = sorted(rows, key=lambda row: row[0].columns["number"][row[1]])
+        if not chosen:
+            return cls(_nothing(), [], 0.0, 0.0, repeated, tuple(sorted(discarded)))
+        parts = list(dict.fromkeys(finished for finished, _ in chosen))
+        common = set.intersection(*(set(part.columns.columns) for part in parts))
+        offsets, whole = {}, 0
+        for part in parts:
+            offsets[part] = whole
+            whole += len(part.columns)
+        columns = Columns.concatenate([part.columns.select(*sorted(common)) for part in parts])
+        asked, sampled = min(part.asked for part in parts), max(part.sampled for part in parts)
+        return cls(
+            columns.take([offsets[finished] + index for finished, index in chosen]),
+            [finished.prompts[index] for finished, index in chosen],
+            sampled - asked,
+            max(part.complete for part in parts) - sampled,
+            repeated,
+            tuple(sorted(discarded)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def with_sampled(self, **columns: Any) -> Self:
+        """With these columns of one number per sampled token."""
+        return replace(self, columns=self.columns.with_sampled(**columns))
 
     @cached_property
-    def pairs(self) -> Pairs:
-        """The samples with their prompts, encoded once."""
-        rows = self.experiences
-        return Pairs.of([e.number for e in rows], [e.prompt for e in rows], [e.sample for e in rows])
+    def trained_numbers(self) -> list[int]:
+        """Numbers of the samples that the step trains on."""
+        numbers: list[int] = self.columns["number"].tolist()
+        return numbers
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of all samples that the step uses up: those that it trains on, and those discarded for it."""
-        return [experience.number for experience in self.experiences] + list(self.discarded)
-
-    @property
-    def valued(self) -> bool:
-        """True if every response has its values."""
-        return all(len(e.values) == len(e.sample.response_ids) for e in self.experiences)
+        return self.trained_numbers + list(self.discarded)
 
     @property
     def tokens(self) -> int:
-        """Number of response tokens."""
-        return sum(len(experience.sample.response_ids) for experience in self.experiences)
+        """Number of sampled tokens."""
+        return self.columns.size("sampled")
+
+
+def _nothing() -> Columns:
+    """The columns of no samples."""
+    columns = Columns.of_pairs([], [])
+    required = {name: np.empty(0, its.dtype) for name, its in SCHEMA.items() if not its.optional}
+    for name, values in required.items():
+        columns = (
+            columns.with_rows(**{name: values})
+            if SCHEMA[name].kind == "row"
+            else columns.with_sampled(**{name: values})
+        )
+    return columns

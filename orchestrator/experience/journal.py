@@ -6,26 +6,19 @@ restarts at 20 and takes the samples of steps 21 to 23, and of 24 if they were c
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
-from google.protobuf.message import DecodeError
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.checks import first_not_finite
-from orchestrator.experience.experience import Collected, Experience
-from protos import rollout_pb2 as pb
+from orchestrator.experience.experience import SCHEMA, Collected
+from quartet.columns import Columns
 from quartet.folders import replace_file
-from quartet.wire.codec import Floats
 from quartet.wire.errors import InvalidArgument
-from services.rollout.sample import Sample
 
-FORMAT = 5
-"""Version of a step's file; raised when the format changes."""
 _SAMPLING_SECTIONS: dict[str, Any] = {
     **dict.fromkeys(("seed", "batch_size", "data", "sampling", "ppo", "policy"), True),
     "loop": {"max_staleness", "depth"},
@@ -68,22 +61,18 @@ class ExperienceJournal:
         """
         try:
             raw = msgpack.unpackb(self._path(step).read_bytes())
-            if "format" not in raw:
-                raise ValueError("an earlier version wrote it, which gave samples no numbers")
-            asked = [(int(row["number"]), prompt(row["number"])) for row in raw["rows"]]
-            if raw["digest"] != self._digest(asked):
+            columns = Columns.unpack(raw["columns"], SCHEMA)
+            numbers = columns["number"].tolist()
+            prompts = [prompt(number) for number in numbers]
+            if raw["digest"] != self._digest(list(zip(numbers, prompts, strict=True))):
                 self._note(f"journal: step {step} is of another configuration, data or models, and is sampled again")
                 return None
-            experiences = [
-                _experience(row, number, its) for row, (number, its) in zip(raw["rows"], asked, strict=True)
-            ]
-            if (wrong := first_not_finite(_numbers(experiences))) is not None:
-                raise ValueError(f"it holds {wrong}")
             discarded = tuple(int(number) for number in raw["discarded"])
-            return Collected(experiences, raw["generate_s"], raw["score_s"], raw["repeated"], discarded)
+            seconds = float(raw["generate_s"]), float(raw["score_s"])
+            return Collected(columns, prompts, *seconds, int(raw["repeated"]), discarded)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, DecodeError, InvalidArgument) as error:
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, InvalidArgument) as error:
             self._note(f"{self._path(step)} cannot be read ({error}); step {step} is sampled again")
             return None
 
@@ -97,10 +86,10 @@ class ExperienceJournal:
             self._note(f"journal: step {step} could not be kept: {error}")
 
     def _write(self, step: int, collected: Collected) -> None:
+        asked = list(zip(collected.trained_numbers, collected.prompts, strict=True))
         raw = {
-            "format": FORMAT,
-            "digest": self._digest([(experience.number, experience.prompt) for experience in collected.experiences]),
-            "rows": [_row(experience) for experience in collected.experiences],
+            "digest": self._digest(asked),
+            "columns": collected.columns.pack(),
             "generate_s": collected.generate_s,
             "score_s": collected.score_s,
             "repeated": collected.repeated,
@@ -127,36 +116,3 @@ class ExperienceJournal:
             digest.update(b"%d\n" % number)
             digest.update(prompt.prompt_ids.astype("<i4").tobytes() + b"\n" + prompt.label.encode() + b"\n")
         return digest.digest()
-
-
-def _row(experience: Experience) -> dict[str, Any]:
-    return {
-        "number": experience.number,
-        "sample": experience.sample.to_wire().SerializeToString(),
-        "score": experience.score,
-        "ref_logprobs": experience.ref_logprobs.astype("<f4").tobytes(),
-        "values": experience.values.astype("<f4").tobytes(),
-        "old_logprobs": experience.old_logprobs.astype("<f4").tobytes(),
-    }
-
-
-def _experience(row: dict[str, Any], number: int, prompt: Prompt) -> Experience:
-    return Experience(
-        number=number,
-        prompt=prompt,
-        sample=Sample.from_wire(pb.Sample.FromString(row["sample"])),
-        score=row["score"],
-        ref_logprobs=_floats(row["ref_logprobs"]),
-        values=_floats(row["values"]),
-        old_logprobs=_floats(row["old_logprobs"]),
-    )
-
-
-def _numbers(experiences: Sequence[Experience]) -> Iterator[Floats]:
-    for e in experiences:
-        yield from (e.sample.logprobs, e.ref_logprobs, e.values, e.old_logprobs)
-        yield np.asarray([e.score], np.float32)
-
-
-def _floats(data: bytes) -> Floats:
-    return np.frombuffer(data, "<f4").astype(np.float32)

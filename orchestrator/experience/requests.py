@@ -26,6 +26,8 @@ class SampleRequest:
     """Prompt to respond to."""
     seed: int | None
     """Seed of the sampling; None for the engine's own."""
+    group: int
+    """Number of the first of the samples that respond to the same prompt together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def training_requests(
     draws = {which: _draws(config, which + 1, block) for which in {number // block for number in numbers}}
     seeds = [draws[number // block][number % block] for number in numbers]
     dealt = [prompts.dealt(number, 1)[0] for number in numbers]
-    return [SampleRequest(*each) for each in zip(numbers, dealt, seeds, strict=True)]
+    groups = _groups(numbers, config.ppo.samples_per_prompt)
+    return [SampleRequest(*each) for each in zip(numbers, dealt, seeds, groups, strict=True)]
 
 
 def calls(requests: Sequence[SampleRequest], size: int) -> list[Sequence[SampleRequest]]:
@@ -74,9 +77,14 @@ def calls(requests: Sequence[SampleRequest], size: int) -> list[Sequence[SampleR
 
 def evaluation_requests(config: OrchestratorConfig, prompts: Sequence[Prompt]) -> list[SampleRequest]:
     """Requests for the configured number of samples of each prompt, with the seeds that all evaluations share."""
-    repeated = [prompt for prompt in prompts for _ in range(config.evaluation.samples_per_prompt)]
-    seeds = _draws(config, EVALUATION, len(repeated))
-    return [SampleRequest(*each) for each in zip(range(len(repeated)), repeated, seeds, strict=True)]
+    each = config.evaluation.samples_per_prompt
+    repeated = [prompt for prompt in prompts for _ in range(each)]
+    numbers, seeds = range(len(repeated)), _draws(config, EVALUATION, len(repeated))
+    return [SampleRequest(*one) for one in zip(numbers, repeated, seeds, _groups(numbers, each), strict=True)]
+
+
+def _groups(numbers: Iterable[int], each: int) -> list[int]:
+    return [number - number % each for number in numbers]
 
 
 def _draws(config: OrchestratorConfig, block: int, count: int) -> list[int] | list[None]:

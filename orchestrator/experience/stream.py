@@ -12,7 +12,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected, Finished
+from orchestrator.experience.experience import Collected, Finished, Row
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
@@ -63,8 +63,7 @@ class Stream:
         self._each = config.ppo.samples_per_prompt
         reserved = {number for batch in kept.values() for number in batch.numbers}
         self._numbers = used.others(reserved)
-        self._group_of: dict[int, int] = {}
-        self._finished: dict[int, list[Finished]] = {}
+        self._finished: dict[int, list[Row]] = {}
         self._repeated = 0
         self._critic_step: int | None = None
         self._discarded: list[int] = []
@@ -100,7 +99,7 @@ class Stream:
         """The batch of `step`, with the values of the critic after `critic_step`; writes it to the journal."""
         if collected.kept:
             return collected
-        if critic_step is not None and not collected.valued:
+        if critic_step is not None and "values" not in collected.columns:
             collected = await self._collector.value(collected, critic_step)
         if self._journal:
             await asyncio.to_thread(self._journal.write, step, collected)
@@ -120,7 +119,6 @@ class Stream:
             group = numbers[start]
             self._slots.admit(group)
             self._finished[group] = []
-            self._group_of |= dict.fromkeys(numbers[start : start + self._each], group)
         asked = training_requests(self._config, self._prompts, numbers)
         for requests in calls(asked, self._config.prompts_per_call):
             call = self._collector.finish(
@@ -129,14 +127,17 @@ class Stream:
             self._beside.start(call, f"sampling of {requests[0].number} to {requests[-1].number}")
 
     def _put(self, finished: Finished) -> None:
-        group = self._group_of.pop(finished.experience.number)
-        self._finished[group].append(finished)
-        if len(self._finished[group]) < self._each:
-            return
+        for index, group in enumerate(finished.columns["group"].tolist()):
+            self._finished[group].append((finished, index))
+            if len(self._finished[group]) == self._each:
+                self._whole(group)
+
+    def _whole(self, group: int) -> None:
+        """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
         if not self._config.ppo.admit(_group(self._finished[group])):
             self._slots.discard(group)
-            self._discarded += [each.experience.number for each in self._finished.pop(group)]
+            self._discarded += [_number(row) for row in self._finished.pop(group)]
             self._admit()
         self._changed.set()
 
@@ -174,11 +175,16 @@ class Stream:
         )
 
 
-def _group(finished: Sequence[Finished]) -> Group:
+def _number(row: Row) -> int:
+    finished, index = row
+    return int(finished.columns["number"][index])
+
+
+def _group(rows: Sequence[Row]) -> Group:
     """The group as the algorithm decides on it, in the order of its samples' numbers."""
-    rows = sorted((each.experience for each in finished), key=lambda each: each.number)
+    ordered = [(finished.columns, index) for finished, index in sorted(rows, key=_number)]
     return Group(
-        scores=np.asarray([each.score for each in rows], np.float32),
-        lengths=np.asarray([len(each.sample.response_ids) for each in rows], np.int64),
-        truncated=np.asarray([each.truncated for each in rows], bool),
+        scores=np.asarray([columns["score"][index] for columns, index in ordered], np.float32),
+        lengths=np.asarray([columns.counts[index] for columns, index in ordered], np.int64),
+        truncated=np.asarray([columns["truncated"][index] for columns, index in ordered], bool),
     )

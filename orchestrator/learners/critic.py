@@ -24,11 +24,7 @@ class CriticLearner:
         last_step, ppo = self._first_step + update.step - 1, self._config.ppo
         return await self._critic.train(
             last_step + 1,
-            update.batch.prompts,
-            update.batch.responses,
-            update.values,
-            update.returns,
-            trained=update.batch.trained,
+            update.columns,
             epochs=ppo.epochs_of_critic,
             minibatch_size=ppo.minibatch_size,
             seed=update.seed,

@@ -1,13 +1,12 @@
 """A model that a run trains, as the loop sees it, and one step's batch for all of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from orchestrator.policy.ranks import PolicyError
 from orchestrator.policy.trainer import PolicyBatch
-from quartet.wire.codec import Floats
+from quartet.columns import Columns
 from services.critic.client import CriticReset
 
 LOSSES = (PolicyError, CriticReset)
@@ -24,10 +23,9 @@ class Update:
     """Seed of the minibatches' order."""
     batch: PolicyBatch
     """Prompts, responses and advantages."""
-    values: Sequence[Floats]
-    """The critic's values before the update, B times [T]; each empty in a run without a critic."""
-    returns: Sequence[Floats]
-    """The returns that the values should be, B times [T]; none in a run without a critic."""
+    columns: Columns
+    """The samples. In a run with a critic they have its values before the update as `values`, and the `returns` that
+    these should be; `trained` is True at the tokens that are trained on, which without it are all."""
 
 
 class Learner(Protocol):

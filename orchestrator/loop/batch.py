@@ -1,4 +1,4 @@
-"""The samples of one step as columns, each encoded or padded once."""
+"""The samples of one step as tensors for the estimates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,119 +8,118 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from orchestrator.experience.experience import Collected, Experience
+from orchestrator.experience.experience import Collected
 from orchestrator.policy.trainer import PolicyBatch
-from quartet.models.numerics import response_mask
+from quartet.columns import Columns
 from quartet.models.sequences import pad_rows
-from quartet.wire.codec import Bools, Floats
-from quartet.wire.ragged import Ragged
+from quartet.wire.codec import Floats
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples, whose responses have at most T tokens. Columns are padded on the right."""
+    """B samples with at most T sampled tokens each. Tensors are padded on the right."""
 
     collected: Collected
     """The samples, with everything that the services answered."""
-    prompts: Ragged
-    """Token ids, B sequences."""
-    responses: Ragged
-    """Token ids, B sequences."""
-    lengths: Tensor
-    """Tokens of each response, [B] int64."""
-    old_logprobs: list[Floats] | None
-    """The learner's log-probs before the update as B arrays [t]; None if they are not known (yet)."""
-    oldest_trained: int | None
+    oldest_trained: int | None = None
     """The oldest version whose tokens are trained on; None: tokens of any version are."""
 
     @classmethod
     def of(cls, collected: Collected, oldest_trained: int | None = None) -> Self:
-        """The columns of these samples, in their order; with the old log-probs if all of them came with theirs."""
-        pairs = collected.pairs
-        lengths = torch.from_numpy(pairs.responses.lengths).long()
-        early = [e.old_logprobs for e in collected.experiences]
-        old_logprobs = early if all(len(row) for row in early) else None
-        return cls(collected, pairs.prompt_ids, pairs.responses, lengths, old_logprobs, oldest_trained)
-
-    def __len__(self) -> int:
-        return len(self.experiences)
+        """The samples, with a column `trained` if not all of their tokens may be: True at those that are."""
+        if oldest_trained is not None:
+            collected = collected.with_sampled(trained=collected.columns["versions"] >= oldest_trained)
+        return cls(collected, oldest_trained)
 
     @property
-    def experiences(self) -> list[Experience]:
-        """The B samples."""
-        return self.collected.experiences
+    def columns(self) -> Columns:
+        """The columns of the B samples."""
+        return self.collected.columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each response, [B] int64."""
+        return torch.from_numpy(self.columns.counts).long()
 
     @cached_property
     def sampled(self) -> Tensor:
-        """True on response tokens, [B, T] bool."""
-        return response_mask(self.lengths, int(self.lengths.max()))
+        """True on sampled tokens, [B, T] bool."""
+        return torch.from_numpy(self.columns.present)
 
     @cached_property
     def mask(self) -> Tensor:
-        """True on the response tokens that are trained on, [B, T] bool."""
-        if self.oldest_trained is None:
-            return self.sampled
-        return self.sampled_since(self.oldest_trained)
+        """True on the sampled tokens that are trained on, [B, T] bool."""
+        return self.sampled if "trained" not in self.columns else self.column("trained")
 
     def sampled_since(self, version: int) -> Tensor:
-        """True on the response tokens that were sampled by this version or a later one, [B, T] bool."""
-        return self.padded([e.sample.versions >= version for e in self.experiences]).bool()
+        """True on the tokens that were sampled by this version or a later one, [B, T] bool."""
+        return torch.from_numpy(self.columns.padded("versions") >= version) & self.sampled
 
     @property
     def masked(self) -> float:
-        """Share of the response tokens that are not trained on."""
+        """Share of the sampled tokens that are not trained on."""
         return 1 - int(self.mask.sum()) / int(self.sampled.sum())
+
+    def column(self, name: str) -> Tensor:
+        """A column of one number per sampled token, [B, T], zeros at the padding."""
+        return torch.from_numpy(self.columns.padded(name))
 
     @cached_property
     def logprobs(self) -> Tensor:
         """The rollout engine's log-probs, as sampled, [B, T]."""
-        return self.padded([e.sample.logprobs for e in self.experiences])
+        return self.column("logprobs")
+
+    @cached_property
+    def old_logprobs(self) -> Tensor | None:
+        """The learner's log-probs before the update, [B, T]; None if they are not known (yet)."""
+        return self.column("old_logprobs") if "old_logprobs" in self.columns else None
 
     @cached_property
     def ref_logprobs(self) -> Tensor | None:
         """The frozen reference's log-probs, [B, T]; None if the run has no reference."""
-        rows = self.reference_rows
-        return None if rows is None else self.padded(rows)
-
-    @property
-    def reference_rows(self) -> list[Floats] | None:
-        """The reference's log-probs as B arrays [t]; None if the run has no reference."""
-        rows = [e.ref_logprobs for e in self.experiences]
-        return rows if all(len(row) for row in rows) else None
+        return self.column("ref_logprobs") if "ref_logprobs" in self.columns else None
 
     @cached_property
     def values(self) -> Tensor:
         """The critic's values before the update, [B, T]; only for a run with a critic."""
-        return self.padded([e.values for e in self.experiences])
+        return self.column("values")
 
     @cached_property
     def scores(self) -> Tensor:
         """The scores, [B]."""
-        return torch.tensor([e.score for e in self.experiences])
+        return torch.tensor(self.columns["score"])
 
     @property
     def truncated(self) -> float:
         """Share of responses that the length limit cut off."""
-        return sum(e.truncated for e in self.experiences) / len(self.experiences)
+        return int(self.columns["truncated"].sum()) / len(self)
 
-    def padded(self, rows: Sequence[Floats] | Sequence[Bools]) -> Tensor:
-        """Pads B arrays [t] of one value per response token to [B, T]."""
+    def padded(self, rows: Sequence[Floats]) -> Tensor:
+        """Pads B arrays [t] of one value per sampled token to [B, T]."""
         return pad_rows(rows, self.sampled.shape[1])
 
-    def rows(self, column: Tensor) -> list[Any]:
-        """Cuts [B, T] into B arrays [t], the inverse of `padded`."""
-        return [row[:length].numpy() for row, length in zip(column, self.lengths.tolist(), strict=True)]
+    def packed(self, padded: Tensor) -> Any:
+        """[M] the numbers of [B, T] at sampled tokens, as a column of this batch has them."""
+        return self.columns.unpadded(padded.numpy())
 
-    def for_policy(self, advantages: Sequence[Floats], kl_coef: float) -> PolicyBatch:
-        """The batch for the policy's update, with its advantages. All tokens are trained on unless some are
+    def for_policy(self, advantages: Floats, kl_coef: float) -> PolicyBatch:
+        """The batch for the policy's update, with its advantages, [M]. All tokens are trained on unless some are
         masked."""
+        columns = self.columns.with_sampled(advantages=advantages)
+
+        def rows(name: str) -> list[Any] | None:
+            return columns.rows(name) if name in columns else None
+
         return PolicyBatch(
-            prompts=self.prompts,
-            responses=self.responses,
-            logprobs=[e.sample.logprobs for e in self.experiences],
-            old_logprobs=self.old_logprobs,
-            ref_logprobs=self.reference_rows,
-            advantages=advantages,
+            prompts=columns.prompts,
+            responses=columns.responses,
+            logprobs=columns.rows("logprobs"),
+            old_logprobs=rows("old_logprobs"),
+            ref_logprobs=rows("ref_logprobs"),
+            advantages=columns.rows("advantages"),
             kl_coef=kl_coef,
-            trained=self.rows(self.mask) if self.masked else None,
+            trained=rows("trained") if self.masked else None,
         )

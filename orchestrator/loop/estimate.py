@@ -31,11 +31,11 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Inputs of the update besides the experience; lists of B arrays [T]."""
+    """Inputs of the update besides the experience, by sampled token: [M]."""
 
-    advantages: list[Floats]
-    returns: list[Floats]
-    """The returns that the critic learns; none without a critic."""
+    advantages: Floats
+    returns: Floats | None
+    """The returns that the critic learns; None without a critic."""
     normaliser: RunningNormaliser
     """The normaliser after this batch's scores."""
     metrics: dict[str, float]
@@ -53,7 +53,7 @@ def old_logprobs_of(batch: Batch, ppo: PPOConfig) -> Tensor | None:
     needs the learner's and the update computes them itself."""
     if ppo.old_logprobs == "rollout":
         return batch.logprobs
-    return None if batch.old_logprobs is None else batch.padded(batch.old_logprobs)
+    return batch.old_logprobs
 
 
 def estimate_advantages(
@@ -90,8 +90,8 @@ def estimate_advantages(
     }
     if returns is not None and batch.mask.any():
         metrics["value/explained_variance"] = explained_variance(batch.values, returns, batch.mask)
-    learned = [] if returns is None else batch.rows(returns)
-    return Advantages(batch.rows(whitened), learned, normaliser, metrics | _described(batch))
+    learned = None if returns is None else batch.packed(returns)
+    return Advantages(batch.packed(whitened), learned, normaliser, metrics | _described(batch))
 
 
 def measure_distance(batch: Batch, own: Sequence[Floats], ppo: PPOConfig, version: int) -> Distance:

@@ -1,9 +1,10 @@
 """The report of a step: its stages' seconds, metrics besides its losses, and the bound on its samples' age."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+
+import numpy as np
 
 from orchestrator.experience.experience import Collected
 from orchestrator.loop.state import TrainState
@@ -58,26 +59,28 @@ class StaleSample(RuntimeError):
 
 def check_ages(collected: Collected, step: int, version: int, bound: int) -> None:
     """Raises StaleSample if a token for `step` was sampled by a version more than `bound` behind `version`."""
-    for experience in collected.experiences:
-        oldest = experience.sample.oldest_version
-        if version - oldest > bound:
-            raise StaleSample(
-                f"step {step}, sample {experience.number}: sampled by version {oldest}, {version - oldest} behind "
-                f"the policy's {version}; loop.max_staleness is {bound}"
-            )
+    columns = collected.columns
+    if not (late := version - columns["versions"] > bound).any():
+        return
+    row = int(columns.owners[np.argmax(late)])
+    oldest = int(columns.rows("versions")[row].min())
+    raise StaleSample(
+        f"step {step}, sample {columns['number'][row]}: sampled by version {oldest}, {version - oldest} behind the "
+        f"policy's {version}; loop.max_staleness is {bound}"
+    )
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
     """Counts of samples that were requested, requested again, discarded, used, and begun by one replica and finished
     by another, with the tokens kept of the first; the policy's version, and the oldest sample's staleness."""
-    kept = [experience.sample.kept for experience in collected.experiences]
-    oldest = min(experience.sample.oldest_version for experience in collected.experiences)
+    kept = collected.columns["kept"]
+    oldest = int(collected.columns["versions"].min())
     return {
         "samples/asked": done.samples_asked - before.samples_asked,
         "samples/repeated": collected.repeated,
         "samples/discarded": len(collected.discarded),
-        "samples/resumed": sum(tokens > 0 for tokens in kept),
-        "samples/tokens_kept": sum(kept),
+        "samples/resumed": int((kept > 0).sum()),
+        "samples/tokens_kept": int(kept.sum()),
         "samples/used": done.samples_used - before.samples_used,
         "samples/used_total": done.samples_used,
         "policy/version": done.policy_version,
@@ -87,12 +90,10 @@ def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[s
 
 def staleness(version: int, collected: Collected) -> dict[str, float]:
     """Age of tokens, in versions, when policy `version` trained on them: the mean, and the share of each age."""
-    ages: Counter[int] = Counter()
-    for experience in collected.experiences:
-        for sampled_by, start, end in experience.sample.spans:
-            ages[version - sampled_by] += end - start
-    tokens = ages.total()
-    shares = {f"staleness/share_{age}": ages[age] / tokens for age in range(max(ages) + 1)}
+    versions, counts = np.unique(collected.columns["versions"], return_counts=True)
+    ages = dict(zip((version - versions).tolist(), counts.tolist(), strict=True))
+    tokens = collected.tokens
+    shares = {f"staleness/share_{age}": ages.get(age, 0) / tokens for age in range(max(ages) + 1)}
     return {"staleness/mean": sum(age * count for age, count in ages.items()) / tokens} | shares
 
 

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
@@ -148,7 +149,7 @@ class Trainer:
             kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
             normaliser=estimate.normaliser,
             asked=len(batch.collected.numbers) + batch.collected.repeated,
-            used=[experience.number for experience in batch.experiences],
+            used=batch.collected.trained_numbers,
             discarded=batch.collected.discarded,
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
@@ -180,7 +181,7 @@ class Trainer:
         step, version = state.step + 1, state.policy_version
         with report.stage("take"), self._waits.for_batch() as numbers:
             collected = await stream.take(step, critic_step=state.critic_step)
-            numbers.update(experience.number for experience in collected.experiences)
+            numbers.update(collected.trained_numbers)
         check_ages(collected, step, version, self._config.loop.max_staleness)
         await publishing.rest()
         batch = Batch.of(collected, self._config.ppo.oldest_trained(version))
@@ -189,21 +190,24 @@ class Trainer:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
                 own = group.create_task(self._old_logprobs(batch))
         if (old_logprobs := own.result()) is not None:
-            check_own_logprobs(old_logprobs)
-        return replace(batch, collected=valued.result(), old_logprobs=old_logprobs)
+            check_own_logprobs([old_logprobs])
+        collected, known = valued.result(), {} if old_logprobs is None else {"old_logprobs": old_logprobs}
+        return Batch.of(collected.with_sampled(**known), batch.oldest_trained)
 
-    async def _old_logprobs(self, batch: Batch) -> list[Floats] | None:
-        """The policy's own log-probs from before the update; None where the update computes them itself."""
-        own = batch.old_logprobs
+    async def _old_logprobs(self, batch: Batch) -> Floats | None:
+        """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
+        own = batch.columns.get("old_logprobs")
         if own is None and self._config.ppo.needs_old_logprobs(len(batch)):
-            asked = self._policy.logprobs(batch.prompts, batch.responses)
-            own = await self._waits.on("policy").timing("logprobs", asked)
+            asked = self._policy.logprobs(batch.columns.prompts, batch.columns.responses)
+            own = np.concatenate(await self._waits.on("policy").timing("logprobs", asked))
         return own
 
     async def _distance(self, batch: Batch, version: int) -> Distance:
         """Measures the batch by the policy's log-probs from before the update, which the update may have computed, of
         all of it or of the first minibatch."""
-        if (own := batch.old_logprobs) is None:
+        if "old_logprobs" in batch.columns:
+            own = batch.columns.rows("old_logprobs")
+        else:
             own = await self._policy.trained_logprobs()
             check_own_logprobs(own)
         return measure_distance(batch, own, self._config.ppo, version)
@@ -220,7 +224,10 @@ class Trainer:
                 "that nothing is trained on"
             )
         seed = self._config.seed * 1_000_003 + step
-        return Update(step, seed, trained, [e.values for e in batch.experiences], estimate.returns), estimate
+        columns = batch.columns
+        if estimate.returns is not None:
+            columns = columns.with_sampled(returns=estimate.returns)
+        return Update(step, seed, trained, columns), estimate
 
     async def _update(self, update: Update, report: StepReport) -> dict[str, float]:
         """Trains all learners at the same time, as none needs another's new weights; their metrics."""

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
+from quartet.columns import Columns
 from quartet.wire.codec import Floats, Ints
-from quartet.wire.ragged import Ragged
 
 
 class LogprobSource(Protocol):
@@ -28,34 +30,32 @@ class EarlyLogprobs:
         self._turn = asyncio.Lock()
         self._waiting: list[_Asked] = []
 
-    async def __call__(self, prompts: Ragged, responses: Ragged) -> list[Floats]:
-        """Log-probs of the responses, [T] each. Errors as of the policy learner."""
-        asked = _Asked(prompts, responses)
+    async def __call__(self, trajectories: Columns) -> Floats:
+        """Log-probs of the sampled tokens, [M]. Errors as of the policy learner."""
+        asked = _Asked(trajectories)
         self._waiting.append(asked)
         try:
             async with self._turn:
-                if asked.rows is None:
-                    await self._answer([each for each in self._waiting if each.rows is None])
+                if asked.logprobs is None:
+                    await self._answer([each for each in self._waiting if each.logprobs is None])
         finally:
             self._waiting.remove(asked)
-        assert asked.rows is not None
-        return asked.rows
+        assert asked.logprobs is not None
+        return asked.logprobs
 
     async def _answer(self, together: "list[_Asked]") -> None:
         """Asks the learner for all of these in one call. If it fails, they still wait, and the next of them calls
         again. Nothing is done with the answer of one that was cancelled meanwhile."""
-        rows = await self._policy.logprobs(
-            Ragged.of([row for asked in together for row in asked.prompts]),
-            Ragged.of([row for asked in together for row in asked.responses]),
-        )
+        all_of_them = Columns.concatenate([asked.trajectories for asked in together])
+        logprobs = np.concatenate(await self._policy.logprobs(all_of_them.prompts, all_of_them.responses))
         for asked in together:
-            count = len(asked.responses)
-            asked.rows, rows = rows[:count], rows[count:]
+            count = asked.trajectories.size("sampled")
+            asked.logprobs, logprobs = logprobs[:count], logprobs[count:]
 
 
 class _Asked:
-    """Pairs that wait for their log-probs."""
+    """Trajectories that wait for their log-probs."""
 
-    def __init__(self, prompts: Ragged, responses: Ragged) -> None:
-        self.prompts, self.responses = prompts, responses
-        self.rows: list[Floats] | None = None
+    def __init__(self, trajectories: Columns) -> None:
+        self.trajectories = trajectories.select()
+        self.logprobs: Floats | None = None

@@ -1,30 +1,34 @@
-"""A batcher's view of a call that asks for one number per response token."""
+"""A batcher's view of a call that asks for one number per sampled token."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from quartet.columns import Columns
 from quartet.wire.codec import Floats, Ints
-from quartet.wire.ragged import Ragged
 
 Item = TypeVar("Item")
 
 
 class TokenCall(Generic[Item]):
-    """Pairs of prompt and response, and a number for each response token."""
+    """B trajectories, and a number for each sampled token."""
 
-    def __init__(self, prompts: Ragged, responses: Ragged, make: Callable[[Ints, Ints], Item]) -> None:
+    def __init__(self, trajectories: Columns, make: Callable[[Ints, Ints], Item]) -> None:
         """
         Args:
-            prompts: token ids, B sequences.
-            responses: token ids, B sequences.
-            make: makes the model's input from a prompt and its response.
+            trajectories: those of the call.
+            make: makes the model's input from a prompt and its response, in which the model computes every token.
         """
-        self._prompts, self._responses, self._make = prompts, responses, make
-        self.costs = prompts.lengths + responses.lengths
-        self.out: Floats = np.empty(len(responses.ids), np.float32)
-        """[sum of T] the results, all responses end to end."""
+        self._trajectories, self._make = trajectories, make
+        self._prompts, self._responses = trajectories.prompts, trajectories.responses
+        self.costs = trajectories.lengths
+        self._computed: Floats = np.empty(len(self._responses.ids), np.float32)
+
+    @property
+    def out(self) -> Floats:
+        """[M] the results, all trajectories end to end."""
+        return self._computed[self._trajectories.response_mask]
 
     def items(self, rows: Sequence[int]) -> list[Item]:
         """The model's inputs for these rows."""
@@ -36,4 +40,4 @@ class TokenCall(Generic[Item]):
             start, end = self._responses.bounds(row)
             if len(result) != end - start:
                 raise RuntimeError(f"{len(result)} results for {end - start} tokens")
-            self.out[start:end] = result
+            self._computed[start:end] = result

@@ -59,28 +59,6 @@ def unpack_floats(data: bytes, field: str) -> Floats:
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
 
-def unpack_finite(data: bytes, field: str) -> Floats:
-    """Like unpack_floats; InvalidArgument also if a value is NaN or infinite."""
-    values = unpack_floats(data, field)
-    if not np.isfinite(values).all():
-        raise InvalidArgument(f"{field}: value {int(np.argmin(np.isfinite(values)))} is not finite")
-    return values
-
-
-def pack_bools(arrays: Sequence[Bools]) -> bytes:
-    """Packs booleans as a byte each, 1 or 0, all arrays end to end."""
-    return b"".join(np.asarray(array, np.bool_).tobytes() for array in arrays)
-
-
-def unpack_bools(data: bytes, field: str) -> Bools:
-    """Booleans of shape [len(data)]; InvalidArgument if a byte is neither 0 nor 1."""
-    values = np.frombuffer(data, np.uint8)
-    if (wrong := values > 1).any():
-        at = int(np.argmax(wrong))
-        raise InvalidArgument(f"{field}: byte {at} is {values[at]}; must be 0 or 1")
-    return values.astype(np.bool_)
-
-
 def split(values: Floats, lengths: Sequence[int], field: str) -> list[Floats]:
     """Cuts `values` into one array per length; InvalidArgument unless the lengths add up."""
     if len(values) != sum(lengths):
@@ -99,11 +77,6 @@ def pack_sequences(sequences: Sequence[Ints] | Sequence[Sequence[int]]) -> commo
         token_ids=b"".join(array.tobytes() for array in arrays),
         lengths=pack_ints([len(array) for array in arrays]),
     )
-
-
-def pack_pairs(prompts: Sequence[Ints], responses: Sequence[Ints]) -> common_pb2.Pairs:
-    """Prompts and their responses as their wire message."""
-    return common_pb2.Pairs(prompts=pack_sequences(prompts), responses=pack_sequences(responses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,64 +128,11 @@ class PackedSequences:
         return Ragged(ids, lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPairs:
-    """Prompts and responses as the bytes that arrived, not yet decoded."""
-
-    prompts: PackedSequences
-    responses: PackedSequences
-
-    @classmethod
-    def of(cls, message: common_pb2.Pairs) -> Self:
-        """Takes the message's bytes."""
-        return cls(PackedSequences.of(message.prompts), PackedSequences.of(message.responses))
-
-    @property
-    def rows(self) -> int:
-        """Number of pairs; if prompts and responses differ in number, the larger one."""
-        return max(self.prompts.rows, self.responses.rows)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of prompts and responses."""
-        return self.prompts.tokens + self.responses.tokens
-
-    def unpack(self, *, vocab_size: int, max_length: int, field: str = "pairs") -> tuple[Ragged, Ragged]:
-        """Prompts and responses, checked as sequences are and against the model's length.
-
-        Raises:
-            InvalidArgument: also without pairs, or if prompts and responses differ in number or a pair is too long.
-        """
-        prompts = self.prompts.unpack(f"{field}.prompts", vocab_size=vocab_size)
-        responses = self.responses.unpack(f"{field}.responses", vocab_size=vocab_size)
-        if not len(prompts):
-            raise InvalidArgument(f"{field}: empty; send at least one prompt and response")
-        if len(prompts) != len(responses):
-            raise InvalidArgument(f"{field}: {len(prompts)} prompts but {len(responses)} responses; send one for one")
-        check_lengths(prompts.lengths, responses.lengths, max_length, field)
-        return prompts, responses
-
-
 def unpack_sequences(
     message: common_pb2.Sequences, field: str, *, vocab_size: int, allow_empty: bool = False
 ) -> Ragged:
     """Token sequences from their wire message; raises as PackedSequences.unpack does."""
     return PackedSequences.of(message).unpack(field, vocab_size=vocab_size, allow_empty=allow_empty)
-
-
-def unpack_pairs(
-    message: common_pb2.Pairs, *, vocab_size: int, max_length: int, field: str = "pairs"
-) -> tuple[Ragged, Ragged]:
-    """Prompts and responses from their wire message; raises as PackedPairs.unpack does."""
-    return PackedPairs.of(message).unpack(vocab_size=vocab_size, max_length=max_length, field=field)
-
-
-def check_lengths(prompts: Ints, responses: Ints, max_length: int, field: str) -> None:
-    """Raises InvalidArgument if a prompt and its response, of these lengths, exceed `max_length` tokens together."""
-    # Compares with a difference, since the sum of two lengths may overflow an int32.
-    if len(prompts) and (long := prompts > max_length - responses).any():
-        index = int(np.argmax(long))
-        check_length(int(prompts[index]), int(responses[index]), max_length, f"{field}[{index}]")
 
 
 def check_length(prompt: int, response: int, max_length: int, field: str) -> None:

@@ -18,10 +18,10 @@ def reading(call: str) -> Iterator[None]:
         raise InvalidReply(f"{call}: {error}") from None
 
 
-def one_each(values: Floats, pairs: int, field: str) -> Floats:
-    """Returns the values; InvalidArgument unless there is one for each pair."""
-    if len(values) != pairs:
-        raise InvalidArgument(f"{field}: {len(values)} values for {pairs} pairs; there must be one each")
+def one_each(values: Floats, count: int, field: str, of: str = "pairs") -> Floats:
+    """Returns the values; InvalidArgument unless there is one for each of `count` things that `of` names."""
+    if len(values) != count:
+        raise InvalidArgument(f"{field}: {len(values)} values for {count} {of}; there must be one each")
     return values
 
 

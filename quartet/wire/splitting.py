@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from quartet.wire.codec import Ints
 from quartet.wire.errors import ResourceExhausted
 
 Item = TypeVar("Item")
@@ -18,19 +17,9 @@ PARTS_AT_ONCE = 4
 """Parts of one call that are in flight at the same time."""
 
 
-def tokens_of(prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[int]:
-    """Tokens of each pair."""
-    return [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
 def some(values: Sequence[Item], rows: range) -> Sequence[Item]:
     """The values of these rows; an empty sequence stays empty."""
     return values[rows.start : rows.stop]
-
-
-def select(rows: range, prompts: Sequence[Item], responses: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Prompts and responses of these rows."""
-    return some(prompts, rows), some(responses, rows)
 
 
 def parts(sizes: Sequence[int], *, pairs: int = PAIRS, tokens: int = TOKENS) -> list[range]:

@@ -1,29 +1,20 @@
 """Client of the critic service."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
 from protos.critic_pb2_grpc import CriticStub
+from quartet.columns import Columns, Field, Schema
 from quartet.wire.backoff import Backoff, Deadline
 from quartet.wire.client import ServiceClient
-from quartet.wire.codec import (
-    Bools,
-    Floats,
-    Ints,
-    pack_bools,
-    pack_floats,
-    pack_pairs,
-    split,
-    unpack_floats,
-    unpack_longs,
-    unpack_metrics,
-)
+from quartet.wire.codec import Floats, unpack_floats, unpack_longs, unpack_metrics
 from quartet.wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LeaseLost, OffTimeline
-from quartet.wire.replies import finite_metrics, reading
-from quartet.wire.splitting import in_parts, parts, select, some, tokens_of
+from quartet.wire.replies import finite_metrics, one_each, reading
+from quartet.wire.splitting import in_parts, parts
 
 
 class CriticReset(FailedPrecondition):
@@ -32,12 +23,21 @@ class CriticReset(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of some pairs."""
+    """The values of B trajectories with M sampled tokens."""
 
-    rows: list[Floats]
-    """V(prefix) before each response token, [T] for each pair."""
+    values: Floats
+    """V(prefix) before each sampled token, [M], trajectories end to end."""
     steps: list[int]
-    """The last step that the critic had trained when it computed them, for each pair."""
+    """The last step that the critic had trained when it computed them, B of them."""
+
+
+BATCH: Schema = {
+    "values": Field("sampled"),
+    "returns": Field("sampled"),
+    "trained": Field("sampled", "bool", optional=True),
+}
+"""Columns of a batch that the critic trains on: its values from before the update, the returns that they should be,
+and True at the tokens that are trained on; missing: all are."""
 
 
 class CriticClient(ServiceClient[CriticStub]):
@@ -74,19 +74,11 @@ class CriticClient(ServiceClient[CriticStub]):
         request = pb.AdoptRequest(lease=self.lease, last_step=last_step)
         await self._expecting(self._stub.Adopt, request, timeout_s, "Adopt")
 
-    async def values(
-        self,
-        prompts: Sequence[Ints],
-        responses: Sequence[Ints],
-        *,
-        min_step: int | None = None,
-        timeout_s: float,
-    ) -> Values:
-        """The values of these pairs.
+    async def values(self, trajectories: Columns, *, min_step: int | None = None, timeout_s: float) -> Values:
+        """The values of these trajectories.
 
         Args:
-            prompts: token ids, each [P].
-            responses: token ids, each [T].
+            trajectories: prompts and responses; further columns stay here.
             min_step: the least step that the critic must have trained since its run's last return to a checkpoint;
                 waits until it has. None for any state.
             timeout_s: deadline in seconds.
@@ -95,19 +87,21 @@ class CriticClient(ServiceClient[CriticStub]):
             CriticReset: the critic's state is not of the run's timeline.
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
-        deadline = Deadline(timeout_s)
+        deadline, bare = Deadline(timeout_s), trajectories.select()
 
-        async def ask(rows: range) -> list[tuple[Floats, int]]:
-            asked, their = select(rows, prompts, responses)
-            request = pb.ValuesRequest(pairs=pack_pairs(asked, their), min_step=min_step, lease=self.lease)
+        async def ask(rows: range) -> tuple[Floats, list[int]]:
+            part = bare.take(rows)
+            request = pb.ValuesRequest(trajectories=part.pack(), min_step=min_step, lease=self.lease)
             reply = await self._reached(request, deadline, divisible=len(rows) > 1)
             with reading(f"{self.application}.Values"):
-                lengths = [len(response) for response in their]
-                steps = _steps(unpack_longs(reply.steps, "steps").tolist(), len(their), min_step)
-                return list(zip(split(unpack_floats(reply.values, "values"), lengths, "values"), steps, strict=True))
+                steps = _steps(unpack_longs(reply.steps, "steps").tolist(), len(rows), min_step)
+                values = unpack_floats(reply.values, "values")
+                return one_each(values, part.size("sampled"), "values", "sampled tokens"), steps
 
-        valued = [pair for part in await in_parts(tokens_of(prompts, responses), ask) for pair in part]
-        return Values([row for row, _ in valued], [step for _, step in valued])
+        valued = await in_parts(trajectories.lengths.tolist(), ask)
+        return Values(
+            np.concatenate([values for values, _ in valued]), [step for _, steps in valued for step in steps]
+        )
 
     async def _reached(self, request: pb.ValuesRequest, deadline: Deadline, *, divisible: bool) -> pb.ValuesResponse:
         """Asks for values, again and again while the critic is behind the step that they need."""
@@ -130,35 +124,27 @@ class CriticClient(ServiceClient[CriticStub]):
     async def train(
         self,
         step: int,
-        prompts: Sequence[Ints],
-        responses: Sequence[Ints],
-        values: Sequence[Floats],
-        returns: Sequence[Floats],
+        batch: Columns,
         *,
-        trained: Sequence[Bools] | None = None,
         epochs: int,
         minibatch_size: int,
         seed: int,
         last_step: int | None = None,
         timeout_s: float,
     ) -> dict[str, float]:
-        """Trains on one PPO batch, on the tokens that `trained` marks or all, at most once per step id; returns the
-        mean metrics of its optimizer steps. A large batch is sent in parts, ahead of the call that trains on it.
+        """Trains on one PPO batch, whose columns of BATCH are sent, at most once per step id; returns the mean
+        metrics of its optimizer steps. A large batch is sent in parts, ahead of the call that trains on it.
 
         Raises:
             CriticReset: a later step was trained already, or the step before was not `last_step` of the run's
                 timeline, if given.
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
-        deadline, sizes = Deadline(timeout_s), tokens_of(prompts, responses)
-
-        def batch(rows: range) -> dict[str, Any]:
-            numbers = {name: pack_floats(some(of, rows)) for name, of in (("values", values), ("returns", returns))}
-            marks = {} if trained is None else {"trained": pack_bools(some(trained, rows))}
-            return {"pairs": pack_pairs(*select(rows, prompts, responses)), **numbers, **marks}
+        deadline, sizes = Deadline(timeout_s), batch.lengths.tolist()
+        sent = batch.select(*(name for name in BATCH if name in batch or not BATCH[name].optional))
 
         async def stage(rows: range) -> None:
-            part = pb.StageRequest(step=step, row=rows.start, lease=self.lease, **batch(rows))
+            part = pb.StageRequest(step=step, row=rows.start, lease=self.lease, batch=sent.take(rows).pack())
             await self._expecting(self._stub.Stage, part, deadline, "Stage", divisible=len(rows) > 1)
 
         staged = len(parts(sizes)) > 1
@@ -166,13 +152,13 @@ class CriticClient(ServiceClient[CriticStub]):
             await in_parts(sizes, stage)
         request = pb.TrainRequest(
             step=step,
-            staged=len(prompts) if staged else 0,
+            staged=len(batch) if staged else 0,
+            batch=b"" if staged else sent.pack(),
             epochs=epochs,
             minibatch_size=minibatch_size,
             seed=seed,
             last_step=last_step,
             lease=self.lease,
-            **({} if staged else batch(range(len(prompts)))),
         )
         reply = await self._expecting(self._stub.Train, request, deadline, "Train")
         with reading(f"{self.application}.Train"):

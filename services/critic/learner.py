@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from protos import common_pb2
+from quartet.columns import Columns
 from quartet.learner.layout import LAYOUT, Layout
 from quartet.learner.learner import Snapshots
 from quartet.ranks.group import Answer, Arguments, Method, RankFailed, RankGroup, RanksLost
@@ -16,7 +17,7 @@ from quartet.wire.errors import FailedPrecondition, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.once import Once
 from services.critic.root import Root
-from services.critic.staged import BatchPart, StagedBatch, digest
+from services.critic.staged import StagedBatch, digest
 from services.critic.trainer import CriticTrainer
 
 log = logging.getLogger("quartet")
@@ -176,12 +177,12 @@ class CriticModel:
         prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
         return await self._ask(CriticTrainer.values, prompts, responses)
 
-    def stage(self, lease: common_pb2.Lease, step: int, row: int, part: BatchPart) -> None:
+    def stage(self, lease: common_pb2.Lease, step: int, row: int, part: Columns) -> None:
         """Holds a part of the batch of `step`, as StagedBatch.add does."""
         self.fence.check(lease)
         self._staged.add(Moment(lease.number, step), row, part)
 
-    def staged(self, lease: common_pb2.Lease, step: int, rows: int) -> list[BatchPart]:
+    def staged(self, lease: common_pb2.Lease, step: int, rows: int) -> list[Columns]:
         """The parts of the batch of `step`, as StagedBatch.whole gives them."""
         self.fence.check(lease)
         return self._staged.whole(Moment(lease.number, step), rows)
@@ -190,7 +191,7 @@ class CriticModel:
         self,
         lease: common_pb2.Lease,
         step: int,
-        parts: Sequence[BatchPart],
+        parts: Sequence[Columns],
         last_step: int | None,
         **schedule: int,
     ) -> dict[str, float]:
@@ -207,9 +208,7 @@ class CriticModel:
         action = partial(self._train, self._pasts, Moment(lease.number, step), parts, **schedule)
         return await self._once.run(step, inputs, action, lambda: self.fence.check(lease))
 
-    async def _train(
-        self, past: int, moment: Moment, parts: Sequence[BatchPart], **schedule: int
-    ) -> dict[str, float]:
+    async def _train(self, past: int, moment: Moment, parts: Sequence[Columns], **schedule: int) -> dict[str, float]:
         async with self.turn:
             self._expect_past(past, moment)  # lost while it waited for the step before
             try:

@@ -7,29 +7,23 @@ import asyncio
 from functools import partial
 from typing import Any
 
+import numpy as np
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
+from quartet.columns import Columns, Schema
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.batcher import Batcher
 from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
-from quartet.wire.codec import (
-    Floats,
-    Ints,
-    PackedPairs,
-    pack_floats,
-    pack_longs,
-    pack_metrics,
-)
+from quartet.wire.codec import Floats, Ints, pack_floats, pack_longs, pack_metrics
 from quartet.wire.errors import InvalidArgument
-from quartet.wire.ragged import Ragged
+from services.critic.client import BATCH
 from services.critic.config import CriticConfig
-from services.critic.staged import BatchPart
 from services.critic.values import ValuesCall
 
 
@@ -98,12 +92,13 @@ class Critic(HealthMixin):
 
     @translated
     async def Values(self, request: pb.ValuesRequest, share: Share) -> pb.ValuesResponse:
-        """Computes the values of pairs by the expected step or a later one, and says by which."""
-        packed = PackedPairs.of(request.pairs)
+        """Computes the values of trajectories by the expected step or a later one, and says by which."""
+        data = request.trajectories
+        rows, tokens = Columns.measure(data, "trajectories")
         step = partial(self._critic.expect, request.lease, request.min_step if request.HasField("min_step") else None)
-        with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
+        with self._admission.admitted(share, rows, tokens, "trajectories"):
             step()
-            call = ValuesCall(*self._pairs(packed), step)
+            call = ValuesCall(self._read(data, {}, "trajectories"), step)
             await self._batcher.submit(share, call)
         return pb.ValuesResponse(values=pack_floats(call.out), steps=pack_longs(call.steps))
 
@@ -111,9 +106,9 @@ class Critic(HealthMixin):
     async def Stage(self, request: pb.StageRequest, share: Share) -> pb.StageResponse:
         """Holds a part of a batch until the Train that names it."""
         _check_least(request, step=1, row=0)
-        packed = PackedPairs.of(request.pairs)
-        with self._train_admission.admitted(share, packed.rows, packed.tokens, "pairs"):
-            part = await asyncio.to_thread(self._part, packed, request)
+        data = request.batch
+        with self._train_admission.admitted(share, *Columns.measure(data, "batch"), "batch"):
+            part = await asyncio.to_thread(self._batch, data)
             self._critic.stage(request.lease, request.step, request.row, part)
         return pb.StageResponse()
 
@@ -121,13 +116,13 @@ class Critic(HealthMixin):
     async def Train(self, request: pb.TrainRequest, share: Share) -> pb.TrainResponse:
         """Trains on one batch, at most once per step id."""
         _check_least(request, staged=0)
-        packed = PackedPairs.of(request.pairs)
-        if request.staged and (packed.rows or request.values or request.returns or request.trained):
-            raise InvalidArgument("pairs, values, returns, trained: stage them too, or send them without `staged`")
+        data = request.batch
+        if request.staged and data:
+            raise InvalidArgument("batch: stage it too, or send it without `staged`")
         parts = self._critic.staged(request.lease, request.step, request.staged) if request.staged else []
-        tokens = packed.tokens + sum(part.tokens for part in parts)
-        with self._train_admission.admitted(share, packed.rows + request.staged, tokens, "pairs"):
-            parts = parts or [await asyncio.to_thread(self._part, packed, request)]
+        staged = request.staged, sum(part.tokens for part in parts)
+        with self._train_admission.admitted(share, *(staged if parts else Columns.measure(data, "batch")), "batch"):
+            parts = parts or [await asyncio.to_thread(self._batch, data)]
             _check_least(request, step=1, epochs=1, minibatch_size=1, seed=0)
             metrics = await self._critic.train(
                 request.lease,
@@ -139,10 +134,6 @@ class Critic(HealthMixin):
                 seed=request.seed,
             )
         return pb.TrainResponse(metrics=pack_metrics(metrics))
-
-    def _part(self, packed: PackedPairs, request: pb.StageRequest | pb.TrainRequest) -> BatchPart:
-        limits = {"vocab_size": self._model.vocab_size, "max_length": self._model.max_length}
-        return BatchPart.of(packed, request.values, request.returns, request.trained, **limits)
 
     @translated
     async def Save(self, request: pb.SaveRequest) -> pb.SaveResponse:
@@ -179,8 +170,14 @@ class Critic(HealthMixin):
             timeline=self._critic.timeline,
         )
 
-    def _pairs(self, packed: PackedPairs) -> tuple[Ragged, Ragged]:
-        return packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
+    def _read(self, data: bytes, schema: Schema, field: str) -> Columns:
+        model = self._model
+        return Columns.received(data, schema, vocab_size=model.vocab_size, max_length=model.max_length, field=field)
+
+    def _batch(self, data: bytes) -> Columns:
+        """A part of a batch, with the mask of the tokens that are trained on, which a caller may leave out."""
+        batch = self._read(data, BATCH, "batch")
+        return batch if "trained" in batch else batch.with_sampled(trained=np.ones(batch.size("sampled"), np.bool_))
 
 
 def _check_least(request: pb.StageRequest | pb.TrainRequest, **least: int) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from quartet.columns import Columns
 from quartet.learner.learner import RankLearner, Snapshots
 from quartet.learner.lora import add_adapters
 from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
@@ -17,9 +18,8 @@ from quartet.models.numerics import masked_sum, value_loss
 from quartet.models.scalar import VALUE_HEAD, ScalarModel, load_value
 from quartet.models.sequences import PairTensors
 from quartet.ranks.ranks import Ranks
-from quartet.wire.codec import Bools, Floats, Ints, split
+from quartet.wire.codec import Bools, Floats, Ints
 from services.critic.config import CriticConfig
-from services.critic.staged import BatchPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,17 @@ class CriticBatch:
     """True at the tokens that are trained on, B times [T]; None: all are."""
 
     @classmethod
-    def of(cls, whole: BatchPart) -> Self:
+    def of(cls, columns: Columns) -> Self:
         """The batch, divided into its responses."""
-        lengths = whole.responses.lengths.tolist()
-        values, returns = (split(numbers, lengths, "values") for numbers in (whole.values, whole.returns))
-        trained = None if whole.trained.all() else np.split(whole.trained, np.cumsum(lengths)[:-1])
-        return cls(list(whole.prompts), list(whole.responses), values, returns, trained)
+        ends = columns.responses.ends[:-1]
+        marks = columns.on_responses(columns["trained"])
+        return cls(
+            list(columns.prompts),
+            list(columns.responses),
+            np.split(columns.on_responses(columns["values"]), ends),
+            np.split(columns.on_responses(columns["returns"]), ends),
+            None if marks.all() else np.split(marks, ends),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class CriticTrainer:
         self._learner = RankLearner(model, config, ranks)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
         self.snapshots = Snapshots(self._learner, self._write, kind="critic", exported=False)
-        self._taken: list[BatchPart] = []
+        self._taken: list[Columns] = []
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -95,14 +100,14 @@ class CriticTrainer:
                 valued |= dict(zip(rows, pairs.unpad(values), strict=True))
         return self._learner.shared(valued, [len(response) for response in responses])
 
-    def take(self, part: BatchPart, index: int) -> None:
+    def take(self, part: Columns, index: int) -> None:
         """Keeps a part of the next batch, the one with this index, for `train_taken`."""
         self._taken[index:] = [part]
 
     def train_taken(self, parts: int, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
         """Joins the first `parts` parts that were taken, and trains on them as `train` does."""
         taken, self._taken = self._taken[:parts], []
-        batch = CriticBatch.of(BatchPart.joined(taken))
+        batch = CriticBatch.of(Columns.concatenate(taken))
         return self.train(batch, epochs=epochs, minibatch_size=minibatch_size, seed=seed)
 
     def train(self, batch: CriticBatch, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from protos import common_pb2
 from protos import reference_pb2 as pb
 from protos.reference_pb2_grpc import ReferenceStub
+from quartet.columns import Columns
 from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
-from quartet.wire.codec import Floats, Ints, pack_pairs, split, unpack_floats
-from quartet.wire.replies import reading
-from quartet.wire.splitting import in_parts, select, tokens_of
+from quartet.wire.codec import Floats, unpack_floats
+from quartet.wire.replies import one_each, reading
+from quartet.wire.splitting import in_parts
 
 
 class ReferenceClient(ServiceClient[ReferenceStub]):
@@ -20,26 +23,25 @@ class ReferenceClient(ServiceClient[ReferenceStub]):
 
     async def logprobs(
         self,
-        prompts: Sequence[Ints],
-        responses: Sequence[Ints],
+        trajectories: Columns,
         *,
         temperature: float,
         min_new_tokens: int = 0,
         end_ids: Sequence[int] = (),
         timeout_s: float,
-    ) -> list[Floats]:
-        """The log-probs log pi_ref(y_t | prefix) at this temperature, [T] for each pair. Tokens of `end_ids` have
-        probability 0 among the first `min_new_tokens`.
+    ) -> Floats:
+        """The log-probs log pi_ref(y_t | prefix) of all sampled tokens at this temperature, [M], trajectories end to
+        end. Tokens of `end_ids` have probability 0 among the first `min_new_tokens` of a response.
 
         Raises:
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`.
         """
-        deadline = Deadline(timeout_s)
+        deadline, bare = Deadline(timeout_s), trajectories.select()
 
-        async def ask(rows: range) -> list[Floats]:
-            some, their = select(rows, prompts, responses)
+        async def ask(rows: range) -> Floats:
+            part = bare.take(rows)
             request = pb.LogprobsRequest(
-                pairs=pack_pairs(some, their),
+                trajectories=part.pack(),
                 temperature=temperature,
                 min_new_tokens=min_new_tokens,
                 end_ids=end_ids,
@@ -49,9 +51,9 @@ class ReferenceClient(ServiceClient[ReferenceStub]):
             )
             with reading(f"{self.application}.Logprobs"):
                 values = unpack_floats(reply.ref_logprobs, "ref_logprobs")
-                return split(values, [len(response) for response in their], "ref_logprobs")
+                return one_each(values, part.size("sampled"), "ref_logprobs", "sampled tokens")
 
-        return [row for rows in await in_parts(tokens_of(prompts, responses), ask) for row in rows]
+        return np.concatenate(await in_parts(trajectories.lengths.tolist(), ask))
 
     async def info(self, timeout_s: float) -> pb.ReferenceInfo:
         """The model behind the service."""

@@ -12,6 +12,7 @@ from ray import serve
 
 from protos import common_pb2
 from protos import reference_pb2 as pb
+from quartet.columns import Columns
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.batcher import Batcher
 from quartet.serving.health import HealthMixin
@@ -19,7 +20,7 @@ from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.serving.token_call import TokenCall
-from quartet.wire.codec import Floats, PackedPairs, pack_floats
+from quartet.wire.codec import Floats, pack_floats
 from quartet.wire.errors import InvalidArgument
 from services.reference.config import ReferenceConfig
 
@@ -81,10 +82,10 @@ class Reference(HealthMixin):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise InvalidArgument(f"temperature: {temperature:g}; must be more than 0")
         asked = self._asked(request, temperature)
-        packed = PackedPairs.of(request.pairs)
-        with self._admission.admitted(share, packed.rows, packed.tokens, "pairs"):
-            pairs = packed.unpack(vocab_size=self._model.vocab_size, max_length=self._model.max_length)
-            call = TokenCall(*pairs, lambda prompt, response: self._question(prompt, response, asked))
+        data, model = request.trajectories, self._model
+        with self._admission.admitted(share, *Columns.measure(data, "trajectories"), "trajectories"):
+            trajectories = Columns.received(data, {}, vocab_size=model.vocab_size, max_length=model.max_length)
+            call = TokenCall(trajectories, lambda prompt, response: self._question(prompt, response, asked))
             await self._batcher.submit(share, call)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
 

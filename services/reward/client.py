@@ -8,12 +8,13 @@ import numpy as np
 from protos import common_pb2
 from protos import reward_pb2 as pb
 from protos.reward_pb2_grpc import RewardStub
+from quartet.columns import Columns
 from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
-from quartet.wire.codec import Floats, Ints, pack_pairs, unpack_floats
+from quartet.wire.codec import Floats, unpack_floats
 from quartet.wire.errors import InvalidArgument, InvalidReply
 from quartet.wire.replies import one_each, reading
-from quartet.wire.splitting import in_parts, select, some, tokens_of
+from quartet.wire.splitting import in_parts, some
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,17 @@ class RewardClient(ServiceClient[RewardStub]):
 
     async def score(
         self,
-        prompts: Sequence[Ints],
-        responses: Sequence[Ints],
+        trajectories: Columns,
         *,
         labels: Sequence[str] = (),
         ended: Sequence[bool] = (),
         timeout_s: float,
     ) -> Scores:
-        """Scores of pairs given as ids of the service's tokenizer, each [P] and [T]. Large calls are sent in parts.
+        """Scores of B trajectories in ids of the service's tokenizer. Large calls are sent in parts.
 
         Args:
-            prompts: token ids.
-            responses: token ids.
-            labels: one per pair, or empty; passed to function scorers.
+            trajectories: prompts and responses (`Columns.of_pairs`); further columns stay here.
+            labels: one per trajectory, or empty; passed to function scorers.
             ended: True for each response that is complete; empty: judged by the response's last token.
             timeout_s: deadline in seconds.
 
@@ -57,11 +56,12 @@ class RewardClient(ServiceClient[RewardStub]):
                 another length, or its parts come from different scorers.
         """
 
-        def request(rows: range) -> pb.ScoreRequest:
-            tokens = pack_pairs(*select(rows, prompts, responses))
-            return pb.ScoreRequest(tokens=tokens, labels=some(labels, rows), ended=some(ended, rows))
+        bare = trajectories.select()
 
-        return await self._score(tokens_of(prompts, responses), request, timeout_s)
+        def request(rows: range) -> pb.ScoreRequest:
+            return pb.ScoreRequest(tokens=bare.take(rows).pack(), labels=some(labels, rows), ended=some(ended, rows))
+
+        return await self._score(trajectories.lengths.tolist(), request, timeout_s)
 
     async def score_texts(
         self, prompts: Sequence[str], responses: Sequence[str], *, labels: Sequence[str] = (), timeout_s: float
@@ -71,8 +71,8 @@ class RewardClient(ServiceClient[RewardStub]):
             raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
 
         def request(rows: range) -> pb.ScoreRequest:
-            chosen, their = select(rows, prompts, responses)
-            return pb.ScoreRequest(texts=pb.TextPairs(prompts=chosen, responses=their), labels=some(labels, rows))
+            texts = pb.TextPairs(prompts=some(prompts, rows), responses=some(responses, rows))
+            return pb.ScoreRequest(texts=texts, labels=some(labels, rows))
 
         # An English token has three bytes or more; in other scripts a letter may take several tokens.
         sizes = [len(a.encode()) + len(b.encode()) for a, b in zip(prompts, responses, strict=True)]

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
-from quartet.wire.codec import Floats, Ints, PackedPairs, check_length
+from quartet.columns import Columns
+from quartet.wire.codec import Floats, Ints, check_length
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from quartet.wire.ragged import Ragged
@@ -43,16 +44,20 @@ class Received:
             raise InvalidArgument("pairs: set tokens or texts")
         self.request = request
         self.field = str(kind)
-        self.packed = PackedPairs.of(request.tokens) if kind == "tokens" else None
-        pairs = self.packed.rows if self.packed else max(len(request.texts.prompts), len(request.texts.responses))
+        self.packed = request.tokens if kind == "tokens" else None
+        self._tokens = 0
+        if self.packed is None:
+            pairs = max(len(request.texts.prompts), len(request.texts.responses))
+        else:
+            pairs, self._tokens = Columns.measure(self.packed, "tokens")
         self.rows = max(pairs, len(request.labels))
         """Number of pairs or of labels, the larger of the two."""
 
     def tokens(self) -> int:
         """Number of tokens; for texts and labels, bytes. Reads every text, so the number of rows is checked first."""
         labels = sum(map(_size, self.request.labels))
-        if self.packed:
-            return self.packed.tokens + labels
+        if self.packed is not None:
+            return self._tokens + labels
         texts = self.request.texts
         return sum(map(_size, texts.prompts)) + sum(map(_size, texts.responses)) + labels
 
@@ -77,15 +82,13 @@ class Encoder:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         if received.packed is None:
             return self._of_texts(received.request)
-        prompts, responses = received.packed.unpack(
-            vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
+        trajectories = Columns.received(
+            received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
         )
-        _check_labels(received.request, len(prompts))
-        _check_ended(received.request, len(prompts))
-        given = received.request
-        return ScoreCall(
-            prompts.lengths + responses.lengths, lambda rows: self._from_tokens(prompts, responses, given, rows)
-        )
+        prompts, responses, given = trajectories.prompts, trajectories.responses, received.request
+        _check_labels(given, len(prompts))
+        _check_ended(given, len(prompts))
+        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(prompts, responses, given, rows))
 
     def _from_tokens(
         self, prompts: Ragged, responses: Ragged, given: pb.ScoreRequest, rows: Sequence[int]

@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protos import rollout_pb2 as pb
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
@@ -122,9 +121,9 @@ class Sample:
         return min(version for version, _, _ in self.spans)
 
     @property
-    def versions(self) -> NDArray[np.int64]:
+    def versions(self) -> Ints:
         """Version that sampled each token, [T]."""
-        versions = np.zeros(len(self.response_ids), np.int64)
+        versions = np.zeros(len(self.response_ids), np.int32)
         for version, start, end in self.spans:
             versions[start:end] = version
         return versions

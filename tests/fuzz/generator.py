@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2
 
 from protos import critic_pb2, reference_pb2, reward_pb2, rollout_pb2
+from quartet.columns import Columns
 
 KINDS = ("structured", "mutated", "random")
 APPLICATIONS = {"Rollout": "rollout", "Reward": "reward", "Reference": "reference", "Critic": "critic"}
@@ -123,10 +125,12 @@ def _sensible(rng: random.Random, made: Any) -> bool:
     match made.DESCRIPTOR.name:
         case "Sequences":
             _fill(rng, made, rng.randint(1, 4))
-        case "Pairs":
-            count = rng.choice((1, 1, 2, 3, 40))
-            _fill(rng, made.prompts, count)
-            _fill(rng, made.responses, count)
+        case "ScoreRequest":
+            made.tokens = _trajectories(rng)
+        case "LogprobsRequest":
+            made.trajectories = _trajectories(rng)
+        case "ValuesRequest":
+            made.trajectories = _trajectories(rng)
         case "SamplingParams":
             made.max_new_tokens = rng.randint(1, 8)
         case "GenerateRequest":  # with a version it would need a run's lease, and no stranger has one
@@ -135,6 +139,15 @@ def _sensible(rng: random.Random, made: Any) -> bool:
         case _:
             return False
     return True
+
+
+def _trajectories(rng: random.Random, *columns: str) -> bytes:
+    """Trajectories as they are packed, with columns of zeros per sampled token."""
+    count = rng.choice((1, 1, 2, 3, 40))
+    sides = [[[rng.randrange(4, 64)] * rng.randint(1, 20) for _ in range(count)] for _ in range(2)]
+    made = Columns.of_pairs(*([np.asarray(row, np.int32) for row in side] for side in sides))
+    numbers = {name: np.zeros(made.size("sampled"), np.float32) for name in columns}
+    return made.with_sampled(**numbers).pack()
 
 
 def _fill(rng: random.Random, sequences: Any, count: int) -> None:
@@ -183,9 +196,11 @@ def _value(rng: random.Random, field: FieldDescriptor) -> Any:
 
 
 def _packed(rng: random.Random) -> bytes:
-    """Packed numbers, or bytes that are none."""
+    """Packed numbers, a batch, or bytes that are neither."""
     count = rng.choice((0, 1, 2, 5, 40))
-    match rng.randrange(4):
+    match rng.randrange(5):
+        case 4:
+            return _trajectories(rng, *rng.choice(((), ("values", "returns"))))
         case 0:
             return struct.pack(f"<{count}i", *(rng.choice(_INTEGERS) for _ in range(count)))
         case 1:

@@ -1,39 +1,46 @@
-"""Pairs that no service can take, and what each must be told. The model: 335 rows, 128 tokens."""
+"""Trajectories that no service can take, and what each must be told. The model: 335 rows, 128 tokens."""
 
-from protos import common_pb2
-from quartet.wire.codec import pack_ints, pack_sequences
+import numpy as np
 
-Pairs, Sequences = common_pb2.Pairs, common_pb2.Sequences
+from quartet.columns import Columns
+from tests.trajectories import of
 
 
-def pairs(prompts: list[list[int]], responses: list[list[int]]) -> common_pb2.Pairs:
-    """Pairs as they are, right or wrong."""
-    return Pairs(prompts=pack_sequences(prompts), responses=pack_sequences(responses))
+def pairs(prompts: list[list[int]], responses: list[list[int]], **columns: list[list[float]]) -> bytes:
+    """Packed trajectories of prompts and responses."""
+    return of(prompts, responses, **columns).pack()
 
 
 ONE = pairs([[5]], [[6]])
 """Nothing wrong with it."""
 
 
-def _prompts(token_ids: list[int], lengths: list[int]) -> common_pb2.Pairs:
-    return Pairs(
-        prompts=Sequences(token_ids=pack_ints(token_ids), lengths=pack_ints(lengths)), responses=ONE.responses
-    )
+def _changed(lengths: list[int], sampled: list[bool] | None = None) -> bytes:
+    """Two trajectories of two tokens, with other lengths or marks in their places."""
+    whole = pairs([[5], [5]], [[6], [6]])
+    at = len(whole) - 4 - 8
+    marks = np.asarray(sampled or [False, True] * 2).tobytes()
+    return whole[:at] + np.asarray(lengths, "<i4").tobytes() + marks
 
 
 MALFORMED = {
-    "nothing": (Pairs(), ": empty; send at least one prompt and response"),
-    "no prompt tokens": (_prompts([5], [0, 1]), ".prompts.lengths[0]: 0; every sequence needs at least 1"),
-    "no response tokens": (pairs([[5], [6]], [[7], []]), ".responses.lengths[1]: 0; every sequence needs"),
-    "negative length": (_prompts([5], [2, -1]), ".prompts.lengths[1]: -1; every sequence needs at least 1"),
-    "lengths and ids disagree": (_prompts([5, 6], [3]), ".prompts.lengths: add up to 3, but"),
-    "huge length": (_prompts([5], [2**31 - 1] * 2), ".prompts.lengths: add up to 4294967294, but"),
-    "half an id": (
-        Pairs(prompts=Sequences(token_ids=b"12345"), responses=ONE.responses),
-        ".prompts.token_ids: 5 bytes",
+    "nothing": (b"", ": empty; send at least one trajectory"),
+    "no trajectories": (Columns.of_pairs([], []).pack(), ": empty; send at least one trajectory"),
+    "not columns": (b"12345", ": 5 bytes that do not begin with a header"),
+    "cut off": (ONE[:-1], " bytes, but its header says"),
+    "no prompt tokens": (
+        _changed([2, 2], [True, False, False, True]),
+        ".sampled: trajectory 0 begins with a sampled",
     ),
-    "id beyond the vocabulary": (pairs([[5]], [[7, 335]]), ".responses.token_ids[1]: 335 is outside the voc"),
-    "negative id": (pairs([[-1]], [[7]]), ".prompts.token_ids[0]: -1 is outside the vocabulary (0 to 334)"),
-    "prompts without responses": (pairs([[5], [6]], [[7]]), ": 2 prompts but 1 responses"),
-    "too long": (pairs([[5], [5] * 100], [[6], [6] * 29]), "[1]: 100 prompt + 29 response tokens exceed"),
+    "no response tokens": (
+        Columns.of(np.ones(2, np.int32), np.asarray([2], np.int32), np.zeros(2, np.bool_)).pack(),
+        ".sampled: trajectory 0 has no sampled token",
+    ),
+    "negative length": (_changed([5, -1]), ".lengths[1]: -1; every trajectory needs at least 1"),
+    "lengths and ids disagree": (_changed([3, 3]), ".ids: 4 for 6 tokens (lengths)"),
+    "huge length": (_changed([2**31 - 1] * 2), ".ids: 4 for 4294967294 tokens (lengths)"),
+    "id beyond the vocabulary": (pairs([[5]], [[7, 335]]), ".ids[2]: 335 is outside the voc"),
+    "negative id": (pairs([[-1]], [[7]]), ".ids[0]: -1 is outside the vocabulary (0 to 334)"),
+    "too long": (pairs([[5], [5] * 100], [[6], [6] * 29]), ".lengths[1]: 129 tokens exceed the model's"),
+    "another column": (pairs([[5]], [[6]], surprise=[[1.0]]), ".surprise: not expected"),
 }

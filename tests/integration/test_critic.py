@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 
 from protos import critic_pb2
-from quartet.wire.codec import Floats, Ints, pack_floats
+from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, pairs
 from tests.models import MAX_LENGTH, ROWS
 from tests.pushing import hold_critic
+from tests.trajectories import cut
+from tests.trajectories import of as trajectories
 
 PAIRS = plain.random_pairs(12, seed=3)
 
 
 async def values(quartet: Quartet, of: tuple[list[Ints], list[Ints]] = PAIRS) -> list[Floats]:
-    return (await quartet.critic.values(*of, timeout_s=60)).rows
+    return cut((await quartet.critic.values(trajectories(*of), timeout_s=60)).values, of[1])
 
 
 async def train(quartet: Quartet, step: int, old: list[Floats] | None = None) -> dict[str, float]:
@@ -29,7 +31,8 @@ async def train(quartet: Quartet, step: int, old: list[Floats] | None = None) ->
     await hold_critic(quartet.critic)
     old = old or await values(quartet)
     returns = [np.ones_like(row) for row in old]
-    return await quartet.critic.train(step, *PAIRS, old, returns, epochs=1, minibatch_size=6, seed=0, timeout_s=60)
+    batch = trajectories(*PAIRS, values=old, returns=returns)
+    return await quartet.critic.train(step, batch, epochs=1, minibatch_size=6, seed=0, timeout_s=60)
 
 
 async def last_step(quartet: Quartet) -> int:
@@ -87,7 +90,8 @@ async def test_a_step_asked_for_twice_at_the_same_time_is_trained_once(quartet: 
     old = await values(quartet)
     call: dict[str, Any] = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
     returns = [np.ones_like(row) for row in old]
-    twice = [quartet.critic.train(step, *PAIRS, old, returns, **call) for _ in range(2)]
+    batch = trajectories(*PAIRS, values=old, returns=returns)
+    twice = [quartet.critic.train(step, batch, **call) for _ in range(2)]
     first, second = await asyncio.gather(*twice)
     assert first == second
 
@@ -101,13 +105,14 @@ async def test_a_batch_that_travels_in_parts_is_trained_on_once_and_as_a_whole(q
     call: dict[str, Any] = {"epochs": 1, "minibatch_size": 600, "seed": 0, "timeout_s": 60}
     # Some tokens are left out, of which the returns would be far off.
     draw = np.random.default_rng(4)
-    call["trained"] = marks = [draw.random(len(row)) < 0.5 for row in old]
+    marks = [draw.random(len(row)) < 0.5 for row in old]
     returns = [np.where(mark, row, np.float32(1000)) for mark, row in zip(marks, returns, strict=True)]
-    metrics = await quartet.critic.train(step, prompts, responses, old, returns, **call)
+    batch = trajectories(prompts, responses, values=old, returns=returns, trained=marks)
+    metrics = await quartet.critic.train(step, batch, **call)
     assert metrics["mean"] == pytest.approx(np.concatenate(old)[np.concatenate(marks)].mean(), abs=1e-4)
     assert metrics["loss"] < 100
     after = await values(quartet)
-    assert await quartet.critic.train(step, prompts, responses, old, returns, **call) == metrics
+    assert await quartet.critic.train(step, batch, **call) == metrics
     assert plain.furthest(await values(quartet), after) == 0.0
     assert await last_step(quartet) == step
 
@@ -123,12 +128,13 @@ async def test_an_older_step_is_refused(quartet: Quartet) -> None:
 
 @pytest.mark.parametrize("kind", MALFORMED)
 @pytest.mark.parametrize("method", ["Values", "Train"])
-async def test_malformed_pairs_are_refused_by_name(quartet: Quartet, method: str, kind: str) -> None:
+async def test_malformed_trajectories_are_refused_by_name(quartet: Quartet, method: str, kind: str) -> None:
     wrong, message = MALFORMED[kind]
-    request = getattr(critic_pb2, f"{method}Request")(pairs=wrong)
+    field = {"Values": "trajectories", "Train": "batch"}[method]
+    request = getattr(critic_pb2, f"{method}Request")(**{field: wrong})
     code, details = await refused(ask(quartet, method, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "pairs" + message in details
+    assert field + message in details
     assert len(await values(quartet)) == len(PAIRS[0])
 
 
@@ -137,17 +143,16 @@ async def ask(quartet: Quartet, method: str, request: Any) -> Any:
     return await quartet.call(f"/quartet.v1.Critic/{method}", request, reply, "critic")
 
 
-_TWO = pack_floats(np.zeros(2, np.float32))
+_TWO = [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"values": b""}, "values: 0 values for 2 response tokens; there must be one per token"),
-        ({"returns": _TWO + _TWO}, "returns: 4 values for 2 response tokens"),
-        ({"returns": _TWO[:-1]}, "returns: 7 bytes are not a whole number of 4-byte float32 values"),
-        ({"values": pack_floats(np.asarray([0, np.nan], np.float32))}, "values: value 1 is not finite"),
-        ({"returns": pack_floats(np.asarray([np.inf, 0], np.float32))}, "returns: value 0 is not finite"),
+        ({"values": None}, "batch.values: missing; must be float32 per sampled token"),
+        ({"surprise": _TWO}, "batch.surprise: not expected"),
+        ({"values": [[0, np.nan]]}, "batch.values[1] is nan; must be finite"),
+        ({"returns": [[np.inf, 0]]}, "batch.returns[0] is inf; must be finite"),
         ({"step": 0}, "step: 0; must be at least 1"),
         ({"epochs": 0}, "epochs: 0; must be at least 1"),
         ({"minibatch_size": -3}, "minibatch_size: -3; must be at least 1"),
@@ -157,8 +162,10 @@ async def test_a_malformed_batch_is_refused_by_name_and_trains_nothing(
     quartet: Quartet, change: Any, message: str
 ) -> None:
     step = await last_step(quartet)
-    batch = {"step": step + 1, "values": _TWO, "returns": _TWO, "epochs": 1, "minibatch_size": 1} | change
-    request = critic_pb2.TrainRequest(pairs=pairs([[5]], [[6, 7]]), **batch)
+    fields = {"step": step + 1, "values": _TWO, "returns": _TWO, "epochs": 1, "minibatch_size": 1} | change
+    call = {name: fields.pop(name) for name in ("step", "epochs", "minibatch_size")}
+    given = {name: rows for name, rows in fields.items() if rows is not None}
+    request = critic_pb2.TrainRequest(batch=pairs([[5]], [[6, 7]], **given), **call)
     code, details = await refused(ask(quartet, "Train", request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message in details

@@ -21,8 +21,10 @@ from tests import plain
 from tests.cluster import Quartet, eventually
 from tests.computing import computing
 from tests.pushing import TIMEOUT_S, hold_critic, push
+from tests.trajectories import cut, of
 
 PROMPTS, RESPONSES = plain.random_pairs(31, seed=22, longest=20)
+PAIRS = of(PROMPTS, RESPONSES)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def make_batch(logprobs: list[np.ndarray]) -> PolicyBatch:
 
 
 async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner: Policy) -> None:
-    expected = await quartet.reference.logprobs(PROMPTS, RESPONSES, temperature=1.0, timeout_s=60)
+    expected = cut(await quartet.reference.logprobs(PAIRS, temperature=1.0, timeout_s=60), RESPONSES)
     before = await learner.logprobs(PROMPTS, RESPONSES)
     assert plain.furthest(before, expected) < 1e-4
     metrics = await learner.train(make_batch(before), seed=0)
@@ -103,20 +105,23 @@ async def test_a_critic_of_two_ranks_serves_and_trains_as_one(quartet: Quartet) 
         single, double = (CriticClient(quartet.channel, app["name"]) for app in apps)
         for critic in (single, double):
             await eventually(partial(answers, critic), 180)
-        before = (await single.values(PROMPTS, RESPONSES, timeout_s=60)).rows
-        assert plain.furthest((await double.values(PROMPTS, RESPONSES, timeout_s=60)).rows, before) < 1e-5
+        before = await values(single)
+        assert plain.furthest(await values(double), before) < 1e-5
         returns = [np.ones_like(row) for row in before]
         for critic in (single, double):
             await hold_critic(critic)
         options: dict[str, Any] = {"epochs": 1, "minibatch_size": 6, "seed": 0, "timeout_s": 60}
-        wanted, actual = [
-            await critic.train(1, PROMPTS, RESPONSES, before, returns, **options) for critic in (single, double)
-        ]
+        batch = of(PROMPTS, RESPONSES, values=before, returns=returns)
+        wanted, actual = [await critic.train(1, batch, **options) for critic in (single, double)]
         assert actual == pytest.approx(wanted, abs=1e-4)
-        after = (await single.values(PROMPTS, RESPONSES, timeout_s=60)).rows
-        assert plain.furthest((await double.values(PROMPTS, RESPONSES, timeout_s=60)).rows, after) < 1e-3
+        after = await values(single)
+        assert plain.furthest(await values(double), after) < 1e-3
     finally:
         quartet.deploy([], "critics")
+
+
+async def values(critic: CriticClient) -> list[Any]:
+    return cut((await critic.values(PAIRS, timeout_s=60)).values, RESPONSES)
 
 
 async def answers(critic: CriticClient) -> bool:

@@ -9,12 +9,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from protos import common_pb2, reference_pb2
-from quartet.wire.codec import pack_pairs, unpack_floats
+from quartet.wire.codec import unpack_floats
 from quartet.wire.identity import model_hash
 from tests import plain
 from tests.cluster import Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE
 from tests.models import MAX_LENGTH, ROWS, WORDS
+from tests.trajectories import of
 
 METHOD = "/quartet.v1.Reference/Logprobs"
 
@@ -34,14 +35,14 @@ async def test_info_describes_the_model(quartet: Quartet) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_transformers(quartet: Quartet, temperature: float) -> None:
     prompts, responses = plain.random_pairs(40)
-    actual = await quartet.reference.logprobs(prompts, responses, temperature=temperature, timeout_s=60)
+    actual = await quartet.reference.logprobs(of(prompts, responses), temperature=temperature, timeout_s=60)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, temperature, len(WORDS))
-    assert plain.furthest(actual, expected) < 1e-4
+    assert plain.furthest([actual], [np.concatenate(expected)]) < 1e-4
 
 
 async def test_temperature_is_one_unless_given(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(4)
-    reply = await ask(quartet, pairs=pack_pairs(prompts, responses))
+    reply = await ask(quartet, trajectories=of(prompts, responses).pack())
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, vocabulary=len(WORDS))
     assert plain.furthest([unpack_floats(reply.ref_logprobs, "ref_logprobs")], [np.concatenate(expected)]) < 1e-4
 
@@ -53,28 +54,29 @@ async def test_calls_that_share_a_batch_keep_their_own_answers(quartet: Quartet)
     temperatures = [0.5 + 0.25 * (call % 3) for call in range(8)]
     answers = await asyncio.gather(
         *(
-            quartet.reference.logprobs(*pair, temperature=temperature, timeout_s=60)
+            quartet.reference.logprobs(of(*pair), temperature=temperature, timeout_s=60)
             for pair, temperature in zip(pairs, temperatures, strict=True)
         )
     )
     for pair, temperature, actual in zip(pairs, temperatures, answers, strict=True):
-        assert plain.furthest(actual, plain.logprobs(model, *pair, temperature, len(WORDS))) < 1e-4
+        expected = plain.logprobs(model, *pair, temperature, len(WORDS))
+        assert plain.furthest([actual], [np.concatenate(expected)]) < 1e-4
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     """Batched by length inside, answered in the order asked."""
     prompts, responses = plain.random_pairs(20)
-    actual = await quartet.reference.logprobs(prompts * 100, responses * 100, temperature=1.0, timeout_s=120)
+    actual = await quartet.reference.logprobs(of(prompts * 100, responses * 100), temperature=1.0, timeout_s=120)
     expected = plain.logprobs(plain.language_model(quartet.policy), prompts, responses, vocabulary=len(WORDS))
-    assert plain.furthest(actual, expected * 100) < 1e-4
+    assert plain.furthest([actual], [np.concatenate(expected * 100)]) < 1e-4
 
 
 @pytest.mark.exhaustive  # what is admitted and what health says: tests/unit/quartet/serving
 async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet) -> None:
     """One caller may have 8192 pairs waiting: the third call of 4096 is refused, and the service stays healthy."""
     prompts, responses = plain.random_pairs(16, longest=60)
-    pairs = pack_pairs(prompts * 256, responses * 256)
-    ask_much = [asyncio.create_task(ask(quartet, pairs=pairs)) for _ in range(3)]
+    many = of(prompts * 256, responses * 256).pack()
+    ask_much = [asyncio.create_task(ask(quartet, trajectories=many)) for _ in range(3)]
     seen = set()
     while not all(task.done() for task in ask_much):
         seen.add(await quartet.health("reference"))
@@ -89,17 +91,17 @@ async def test_a_service_with_all_it_admits_is_busy_and_not_ill(quartet: Quartet
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-async def test_malformed_pairs_are_refused_by_name(quartet: Quartet, kind: str) -> None:
-    pairs, message = MALFORMED[kind]
-    code, details = await refused(ask(quartet, pairs=pairs))
+async def test_malformed_trajectories_are_refused_by_name(quartet: Quartet, kind: str) -> None:
+    wrong, message = MALFORMED[kind]
+    code, details = await refused(ask(quartet, trajectories=wrong))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "pairs" + message in details
-    assert len((await ask(quartet, pairs=ONE)).ref_logprobs) == 4
+    assert "trajectories" + message in details
+    assert len((await ask(quartet, trajectories=ONE)).ref_logprobs) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
 async def test_temperature_must_be_positive(quartet: Quartet, temperature: float) -> None:
-    code, details = await refused(ask(quartet, pairs=ONE, temperature=temperature))
+    code, details = await refused(ask(quartet, trajectories=ONE, temperature=temperature))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert f"temperature: {temperature:g}; must be more than 0" in details
 

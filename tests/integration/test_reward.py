@@ -18,6 +18,7 @@ from tests import plain
 from tests.cluster import SERVICES, Quartet, refused
 from tests.integration.malformed import MALFORMED, ONE, pairs
 from tests.models import EOS, MAX_LENGTH, ROWS
+from tests.trajectories import of
 
 METHOD = "/quartet.v1.Reward/Score"
 Texts = reward_pb2.TextPairs
@@ -36,7 +37,7 @@ async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
 
 async def test_scores_are_the_heads_output_at_the_last_token(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(40)
-    actual = await quartet.services.reward.score(prompts, responses, timeout_s=60)
+    actual = await quartet.services.reward.score(of(prompts, responses), timeout_s=60)
     assert plain.furthest([actual.values], [plain.scores(quartet.reward, prompts, responses)]) < 1e-4
     assert actual.model_hash == model_hash(quartet.reward)
 
@@ -44,14 +45,14 @@ async def test_scores_are_the_heads_output_at_the_last_token(quartet: Quartet) -
 async def test_texts_score_as_their_ids_do(quartet: Quartet) -> None:
     """<bos> before the prompt, <eos> after the response: w5 is id 5."""
     reward = quartet.services.reward
-    ids = await reward.score([np.asarray([1, 5, 6])], [np.asarray([7, 8, EOS])], timeout_s=60)
+    ids = await reward.score(of([[1, 5, 6]], [[7, 8, EOS]]), timeout_s=60)
     texts = await reward.score_texts(["w5 w6"], ["w7 w8"], timeout_s=60)
     assert texts.values == pytest.approx(ids.values, abs=1e-6)
 
 
 async def test_two_thousand_pairs_in_one_call(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(20)
-    actual = await quartet.services.reward.score(prompts * 100, responses * 100, timeout_s=120)
+    actual = await quartet.services.reward.score(of(prompts * 100, responses * 100), timeout_s=120)
     expected = np.tile(plain.scores(quartet.reward, prompts, responses), 100)
     assert plain.furthest([actual.values], [expected]) < 1e-4
 
@@ -152,8 +153,8 @@ def test_a_broken_configuration_fails_alone_and_says_where(scorers: Any, name: s
 async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
     """0.1 per word, 100 for a label, 1000 for an end: of two words, labelled, ended; and of one, cut off."""
     words = RewardClient(quartet.channel, "words")
-    prompts, responses = [np.asarray([1, 5])] * 2, [np.asarray([7, 8, EOS]), np.asarray([9])]
-    actual = await words.score(prompts, responses, labels=["yes", ""], timeout_s=120)
+    prompts, responses = [[1, 5]] * 2, [[7, 8, EOS], [9]]
+    actual = await words.score(of(prompts, responses), labels=["yes", ""], timeout_s=120)
     assert actual.values == pytest.approx([1100.2, 0.1])
     assert actual.scorer == "function:tests.scorers:words"
     assert (await words.score_texts(["w5"], ["w7 w8 w9"], timeout_s=120)).values == pytest.approx([1000.3])
@@ -174,7 +175,7 @@ async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secret
 async def test_a_blend_is_the_weighted_sum_of_its_parts(quartet: Quartet) -> None:
     prompts, responses = plain.random_pairs(10)
     scores = {
-        name: await RewardClient(quartet.channel, name).score(prompts, responses, timeout_s=120)
+        name: await RewardClient(quartet.channel, name).score(of(prompts, responses), timeout_s=120)
         for name in ("reward", "words", "blend")
     }
     expected = 2.0 * scores["reward"].values - 0.5 * scores["words"].values

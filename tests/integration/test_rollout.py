@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 
 from protos import rollout_pb2
+from protos.common_pb2 import Sequences
 from quartet.wire.codec import Ints, pack_ints, pack_longs, pack_sequences
 from quartet.wire.errors import DeadlineExceeded, FailedPrecondition, OffTimeline
 from services.rollout.sample import FinishReason, Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually, refused
-from tests.integration.malformed import ONE, Sequences
 from tests.models import EOS, MAX_LENGTH, ROWS, WORDS
 from tests.pushing import hold, push_model
+from tests.trajectories import cut, of
 
 PROMPTS, _ = plain.random_pairs(40, seed=7, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
 pytestmark = pytest.mark.usefixtures("base")
+
+
+async def reference_logprobs(quartet: Quartet, responses: Any, temperature: float) -> list[Any]:
+    asked = quartet.reference.logprobs(of(PROMPTS, responses), temperature=temperature, timeout_s=60)
+    return cut(await asked, responses)
 
 
 async def generate(quartet: Quartet, prompts: list[Ints], sampling: Sampling, **options: Any) -> list[Sample]:
@@ -51,7 +57,7 @@ async def test_greedy_tokens_are_transformers_likeliest(quartet: Quartet, base: 
 async def test_logprobs_are_the_references(quartet: Quartet, base: Any, temperature: float) -> None:
     samples = in_order(await generate(quartet, PROMPTS, Sampling(max_new_tokens=30, temperature=temperature)))
     responses, actual = [s.response_ids for s in samples], [s.logprobs for s in samples]
-    reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=temperature, timeout_s=60)
+    reference = await reference_logprobs(quartet, responses, temperature)
     assert plain.furthest(actual, reference) < 1e-4
     assert plain.furthest(actual, plain.logprobs(base, PROMPTS, responses, temperature, len(WORDS))) < 1e-4
 
@@ -185,7 +191,9 @@ async def test_malformed_requests_are_refused_by_name(quartet: Quartet, change: 
     sampling = change.get("sampling")
     if sampling:
         change = change | {"sampling": {"max_new_tokens": 4} | sampling}
-    request = rollout_pb2.GenerateRequest(**{"prompts": ONE.prompts, "sampling": {"max_new_tokens": 4}} | change)
+    request = rollout_pb2.GenerateRequest(
+        **{"prompts": pack_sequences([[5]]), "sampling": {"max_new_tokens": 4}} | change
+    )
     code, details = await refused(ask(quartet, request))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message in details

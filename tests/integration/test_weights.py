@@ -20,10 +20,16 @@ from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.cluster import Quartet, eventually
 from tests.pushing import TIMEOUT_S, ModelSource, perturbed, push, push_model
+from tests.trajectories import cut, of
 
 PROMPTS, _ = plain.random_pairs(32, seed=21, longest=20)
 LONG = Sampling(max_new_tokens=100, ignore_eos=True)
 LENGTHS = (100, 73, 47, 31)
+
+
+async def reference_logprobs(quartet: Quartet, responses: Any, temperature: float) -> list[Any]:
+    asked = quartet.reference.logprobs(of(PROMPTS, responses), temperature=temperature, timeout_s=60)
+    return cut(await asked, responses)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ async def test_rollout_reference_and_learner_agree_until_training_moves_the_poli
     version = await next_version(quartet)
     await push(quartet.services.rollout, learner, version)
     responses, sampled = await sample(quartet, version, 0.7)
-    reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=0.7, timeout_s=60)
+    reference = await reference_logprobs(quartet, responses, 0.7)
     learned = await learner.logprobs(PROMPTS, responses)
     assert plain.furthest(sampled, learned) < 1e-4
     assert plain.furthest(sampled, reference) < 1e-4
@@ -69,7 +75,7 @@ async def test_rollout_reference_and_learner_agree_until_training_moves_the_poli
     await learner.train(PolicyBatch(PROMPTS, responses, sampled, learned, reference, advantages, 0.0), seed=0)
     await push(quartet.services.rollout, learner, version + 1)
     responses, sampled = await sample(quartet, version + 1, 0.7)
-    reference = await quartet.reference.logprobs(PROMPTS, responses, temperature=0.7, timeout_s=60)
+    reference = await reference_logprobs(quartet, responses, 0.7)
     assert plain.furthest(sampled, await learner.logprobs(PROMPTS, responses)) < 1e-4
     assert plain.furthest(sampled, reference) > 0.1
 

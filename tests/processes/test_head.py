@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import psutil
 import pytest
 import yaml
@@ -30,11 +29,12 @@ from quartet.security.port import Port, SecurityConfig
 from quartet.wire.errors import PermissionDenied, Unauthenticated, Unavailable
 from services.reward.client import RewardClient
 from tests.configuration import REPO, model_scorer
+from tests.trajectories import of
 
 pytestmark = pytest.mark.exhaustive  # the port by units; the shared head: tests/integration/test_closed.py
 
 CALLERS: dict[str, Role] = {"run-a": "trainer", "evaluator": "judge-client", "pager": "prober"}
-PAIRS: dict[str, Any] = {"prompts": [np.array([5, 6], np.int32)], "responses": [np.array([7, 8], np.int32)]}
+PAIRS = of([[5, 6]], [[7, 8]])
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_its_processes_may_open_as_many_files_as_the_system_lets_them(head: Head
 @pytest.mark.parametrize("name", ["run-a", "evaluator"])
 async def test_those_who_may_are_scored(channels: dict[str, grpc.aio.Channel], name: str) -> None:
     client = RewardClient(channels[name])
-    assert len((await client.score(**PAIRS, timeout_s=120)).values) == 1
+    assert len((await client.score(PAIRS, timeout_s=120)).values) == 1
     assert (await client.info(30)).model.vocab_size
 
 
@@ -146,13 +146,13 @@ async def test_the_prober_learns_of_health_and_nothing_else(channels: dict[str, 
     stub = health_pb2_grpc.HealthStub(channels["pager"])
     assert (await stub.Check(health_pb2.HealthCheckRequest(service="quartet.v1.Reward"), timeout=30)).status == 1
     with pytest.raises(PermissionDenied, match="pager has the role prober, which may not call quartet"):
-        await RewardClient(channels["pager"]).score(**PAIRS, timeout_s=120)
+        await RewardClient(channels["pager"]).score(PAIRS, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", ["plaintext", "stranger"])
 async def test_no_call_comes_in_without_a_certificate(channels: dict[str, grpc.aio.Channel], name: str) -> None:
     with pytest.raises((Unavailable, Unauthenticated)):
-        await RewardClient(channels[name]).score(**PAIRS, timeout_s=3)
+        await RewardClient(channels[name]).score(PAIRS, timeout_s=3)
 
 
 def test_nothing_else_is_open(head: Head, target: str) -> None:

@@ -8,13 +8,15 @@ import numpy as np
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
+from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
 from quartet.ranks.group import RankGroup
-from quartet.wire.codec import pack_floats, pack_pairs, unpack_floats, unpack_metrics
+from quartet.wire.codec import unpack_floats, unpack_metrics
 from services.critic.config import CriticConfig
 from services.critic.replica import Critic
+from tests import trajectories
 from tests.unit.contexts import Context
-from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
+from tests.unit.naive import PROMPTS, RESPONSES, TOKENS
 from tests.unit.thread_rank import ThreadRank
 
 
@@ -36,7 +38,7 @@ async def adopt(critic: Any, last_step: int = 0, lease: common_pb2.Lease = OURS)
 
 
 async def values(critic: Any, min_step: int | None = None, lease: common_pb2.Lease = OURS) -> np.ndarray:
-    reply = await critic.Values(pb.ValuesRequest(pairs=PAIRS, min_step=min_step, lease=lease), Context())
+    reply = await critic.Values(pb.ValuesRequest(trajectories=PAIRS, min_step=min_step, lease=lease), Context())
     return unpack_floats(reply.values, "values")
 
 
@@ -46,18 +48,21 @@ async def claim(critic: Any, lease: common_pb2.Lease, **claim: Any) -> common_pb
     return reply.held
 
 
-PAIRS = pack_pairs(arrays(PROMPTS), arrays(RESPONSES))
+PAIRS = trajectories.of(PROMPTS, RESPONSES).pack()
+
+
+def batch(returns: float = 1) -> Columns:
+    """Values of 1, and these returns."""
+    numbers = {"values": np.ones(TOKENS, np.float32), "returns": np.full(TOKENS, returns, np.float32)}
+    return trajectories.of(PROMPTS, RESPONSES, **numbers)
 
 
 async def train(
     critic: Any, step: int, last_step: int | None = None, *, lease: common_pb2.Lease = OURS, returns: float = 1
 ) -> dict[str, float]:
-    ones = pack_floats(np.ones(TOKENS, np.float32))
     request = pb.TrainRequest(
         step=step,
-        pairs=PAIRS,
-        values=ones,
-        returns=pack_floats(np.full(TOKENS, returns, np.float32)),
+        batch=batch(returns).pack(),
         last_step=last_step,
         epochs=1,
         minibatch_size=2,
@@ -69,12 +74,9 @@ async def train(
 
 async def stage(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> None:
     """The batch of `train` in two parts, the second one first."""
-    prompts, responses = arrays(PROMPTS), arrays(RESPONSES)
-    for rows in (slice(1, None), slice(0, 1)):
-        ones = pack_floats(np.ones(sum(len(response) for response in responses[rows]), np.float32))
-        pairs = pack_pairs(prompts[rows], responses[rows])
-        request = pb.StageRequest(step=step, row=rows.start, pairs=pairs, values=ones, returns=ones, lease=lease)
-        await critic.Stage(request, Context())
+    for rows in (range(1, len(PROMPTS)), range(1)):
+        part = batch().take(rows).pack()
+        await critic.Stage(pb.StageRequest(step=step, row=rows.start, batch=part, lease=lease), Context())
 
 
 async def train_staged(critic: Any, step: int, lease: common_pb2.Lease = OURS) -> dict[str, float]:

@@ -6,7 +6,7 @@ down instead of being applied.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import PPOConfig
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
 from orchestrator.policy.trainer import PolicyTrainer
@@ -26,6 +25,7 @@ from quartet.models.distribution import Distribution
 from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 from tests.unit import known_optimum as known
+from tests.unit.experiences import Experience, collected
 from tests.unit.known_optimum import BETA, COUNT, END, LENGTHS, MASK, MOST, PROMPTS, RESPONSES
 
 DISTRIBUTION = Distribution(known.TEMPERATURE, vocabulary=known.TOKENS, end_ids=(END,))
@@ -103,40 +103,41 @@ class Learner:
         return {}  # as of a step that was skipped
 
     def estimate(
-        self, collected: Sequence[Experience], oldest: int | None = None, kl_coef: float = BETA
+        self, rows: Sequence[Experience], oldest: int | None = None, kl_coef: float = BETA
     ) -> tuple[Batch, Advantages]:
         """The batch with the learner's log-probs, and the estimates for it."""
-        batch = self.batch(collected, oldest)
+        batch = self.batch(rows, oldest)
         old = old_logprobs_of(batch, self.ppo)
         return batch, estimate_advantages(batch, old, self.ppo, kl_coef, RunningNormaliser())
 
-    def batch(self, collected: Sequence[Experience], oldest: int | None = None) -> Batch:
+    def batch(self, rows: Sequence[Experience], oldest: int | None = None) -> Batch:
         """The batch with the learner's log-probs."""
-        batch = Batch.of(Collected(list(collected), 0.0, 0.0), oldest)
-        return replace(batch, old_logprobs=self._logprobs(batch))
+        batch = Batch.of(collected(rows), oldest)
+        return Batch.of(batch.collected.with_sampled(old_logprobs=self._logprobs(batch)), oldest)
 
-    def _logprobs(self, batch: Batch) -> list[Floats]:
+    def _logprobs(self, batch: Batch) -> Floats:
         """The learner's log-probs; of each pair once, however often it is in the batch."""
-        first: dict[tuple[int, int], int] = {}
-        keys = [(e.prompt.row, e.sample.index) for e in batch.experiences]
+        first: dict[tuple[int, bytes], int] = {}
+        columns = batch.columns
+        keys = [(row, ids.tobytes()) for row, ids in zip(columns["row"].tolist(), columns.responses, strict=True)]
         for index, key in enumerate(keys):
             first.setdefault(key, index)
         rows = list(first.values())
-        answer = self.trainer.logprobs([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        answer = self.trainer.logprobs([columns.prompts[i] for i in rows], [columns.responses[i] for i in rows])
         known_rows = dict(zip(first, answer, strict=True))
-        return [known_rows[key] for key in keys]
+        return np.concatenate([known_rows[key] for key in keys])
 
-    def expected(self, batch: Batch, advantages: Sequence[Floats], likely: Tensor, kl_coef: float = BETA) -> Tensor:
+    def expected(self, batch: Batch, advantages: Floats, likely: Tensor, kl_coef: float = BETA) -> Tensor:
         """The gradient of the loss, negated, summed over tokens, in expectation: responses have the probabilities
         `likely` [2, 259]. Advantages are multiplied with them, since the loss is linear in them."""
-        weights = (likely / len(PROMPTS)).flatten().tolist()
-        scaled = [(row.astype(np.float64) * p).astype(np.float32) for row, p in zip(advantages, weights, strict=True)]
+        weights = np.repeat((likely / len(PROMPTS)).flatten().tolist(), batch.columns.counts)
+        scaled = (advantages.astype(np.float64) * weights).astype(np.float32)
         self.trainer.train(batch.for_policy(scaled, kl_coef), seed=0)
         (gradient,) = self._gradients
         self._gradients = []
         return -gradient * int(batch.mask.sum())
 
-    def expected_one_by_one(self, batch: Batch, advantages: Sequence[Floats], likely: Tensor) -> Tensor:
+    def expected_one_by_one(self, batch: Batch, advantages: Floats, likely: Tensor) -> Tensor:
         """The same where the loss has terms without advantages: each response is a minibatch of its own, and its
         gradient is multiplied with its probability."""
         assert self.ppo.minibatch_size == 1

@@ -12,6 +12,7 @@ from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.requests import SampleRequest
+from quartet.columns import Columns
 from services.critic.client import Values
 from services.reward.client import Scores
 from services.rollout.sample import FinishReason, Sample, Sampling
@@ -31,7 +32,7 @@ def make_prompts(count: int) -> list[Prompt]:
 
 def make_requests(count: int) -> list[SampleRequest]:
     """Sample i responds to prompt i, with the seed 100 + i."""
-    return [SampleRequest(index, prompt, 100 + index) for index, prompt in enumerate(make_prompts(count))]
+    return [SampleRequest(index, prompt, 100 + index, index) for index, prompt in enumerate(make_prompts(count))]
 
 
 def respond(index: int, prompt: Any, version: int = 1) -> Sample:
@@ -113,9 +114,10 @@ class FakeAsk:
     hangs: bool = False
     cancelled: int = 0
 
-    async def ask(self, prompts: Sequence[Any], responses: Sequence[Any], **options: Any) -> list[Any]:
+    async def ask(self, columns: Columns, **options: Any) -> list[Any]:
         self.journal.note(self.name)
-        self.calls.append({"prompts": prompts, "responses": responses, **options})
+        responses = columns.responses
+        self.calls.append({"prompts": columns.prompts, "responses": responses, **options})
         if self.hangs:
             try:
                 await asyncio.Event().wait()
@@ -136,14 +138,14 @@ class FakeReward(FakeAsk):
 
     scorer = "model:fake"
 
-    async def score(self, prompts: Any, responses: Any, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
-        scores = await self.ask(prompts, responses, labels=labels, ended=ended, timeout_s=timeout_s)
+    async def score(self, columns: Columns, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
+        scores = await self.ask(columns, labels=labels, ended=ended, timeout_s=timeout_s)
         return Scores(np.asarray(scores, np.float32), self.scorer, "hash")
 
 
 class FakeReference(FakeAsk):
-    async def logprobs(self, prompts: Any, responses: Any, **asked: Any) -> list[Any]:
-        return await self.ask(prompts, responses, **asked)
+    async def logprobs(self, columns: Columns, **asked: Any) -> Any:
+        return np.concatenate(await self.ask(columns, **asked))
 
 
 @dataclass
@@ -152,17 +154,17 @@ class FakeCritic(FakeAsk):
     meeting: asyncio.Barrier | None = None
     """Barrier at which training waits for another."""
 
-    async def values(self, prompts: Any, responses: Any, *, min_step: int, timeout_s: float) -> Values:
-        rows = await self.ask(prompts, responses, min_step=min_step, timeout_s=timeout_s)
-        return Values(rows, [min_step] * len(rows))
+    async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
+        rows = await self.ask(columns, min_step=min_step, timeout_s=timeout_s)
+        return Values(np.concatenate(rows), [min_step] * len(rows))
 
-    async def train(
-        self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any
-    ) -> dict[str, float]:
+    async def train(self, step: int, batch: Columns, **options: Any) -> dict[str, float]:
         self.journal.note("train critic", step)
         if self.meeting:
             await self.meeting.wait()
-        self.trained.append({"values": values, "returns": returns, "responses": responses, **options})
+        rows = {name: batch.rows(name) for name in ("values", "returns")}
+        trained = batch.rows("trained") if "trained" in batch else None
+        self.trained.append({**rows, "trained": trained, "responses": batch.responses, **options})
         return {"loss": 0.25, "grad_norm": 2.0}
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import PPOConfig
-from orchestrator.experience.experience import Collected
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
@@ -19,6 +18,7 @@ from services.critic.config import CriticConfig
 from services.critic.trainer import CriticBatch, CriticTrainer
 from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import DISTRIBUTION, Tables, experiences
+from tests.unit.experiences import collected
 from tests.unit.known_optimum import BETA, COUNT, MOST, PROMPTS, RESPONSES
 
 BATCH, MINIBATCH, EPOCHS = 1024, 256, 2
@@ -74,18 +74,14 @@ class Learning:
     def _step(self, step: int) -> None:
         """One step of the algorithm, on responses drawn from the policy."""
         batch = self._sampled()
-        made = estimate_advantages(batch, batch.padded(self._old(batch)), self.ppo, BETA, RunningNormaliser())
+        made = estimate_advantages(batch, batch.old_logprobs, self.ppo, BETA, RunningNormaliser())
         self.policy.train(batch.for_policy(made.advantages, BETA), step)
         if self.critic is not None:
-            values = [e.values for e in batch.experiences]
-            given = CriticBatch(batch.prompts, batch.responses, values, made.returns)
+            assert made.returns is not None
+            every = np.ones(batch.columns.size("sampled"), np.bool_)
+            given = CriticBatch.of(batch.columns.with_sampled(returns=made.returns, trained=every))
             passes = {"epochs": self.ppo.epochs_of_critic, "minibatch_size": self.ppo.minibatch_size}
             self.critic.train(given, seed=step, **passes)
-
-    @staticmethod
-    def _old(batch: Batch) -> list[Any]:
-        assert batch.old_logprobs is not None
-        return batch.old_logprobs
 
     def _sampled(self) -> Batch:
         """A batch with as many responses to each prompt, those to the same one after another."""
@@ -101,4 +97,4 @@ class Learning:
             p = now[index].sum(-1).exp().numpy()
             rows = self._draw.choice(COUNT, BATCH // len(PROMPTS), p=p / p.sum())
             taken += [every[index * COUNT + row] for row in rows.tolist()]
-        return Batch.of(Collected(taken, 0.0, 0.0))
+        return Batch.of(collected(taken))

@@ -18,12 +18,16 @@ from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
 from services.rollout.client import RolloutClient
+from tests import trajectories
 from tests.unit.wire import Script, served
 
 PROMPTS = [np.asarray([5], np.int32), np.asarray([6, 7], np.int32)]
 
 
 RESPONSES = [np.asarray([8, 9], np.int32), np.asarray([10], np.int32)]
+
+
+PAIRS = trajectories.of(PROMPTS, RESPONSES)
 
 
 ROWS = [np.asarray([1.0, 2.0], np.float32), np.asarray([3.0], np.float32)]
@@ -58,7 +62,12 @@ class Call:
 
 def train(channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[Any]:
     return CriticClient(channel).train(
-        3, PROMPTS, RESPONSES, ROWS, ROWS, epochs=2, minibatch_size=4, seed=5, timeout_s=timeout_s
+        3,
+        trajectories.of(PROMPTS, RESPONSES, values=ROWS, returns=ROWS),
+        epochs=2,
+        minibatch_size=4,
+        seed=5,
+        timeout_s=timeout_s,
     )
 
 
@@ -67,19 +76,19 @@ CALLS = [
     Call(
         "reward.Score",
         reward_pb2.ScoreResponse(scores=pack_floats(np.asarray([0.5, -1])), scorer={"name": "n", "model_hash": "h"}),
-        lambda c, t: RewardClient(c).score(PROMPTS, RESPONSES, labels=["a", "b"], timeout_s=t),
+        lambda c, t: RewardClient(c).score(PAIRS, labels=["a", "b"], timeout_s=t),
     ),
     Call("reward.Info", reward_pb2.RewardInfo(), lambda c, t: RewardClient(c).info(t)),
     Call(
         "reference.Logprobs",
         reference_pb2.LogprobsResponse(ref_logprobs=THREE),
-        lambda c, t: ReferenceClient(c).logprobs(PROMPTS, RESPONSES, temperature=0.5, timeout_s=t),
+        lambda c, t: ReferenceClient(c).logprobs(PAIRS, temperature=0.5, timeout_s=t),
     ),
     Call("reference.Info", reference_pb2.ReferenceInfo(), lambda c, t: ReferenceClient(c).info(t)),
     Call(
         "critic.Values",
         critic_pb2.ValuesResponse(values=THREE, steps=pack_longs([7, 8])),
-        lambda c, t: CriticClient(c).values(PROMPTS, RESPONSES, timeout_s=t),
+        lambda c, t: CriticClient(c).values(PAIRS, timeout_s=t),
     ),
     Call("critic.Train", critic_pb2.TrainResponse(metrics=pack_metrics({"loss": 0.5})), train),
     Call(

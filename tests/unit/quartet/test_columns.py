@@ -176,7 +176,10 @@ def test_three_segments_of_which_one_was_sampled_are_not_a_single_turn() -> None
     columns = Columns.of(ids, lengths, np.asarray([False, False, True, True, False, False]))
     assert not columns.single_turn
     assert columns.counts.tolist() == [2]
-    assert columns.responses[0].tolist() == [2, 3]
+    assert columns.prompts[0].tolist() == [0, 1]
+    assert columns.responses[0].tolist() == [2, 3, 4, 5]
+    assert columns.response_mask.tolist() == [True, True, False, False]
+    assert columns.on_responses(np.asarray([7, 8])).tolist() == [7, 8, 0, 0]
 
 
 def test_columns_are_replaced_selected_and_left_out() -> None:

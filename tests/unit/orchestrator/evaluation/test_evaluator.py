@@ -15,11 +15,12 @@ import pytest
 from orchestrator.data.prompts import Prompt
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
-from orchestrator.experience.experience import Collected, Experience
+from orchestrator.experience.experience import Collected
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 from services.rollout.sample import FinishReason, Sample
 from tests.models import BOS, EOS, PAD, make_tokenizer
+from tests.unit.experiences import Experience, collected
 from tests.unit.fakes import make_prompts, make_requests
 
 
@@ -51,7 +52,7 @@ LIMIT_S = 60
 
 
 async def judged() -> list[EvaluatedSample]:
-    return await evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words, "right": right}, LIMIT_S)
+    return await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"words": words, "right": right}, LIMIT_S)
 
 
 async def test_rows_hold_texts_scores_and_verdicts() -> None:
@@ -96,7 +97,7 @@ async def test_figures_with_their_intervals_by_hand() -> None:
 
 async def test_without_a_reference_kl_is_not_measured(tmp_path: Path) -> None:
     without = [replace(e, ref_logprobs=np.empty(0, np.float32)) for e in EXPERIENCES]
-    rows = await evaluate_samples(without, make_tokenizer(), {"words": words}, LIMIT_S)
+    rows = await evaluate_samples(collected(without), make_tokenizer(), {"words": words}, LIMIT_S)
     assert summarise(rows).keys() == summarise(await judged()).keys() - {
         "eval/kl",
         "eval/right",
@@ -118,7 +119,7 @@ async def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_wri
         return [0.0]
 
     [row] = await evaluate_samples(
-        [replace(EXPERIENCES[0], prompt=prompt)], make_tokenizer(), {"judge": judge}, LIMIT_S
+        collected([replace(EXPERIENCES[0], prompt=prompt)]), make_tokenizer(), {"judge": judge}, LIMIT_S
     )
     assert (seen, row.prompt) == (["w11 w12"], "<bos>w11<eos>w12")
 
@@ -132,7 +133,7 @@ async def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_wri
 )
 async def test_judges_that_do_not_judge_are_named(verdict: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": lambda pairs: verdict}, LIMIT_S)
+        await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"gold": lambda pairs: verdict}, LIMIT_S)
 
 
 async def test_a_judge_that_hangs_is_named_and_nothing_else_waits_for_it() -> None:
@@ -147,7 +148,7 @@ async def test_a_judge_that_hangs_is_named_and_nothing_else_waits_for_it() -> No
         with pytest.raises(
             ConfigError, match=r"judges.gold: gave no verdict on 3 pairs within evaluation.judge_s \(0.05 s"
         ):
-            await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": judge}, 0.05)
+            await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"gold": judge}, 0.05)
     finally:
         hangs.set()
     assert meanwhile.is_set()
@@ -158,7 +159,7 @@ async def test_a_judges_own_error_is_told_as_it_is() -> None:
         raise TimeoutError("the judge's own server")
 
     with pytest.raises(TimeoutError, match=r"^the judge's own server$"):
-        await evaluate_samples(EXPERIENCES, make_tokenizer(), {"gold": judge}, LIMIT_S)
+        await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"gold": judge}, LIMIT_S)
 
 
 class FakeCollector:
@@ -167,13 +168,13 @@ class FakeCollector:
 
     async def collect(self, prompts: Any, **options: Any) -> Collected:
         self.calls.append((prompts, options))
-        return Collected(EXPERIENCES, 1.0, 0.0)
+        return collected(EXPERIENCES, 1.0, 0.0)
 
 
 async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path: Path) -> None:
     collector, requests = FakeCollector(), make_requests(2)
     evaluator = Evaluator(collector, requests, make_tokenizer(), {"words": words}, LIMIT_S, tmp_path / "deep")  # type: ignore[arg-type]
-    expected = await evaluate_samples(EXPERIENCES, make_tokenizer(), {"words": words}, LIMIT_S)
+    expected = await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"words": words}, LIMIT_S)
     metrics = [await evaluator.evaluate(step, version=step + 1) for step in (0, 30)]
     assert metrics[0] == metrics[1] == summarise(expected)
     assert collector.calls == [

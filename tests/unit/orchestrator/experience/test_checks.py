@@ -11,7 +11,7 @@ from orchestrator.commands.restarts import is_loss
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Experience
+from orchestrator.experience.experience import Collected
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
@@ -20,6 +20,7 @@ from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from quartet.wire.codec import pack_metrics
 from quartet.wire.errors import InvalidReply, leaves
 from services.critic.client import CriticClient
+from tests.trajectories import of
 from tests.unit.fakes import Fakes, make_config, make_prompts, make_requests, respond
 from tests.unit.wire import served
 
@@ -44,7 +45,7 @@ ANSWERS = {
     "reference too long": (
         "reference",
         lambda r: np.zeros(4, np.float32),
-        "reference.Logprobs: prompt row .: ref_logprobs: 4 values for . response tokens",
+        "reference.Logprobs: ref_logprobs: .* values for . sampled tokens",
     ),
     "values": (
         "critic",
@@ -54,12 +55,12 @@ ANSWERS = {
 }
 
 
-async def first_batch(source: ExperienceSource) -> list[Experience]:
+async def first_batch(source: ExperienceSource) -> Collected:
     """The experience that a run with a fresh critic trains on first."""
     async with Beside() as beside:
         stream = source.open(beside, step=0, version=1, used=Used())
         collected = await stream.take(1, critic_step=0)
-        return (await stream.complete(1, collected, critic_step=0)).experiences
+        return await stream.complete(1, collected, critic_step=0)
 
 
 @pytest.mark.parametrize(("service", "answer", "said"), ANSWERS.values(), ids=list(ANSWERS))
@@ -119,4 +120,6 @@ async def test_a_critics_metrics_are_looked_at() -> None:
     ids, row = [np.asarray([5], np.int32)], [np.zeros(1, np.float32)]
     async with served(add_CriticServicer_to_server, Critic()) as channel:
         with pytest.raises(InvalidReply, match=r"^critic.Train: metrics: loss is nan; must be finite$"):
-            await CriticClient(channel).train(1, ids, ids, row, row, epochs=1, minibatch_size=1, seed=0, timeout_s=5)
+            await CriticClient(channel).train(
+                1, of(ids, ids, values=row, returns=row), epochs=1, minibatch_size=1, seed=0, timeout_s=5
+            )

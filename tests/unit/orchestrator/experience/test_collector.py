@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.evaluation.evaluator import kl_of
 from orchestrator.experience.collector import Collector
 from quartet.config.base import ConfigError
 from quartet.wire.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.rollout.sample import Sampling
+from tests.unit.experiences import each
 from tests.unit.fakes import Fakes, make_config, make_requests
 
 
@@ -32,15 +34,15 @@ def leaves(error: BaseException) -> list[BaseException]:
 async def test_every_prompt_has_its_experience_in_the_order_of_the_prompts(fakes: Fakes, policy_folder: Path) -> None:
     requests = make_requests(5)
     collected = await make_collector(fakes, policy_folder).collect(requests, version=3, critic_step=0)
-    assert [experience.prompt for experience in collected.experiences] == [r.prompt for r in requests]
-    for row, experience in enumerate(collected.experiences):
+    assert list(collected.prompts) == [r.prompt for r in requests]
+    for row, experience in enumerate(each(collected)):
         length = row + 1
         assert experience.sample.response_ids.tolist() == [10 + row] * length
-        assert (experience.score, experience.truncated) == (10 + row, row % 2 == 1)
+        assert (experience.score, bool(collected.columns["truncated"][row])) == (10 + row, row % 2 == 1)
         assert experience.ref_logprobs.tolist() == [-1.5] * length
         assert experience.values.tolist() == [0.5] * length
-        # -1 - -1.5 at every token.
-        assert experience.kl == 0.5 * length
+    # -1 - -1.5 at every token.
+    assert kl_of(collected.columns) == [0.5 * (row + 1) for row in range(5)]
     assert collected.tokens == 1 + 2 + 3 + 4 + 5
     assert collected.generate_s > 0
     assert collected.score_s >= 0
@@ -101,15 +103,15 @@ async def test_judging_begins_before_generation_ends(fakes: Fakes, policy_folder
 
     fakes.rollout.gate = until_the_first_is_judged
     collected = await make_collector(fakes, policy_folder).collect(make_requests(2), version=1, critic_step=0)
-    assert len(collected.experiences) == 2
+    assert len(collected) == 2
 
 
 async def test_values_are_left_out_where_they_are_not_needed(fakes: Fakes, policy_folder: Path) -> None:
     collector = make_collector(fakes, policy_folder)
     collected = await collector.collect(make_requests(3), version=1, critic_step=None)
     assert fakes.critic.calls == []
-    assert [experience.values.tolist() for experience in collected.experiences] == [[], [], []]
-    assert [experience.score for experience in collected.experiences] == [10, 11, 12]
+    assert "values" not in collected.columns
+    assert collected.columns["score"].tolist() == [10, 11, 12]
 
 
 @pytest.mark.parametrize("failing", ["reward", "reference", "critic"])
@@ -190,7 +192,7 @@ async def test_a_failure_amid_a_stream_of_samples_is_told_as_it_is(fakes: Fakes,
 async def test_each_sample_keeps_its_number_and_is_asked_for_with_its_seed(fakes: Fakes, policy_folder: Path) -> None:
     requests = make_requests(5)[3:]
     collected = await make_collector(fakes, policy_folder).collect(requests, version=1, critic_step=0)
-    assert [experience.number for experience in collected.experiences] == [3, 4]
+    assert collected.trained_numbers == [3, 4]
     assert [call["seeds"] for call in fakes.rollout.calls] == [[103, 104]]
 
 
@@ -211,5 +213,5 @@ async def test_scores_of_another_scorer_are_not_mixed_into_a_run(fakes: Fakes, p
 
 async def test_nothing_asked_nothing_given(fakes: Fakes, policy_folder: Path) -> None:
     collected = await make_collector(fakes, policy_folder).collect([], version=1, critic_step=0)
-    assert (collected.experiences, collected.tokens) == ([], 0)
+    assert (len(collected), collected.tokens) == (0, 0)
     assert np.isfinite(collected.generate_s)

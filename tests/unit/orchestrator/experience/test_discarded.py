@@ -1,6 +1,7 @@
 """Groups that the algorithm does not admit: another prompt takes their place, also over restarts, up to a limit."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Bench:
         return taken
 
     def use(self, batch: Collected) -> list[int]:
-        numbers = [experience.number for experience in batch.experiences]
+        numbers = batch.trained_numbers
         self.state = self.state.advanced(
             kl_coef=0.1,
             normaliser=self.state.normaliser,
@@ -186,7 +187,7 @@ async def test_a_discarded_group_among_those_sampled_ahead_delays_no_batch(polic
 
 def test_the_journal_keeps_the_numbers_of_what_was_discarded(tmp_path: Path, policy_folder: Path) -> None:
     journal = ExperienceJournal(tmp_path, make_config(policy_folder))
-    journal.write(1, Collected([], 0.5, 0.25, discarded=(3, 4)))
+    journal.write(1, replace(Collected.of([], 0, (3, 4)), generate_s=0.5, score_s=0.25))
     again = journal.read(1, lambda number: make_prompts(1)[0])
     assert again is not None
     assert again.discarded == (3, 4)

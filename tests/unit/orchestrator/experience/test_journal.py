@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import Collected, Experience
+from orchestrator.experience.experience import SCHEMA, Collected
 from orchestrator.experience.journal import ExperienceJournal
+from quartet.columns import Columns
+from tests.unit import experiences
+from tests.unit.experiences import Experience, each
 from tests.unit.fakes import make_config, make_prompts, respond
 
 PROMPTS = make_prompts(3)
@@ -34,12 +37,12 @@ def collected(version: int = 1) -> Collected:
         ref_logprobs, values, old = (draw.normal(size=len(sample.response_ids)).astype(np.float32) for _ in range(3))
         score = float(np.float32(draw.normal()))
         rows.append(Experience(FIRST + index, asked, sample, score, ref_logprobs, values, old_logprobs=old))
-    return Collected(rows, 1.25, 0.1, repeated=4)
+    return experiences.collected(rows, 1.25, 0.1, repeated=4)
 
 
 def same(actual: Collected | None, wanted: Collected) -> bool:
     assert actual is not None
-    for a, b in zip(actual.experiences, wanted.experiences, strict=True):
+    for a, b in zip(each(actual), each(wanted), strict=True):
         assert (a.number, a.prompt) == (b.number, b.prompt)
         assert (a.score, a.sample.spans, a.sample.finish_reason) == (b.score, b.sample.spans, b.sample.finish_reason)
         assert a.sample.kept == b.sample.kept
@@ -47,6 +50,7 @@ def same(actual: Collected | None, wanted: Collected) -> bool:
             assert getattr(a, name).tolist() == getattr(b, name).tolist()
         assert a.sample.response_ids.tolist() == b.sample.response_ids.tolist()
         assert a.sample.logprobs.tolist() == b.sample.logprobs.tolist()
+    assert actual.columns.pack() == wanted.columns.pack()
     return (actual.generate_s, actual.score_s, actual.repeated) == (
         wanted.generate_s,
         wanted.score_s,
@@ -117,20 +121,17 @@ def test_a_number_that_is_not_finite_is_told_and_sampled_again(
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
     step = collected()
-    rows = step.experiences
-    wrong = np.full(2, np.nan, np.float32)
-    if field == "logprobs":
-        rows[1] = replace(rows[1], sample=replace(rows[1].sample, logprobs=wrong))
-    else:
-        changed: dict[str, Any] = {field: np.nan if field == "score" else wrong}
-        rows[1] = replace(rows[1], **changed)
+    wrong = step.columns[field].copy()
+    wrong[1] = np.nan
+    with_it = step.columns.with_rows if field == "score" else step.columns.with_sampled
+    step = replace(step, columns=with_it(**{field: wrong}))
     kept.write(1, step)
     assert kept.read(1, prompt) is None
-    assert "it holds nan" in notes[0]
+    assert f"columns.{field}[1] is nan" in notes[0]
     assert "step 1 is sampled again" in notes[0]
 
 
-@pytest.mark.parametrize("number", [-1, 9, 1 << 62, "6", None])
+@pytest.mark.parametrize("number", [-1, 9, 1 << 62])
 def test_a_number_without_a_prompt_is_told_and_sampled_again(
     tmp_path: Path, policy_folder: Path, number: Any
 ) -> None:
@@ -139,7 +140,10 @@ def test_a_number_without_a_prompt_is_told_and_sampled_again(
     kept.write(1, collected())
     path = tmp_path / "journal" / "step-000001.msgpack"
     raw = msgpack.unpackb(path.read_bytes())
-    raw["rows"][1]["number"] = number
+    columns = Columns.unpack(raw["columns"], SCHEMA)
+    numbers = columns["number"].copy()
+    numbers[1] = number
+    raw["columns"] = columns.with_rows(number=numbers).pack()
     path.write_bytes(msgpack.packb(raw))
     assert kept.read(1, prompt) is None
     assert "step 1" in notes[0]
@@ -177,17 +181,13 @@ def test_a_step_half_written_is_not_there(tmp_path: Path, policy_folder: Path) -
     assert journal(tmp_path, policy_folder).read(1, prompt) is None
 
 
-def test_a_file_from_before_samples_had_numbers_is_told_and_sampled_again(
-    tmp_path: Path, policy_folder: Path
-) -> None:
+def test_bytes_that_are_not_experience_are_told_and_sampled_again(tmp_path: Path, policy_folder: Path) -> None:
     notes: list[str] = []
     kept = ExperienceJournal(tmp_path / "journal", make_config(policy_folder), notes.append)
     kept.write(1, collected())
     path = tmp_path / "journal" / "step-000001.msgpack"
     raw = msgpack.unpackb(path.read_bytes())
-    del raw["format"]
-    path.write_bytes(msgpack.packb(raw))
-    assert kept.read(1, prompt) is None
-    assert notes == [
-        f"{path} cannot be read (an earlier version wrote it, which gave samples no numbers); step 1 is sampled again"
-    ]
+    for columns in (b"", raw["columns"][:-1], Columns.unpack(raw["columns"], SCHEMA).without("score").pack()):
+        path.write_bytes(msgpack.packb(raw | {"columns": columns}))
+        assert kept.read(1, prompt) is None
+        assert "step 1 is sampled again" in notes.pop()

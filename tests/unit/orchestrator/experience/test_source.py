@@ -51,7 +51,7 @@ class Bench:
         return await stream.complete(step, collected, critic_step=step - 1)
 
     def use(self, collected: Collected) -> list[int]:
-        numbers = [experience.number for experience in collected.experiences]
+        numbers = collected.trained_numbers
         self.used = self.used.plus(numbers)
         return numbers
 
@@ -148,10 +148,10 @@ async def test_values_are_of_the_critic_that_the_batch_meets(policy_folder: Path
     async with Beside() as beside:
         stream = bench.open(beside)
         first = await stream.take(1, critic_step=0)
-        assert not first.valued
-        assert (await stream.complete(1, first, critic_step=0)).valued
+        assert "values" not in first.columns
+        assert "values" in (await stream.complete(1, first, critic_step=0)).columns
         stream.served(1)
-        assert (await bench.taken(stream, 2)).valued
+        assert "values" in (await bench.taken(stream, 2)).columns
     # A batch at once when it is taken: the critic trains while samples finish.
     asked = [(call["min_step"], len(call["responses"])) for call in bench.fakes.critic.calls]
     assert asked == [(0, 2), (1, 2)]
@@ -186,7 +186,7 @@ async def test_what_another_timeline_left_in_the_journal_is_not_taken(policy_fol
         await before.step(before.open(beside), 1)
     again.used, again.journal.kept = Used(2), {2: before.journal.kept[1]}
     async with Beside() as beside:
-        assert (await again.open(beside, done=1).take(2, critic_step=1)).experiences[0].number == 2
+        assert (await again.open(beside, done=1).take(2, critic_step=1)).trained_numbers[0] == 2
 
 
 async def test_the_end_cancels_what_is_sampled_ahead(policy_folder: Path) -> None:

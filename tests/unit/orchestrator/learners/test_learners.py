@@ -12,12 +12,13 @@ from orchestrator.learners.learner import Update
 from orchestrator.learners.policy import PolicyLearner
 from orchestrator.policy.trainer import PolicyBatch
 from quartet.config.base import ConfigError
+from tests.trajectories import of
 from tests.unit.fakes import make_config
 
 ROWS = [np.ones(2, np.float32)]
-VALUES, RETURNS = [np.zeros(2, np.float32)], [np.full(2, 3, np.float32)]
 BATCH = PolicyBatch([np.asarray([7], np.int32)], [np.asarray([8, 9], np.int32)], ROWS, ROWS, None, ROWS, 0.0)
-UPDATE = Update(step=3, seed=41, batch=BATCH, values=VALUES, returns=RETURNS)
+COLUMNS = of([[7]], [[8, 9]], values=[[0, 0]], returns=[[3, 3]])
+UPDATE = Update(step=3, seed=41, batch=BATCH, columns=COLUMNS)
 
 
 class Recorder:
@@ -63,8 +64,8 @@ async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_
     await learner.take_snapshot(checkpoint, 3, copies=False)
     await learner.write_snapshot(checkpoint)
     await learner.restore(checkpoint)
-    trained = (103, BATCH.prompts, BATCH.responses, VALUES, RETURNS)
-    schedule = {"trained": None, "epochs": 3, "minibatch_size": 1, "seed": 41, "last_step": 102, "timeout_s": 21}
+    trained = (103, COLUMNS)
+    schedule = {"epochs": 3, "minibatch_size": 1, "seed": 41, "last_step": 102, "timeout_s": 21}
     name = "demo/step-000003/critic"
     assert critic.calls == [
         ("train", trained, schedule),

@@ -11,10 +11,11 @@ import torch
 from orchestrator.algorithm.kl import AdaptiveKL, FixedKL
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import KLConfig, PPOConfig
-from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance, old_logprobs_of
 from services.rollout.sample import FinishReason, Sample
+from tests.trajectories import cut
+from tests.unit.experiences import Experience, collected
 from tests.unit.fakes import make_config, make_prompts
 
 OLD = [np.asarray([-1.0, -2.0], np.float32), np.asarray([-0.5], np.float32)]
@@ -54,12 +55,13 @@ def estimated(
     kl_coef: float = 0.1,
     normaliser: RunningNormaliser | None = None,
 ) -> Estimated:
-    batch = Batch.of(Collected(experiences, 0.0, 0.0))
+    batch = Batch.of(collected(experiences))
     made = estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
     distance = measure_distance(batch, OLD, settings, 0)
     assert distance.kl is not None
     metrics = made.metrics | distance.metrics
-    return Estimated(made.advantages, made.returns, made.normaliser, distance.kl, metrics)
+    returns = [] if made.returns is None else cut(made.returns, OLD)
+    return Estimated(cut(made.advantages, OLD), returns, made.normaliser, distance.kl, metrics)
 
 
 def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **ppo: Any) -> Estimated:
@@ -114,12 +116,12 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
 def test_the_engines_logprobs_as_the_old_ones() -> None:
     """The penalty is of the engine's log-probs; the learner's are known of the second response alone."""
     settings = PPOConfig(old_logprobs="rollout", gae_lambda=0.5, whiten_advantages=False)
-    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
+    batch = Batch.of(collected(BATCH))
     old = old_logprobs_of(batch, settings)
     assert old is not None
     made = estimate_advantages(batch, old, settings, 0.1, RunningNormaliser())
     # k1 0.4 and 0.3; 0.5. Rewards -0.04 and 1.97; -1.05. 1.97 - 1 = 0.97, then -0.04 + 1 - 0.5 + 0.97 / 2 = 0.945.
-    check(made.advantages, [[0.945, 0.97], [-1.05]])
+    check(cut(made.advantages, OLD), [[0.945, 0.97], [-1.05]])
     own = [np.zeros(0, np.float32), np.asarray([-0.3], np.float32)]
     distance = measure_distance(batch, own, settings, 0)
     assert distance.kl == pytest.approx((0.7 + 0.5) / 2)
@@ -137,11 +139,11 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
 
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
-    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
+    batch = Batch.of(collected(BATCH))
     without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
     actual = estimated(BATCH, settings)
-    assert rows(without.advantages) == rows(actual.advantages)
-    assert rows(without.returns) == rows(actual.returns)
+    assert rows(cut(without.advantages, OLD)) == rows(actual.advantages)
+    assert rows(cut(without.returns, OLD)) == rows(actual.returns)
     assert without.metrics.items() <= actual.metrics.items()
 
 
@@ -224,13 +226,13 @@ def test_metrics_by_hand() -> None:
 
 
 def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
-    batch = Batch.of(Collected(BATCH, 0.0, 0.0))
-    assert [prompt.tolist() for prompt in batch.prompts] == [[10], [11]]
-    assert [response.tolist() for response in batch.responses] == [[0, 0], [0]]
+    batch = Batch.of(collected(BATCH))
+    assert [prompt.tolist() for prompt in batch.columns.prompts] == [[10], [11]]
+    assert [response.tolist() for response in batch.columns.responses] == [[0, 0], [0]]
     assert batch.mask.tolist() == [[True, True], [True, False]]
     assert batch.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
     assert (batch.scores.tolist(), batch.truncated, len(batch)) == ([2.0, -1.0], 0.5, 2)
-    assert rows(batch.rows(batch.padded(OLD))) == rows(OLD)
+    assert batch.packed(batch.padded(OLD)).tolist() == np.concatenate(OLD).tolist()
 
 
 def test_controllers(policy_folder: Path) -> None:

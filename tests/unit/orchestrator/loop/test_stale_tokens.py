@@ -1,18 +1,19 @@
 """Tokens that are too old to train on: advantages and measures by hand, and by loops over single tokens."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from orchestrator.algorithm.rewards import RunningNormaliser
 from orchestrator.config.algorithm import PPOConfig
-from orchestrator.experience.experience import Collected, Experience
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
 from quartet.learner.minibatches import tokens_trained
 from services.rollout.sample import FinishReason, Sample
+from tests.trajectories import cut
+from tests.unit.experiences import Experience, collected
 from tests.unit.fake_run import SECTION, Stage
 from tests.unit.fakes import make_prompts, respond
 
@@ -27,14 +28,29 @@ def experience(versions: list[int], score: float, logprobs: Any, ref: Any, value
     return Experience(0, make_prompts(1)[0], sample, score, ref, values)
 
 
+class Rows(NamedTuple):
+    """An estimate, response by response."""
+
+    advantages: list[Any]
+    returns: list[Any]
+    metrics: dict[str, float]
+    packed: Advantages
+
+
 def made(
     experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **ppo: Any
-) -> tuple[Batch, Advantages, Distance]:
+) -> tuple[Batch, Rows, Distance]:
     settings = PPOConfig.parse({"whiten_advantages": False, "max_token_staleness": 1} | ppo, "ppo")
-    batch = Batch.of(Collected(experiences, 0.0, 0.0), oldest)
+    batch = Batch.of(collected(experiences), oldest)
     own = [np.asarray(row, np.float32) for row in old]
     estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, RunningNormaliser())
-    return batch, estimate, measure_distance(batch, own, settings, 8)
+    rows = Rows(
+        cut(estimate.advantages, own),
+        [] if estimate.returns is None else cut(estimate.returns, own),
+        estimate.metrics,
+        estimate,
+    )
+    return batch, rows, measure_distance(batch, own, settings, 8)
 
 
 OLD = [[-1.0, -1.0, -1.0, -1.0], [-1.0, -1.0], [-1.0]]
@@ -116,15 +132,15 @@ def test_a_batch_of_which_nothing_is_trained_on_gives_nothing() -> None:
     assert {x for side in (estimate.advantages, estimate.returns) for row in side for x in row.tolist()} == {0.0}
     assert "value/explained_variance" not in estimate.metrics
     assert np.isfinite(list(estimate.metrics.values())).all()
-    trained = batch.for_policy(estimate.advantages, 0.1).trained
-    assert tokens_trained(batch.responses, trained) == [0, 0, 0]
+    trained = batch.for_policy(estimate.packed.advantages, 0.1).trained
+    assert tokens_trained(batch.columns.responses, trained) == [0, 0, 0]
 
 
 def test_where_no_token_is_masked_all_is_as_without() -> None:
     plain, given = (made(BATCH, OLD, oldest) for oldest in (None, 5))
     for (batch, estimate, distance), share in ((plain, None), (given, 0.0)):
         assert estimate.metrics.get("staleness/masked") == share
-        assert batch.for_policy(estimate.advantages, 0.1).trained is None
+        assert batch.for_policy(estimate.packed.advantages, 0.1).trained is None
         assert distance == plain[2]
         assert rows(estimate.advantages) == rows(plain[1].advantages)
         assert rows(estimate.returns) == rows(plain[1].returns)
@@ -196,7 +212,8 @@ async def test_both_learners_are_told_which_tokens_to_leave_out(policy_folder: P
     marks = stage.policy.batches[2][0].trained
     assert marks is not None
     assert sorted(rows(marks)) == [[False], [False, True]]
-    assert [trained["trained"] is None for trained in stage.fakes.critic.trained] == [True, True, False]
+    told = [trained["trained"] for trained in stage.fakes.critic.trained]
+    assert [all(np.concatenate(given)) for given in told] == [True, True, False]
     assert rows(stage.fakes.critic.trained[2]["trained"]) == rows(marks)
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from orchestrator.config.algorithm import KLConfig
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
+from tests.trajectories import cut
 from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import Learner, Tables, error, experiences, parse
 from tests.unit.known_optimum import BETA, COUNT, LENGTHS, MASK, MOST, PROMPTS, Claim, gradient_of, over_paths
@@ -86,9 +87,9 @@ def likely(logprobs: Tensor) -> Tensor:
     return logprobs.detach().sum(-1).exp()
 
 
-def spread(advantages: list[Floats]) -> float:
+def spread(advantages: Floats) -> float:
     """Standard deviation over all tokens, by which whitening divides."""
-    return float(np.sqrt(np.concatenate(advantages).astype(np.float64).var(ddof=1) + 1e-8))
+    return float(np.sqrt(advantages.astype(np.float64).var(ddof=1) + 1e-8))
 
 
 def test_the_problem_is_what_it_says(problem: Problem) -> None:
@@ -183,7 +184,7 @@ def test_what_the_critic_learns_at_lambda_one_are_the_true_values(problem: Probl
     tables = problem.tables()
     learner = Learner(problem.folder, parse(critic_gae_lambda=1.0))
     batch, estimate = learner.estimate(experiences(tables))
-    returns = batch.padded(estimate.returns).double().view(len(PROMPTS), COUNT, MOST)
+    returns = batch.padded(cut(estimate.returns, batch.columns.responses)).double().view(len(PROMPTS), COUNT, MOST)
     true = known.values_of(tables.logprobs, tables.token_rewards())
     # As rewards that are all earned at once, so that what is expected of them is what is expected of the returns.
     later = torch.cat([returns[..., 1:], torch.zeros_like(returns[..., :1])], -1)
@@ -191,20 +192,23 @@ def test_what_the_critic_learns_at_lambda_one_are_the_true_values(problem: Probl
     assert float((expected - true)[:, MASK].abs().max()) < 1e-5
 
 
-def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], oldest: int | None) -> list[Floats]:
+def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], oldest: int | None) -> Floats:
     """Advantages of each response in the mean over the other response to its prompt: all pairs are estimated."""
     every = experiences(tables, versions)
     means: list[Any] = []
     for prompt in range(len(PROMPTS)):
         own = every[prompt * COUNT : (prompt + 1) * COUNT]
-        _, estimate = learner.estimate([each for first in own for second in own for each in (first, second)], oldest)
+        made, estimate = learner.estimate(
+            [each for first in own for second in own for each in (first, second)], oldest
+        )
         p = likely(tables.behaviour)[prompt].numpy()
-        rows = estimate.advantages[::2]
+        rows = cut(estimate.advantages, made.columns.responses)[::2]
         means.extend(
             np.einsum("j,jt->t", p, np.stack(rows[i * COUNT : (i + 1) * COUNT]).astype(np.float64))
             for i in range(COUNT)
         )
-    return means
+    advantages: Floats = np.concatenate(means).astype(np.float32)
+    return advantages
 
 
 HOLES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (1, 1, 1)), ((0,), (0, 1, 1)), ((1,), (1, 0, 1))]

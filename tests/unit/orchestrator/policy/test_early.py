@@ -10,6 +10,7 @@ import pytest
 from orchestrator.policy.early import EarlyLogprobs
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.ragged import Ragged
+from tests.trajectories import cut, of
 
 
 def ragged(*rows: list[int]) -> Ragged:
@@ -41,7 +42,7 @@ async def until(learner: FakeLearner, calls: int) -> None:
 
 def ask(early: EarlyLogprobs, prompts: Ragged, responses: Ragged) -> "asyncio.Task[list[Any]]":
     async def rows() -> list[Any]:
-        return [row.tolist() for row in await early(prompts, responses)]
+        return [row.tolist() for row in cut(await early(of(prompts, responses)), responses)]
 
     return asyncio.create_task(rows())
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from protos import reference_pb2, reward_pb2
+from quartet.columns import Columns
 from quartet.wire.backoff import Backoff, Deadline
-from quartet.wire.codec import unpack_pairs
 from quartet.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -19,6 +19,7 @@ from quartet.wire.errors import (
 )
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
+from tests.trajectories import of
 from tests.unit.service_calls import BY_NAME, CALLS, Call, ask
 from tests.unit.wire import Script
 
@@ -114,8 +115,8 @@ async def test_messages_of_more_than_four_megabytes() -> None:
     ids = np.zeros(5 << 18, np.int32)
     script = Script(reference_pb2.LogprobsResponse(ref_logprobs=bytes(5 << 20)))
     async with BY_NAME["reference.Logprobs"].serve(script) as channel:
-        rows = await ReferenceClient(channel).logprobs([ids[:1]], [ids], temperature=1.0, timeout_s=30)
-    assert [len(row) for row in rows] == [5 << 18]
+        values = await ReferenceClient(channel).logprobs(of([ids[:1]], [ids]), temperature=1.0, timeout_s=30)
+    assert len(values) == 5 << 18
 
 
 async def test_a_pause_that_would_pass_the_deadline_is_not_begun() -> None:
@@ -129,7 +130,7 @@ async def test_a_pause_that_would_pass_the_deadline_is_not_begun() -> None:
 async def test_score() -> None:
     request, scores = await ask("reward.Score")
     assert request.labels == ["a", "b"]
-    prompts, responses = unpack_pairs(request.tokens, vocab_size=11, max_length=9)
-    assert [prompt.tolist() for prompt in prompts] == [[5], [6, 7]]
-    assert [response.tolist() for response in responses] == [[8, 9], [10]]
+    sent = Columns.unpack(request.tokens, {})
+    assert [prompt.tolist() for prompt in sent.prompts] == [[5], [6, 7]]
+    assert [response.tolist() for response in sent.responses] == [[8, 9], [10]]
     assert (scores.values.tolist(), scores.scorer, scores.model_hash) == ([0.5, -1.0], "n", "h")

@@ -7,11 +7,13 @@ import pytest
 
 from protos import common_pb2, critic_pb2, reward_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
-from quartet.wire.codec import pack_floats, pack_longs, pack_metrics, unpack_floats, unpack_pairs
+from quartet.columns import Columns
+from quartet.wire.codec import pack_floats, pack_longs, pack_metrics
 from quartet.wire.errors import DeadlineExceeded, InvalidReply, LeaseLost
-from services.critic.client import CriticClient, CriticReset
+from services.critic.client import BATCH, CriticClient, CriticReset
 from services.reward.client import RewardClient
-from tests.unit.service_calls import BY_NAME, PROMPTS, RESPONSES, ROWS, THREE, ask
+from tests import trajectories
+from tests.unit.service_calls import BY_NAME, PAIRS, PROMPTS, RESPONSES, ROWS, THREE, ask
 from tests.unit.wire import Script, served
 
 
@@ -25,14 +27,14 @@ async def test_score_texts() -> None:
 async def test_logprobs() -> None:
     request, rows = await ask("reference.Logprobs")
     assert request.temperature == 0.5
-    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
-    assert [row.tolist() for row in rows] == [[1, 2], [3]]
+    assert request.trajectories == PAIRS.pack()
+    assert rows.tolist() == [1, 2, 3]
 
 
 async def test_values() -> None:
     request, values = await ask("critic.Values")
-    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
-    assert ([row.tolist() for row in values.rows], values.steps) == ([[1, 2], [3]], [7, 8])
+    assert request.trajectories == PAIRS.pack()
+    assert (values.values.tolist(), values.steps) == ([1, 2, 3], [7, 8])
 
 
 @pytest.mark.parametrize("name", ["reference.Logprobs", "critic.Values"])
@@ -42,15 +44,17 @@ async def test_an_answer_of_another_length_is_refused(name: str) -> None:
     short.CopyFrom(call.reply)
     setattr(short, call.reply.DESCRIPTOR.fields[0].name, pack_floats(ROWS[:1]))
     async with call.serve(Script(short)) as channel:
-        with pytest.raises(InvalidReply, match=f"^{name}: .*: 2 values for 3 response tokens"):
+        with pytest.raises(InvalidReply, match=f"^{name}: .*: 2 values for 3 sampled tokens"):
             await call.ask(channel, 5)
 
 
 async def test_train() -> None:
     request, metrics = await ask("critic.Train")
     assert (request.step, request.epochs, request.minibatch_size, request.seed) == (3, 2, 4, 5)
-    assert unpack_floats(request.values, "x").tolist() == unpack_floats(request.returns, "x").tolist() == [1, 2, 3]
-    assert len(unpack_pairs(request.pairs, vocab_size=11, max_length=9)[0]) == 2
+    batch = Columns.unpack(request.batch, BATCH)
+    assert batch["values"].tolist() == batch["returns"].tolist() == [1, 2, 3]
+    assert batch.select().pack() == PAIRS.pack()
+    assert "trained" not in batch
     assert metrics == {"loss": 0.5}
 
 
@@ -73,9 +77,16 @@ async def test_calls_that_change_the_critic_carry_the_lease_that_was_claimed() -
         script.reply = critic_pb2.AdoptResponse()
         await client.adopt(3, 5)
         script.reply = critic_pb2.ValuesResponse(values=THREE, steps=pack_longs([3, 3]))
-        await client.values(PROMPTS, RESPONSES, min_step=3, timeout_s=5)
+        await client.values(PAIRS, min_step=3, timeout_s=5)
         script.reply = critic_pb2.TrainResponse(metrics=pack_metrics({}))
-        await client.train(4, PROMPTS, RESPONSES, ROWS, ROWS, epochs=1, minibatch_size=1, seed=0, timeout_s=5)
+        await client.train(
+            4,
+            trajectories.of(PROMPTS, RESPONSES, values=ROWS, returns=ROWS),
+            epochs=1,
+            minibatch_size=1,
+            seed=0,
+            timeout_s=5,
+        )
         script.reply = critic_pb2.SaveResponse()
         await client.save("x", 5)
         script.reply = critic_pb2.CheckpointResponse()
@@ -93,7 +104,7 @@ async def test_a_run_that_lost_its_lease_is_told_so_and_not_that_the_critic_bega
     servicer.Values = servicer.Save = refuse
     async with served(add_CriticServicer_to_server, servicer) as channel:
         client = CriticClient(channel)
-        for call in (client.values(PROMPTS, RESPONSES, min_step=3, timeout_s=5), client.save("x", 5)):
+        for call in (client.values(PAIRS, min_step=3, timeout_s=5), client.save("x", 5)):
             with pytest.raises(
                 LeaseLost, match=r"^critic.\w+: lease: run a \(lease 1\) no longer holds this service$"
             ):
@@ -116,7 +127,7 @@ class Behind(CriticServicer):  # type: ignore[misc]
 async def test_a_critic_that_is_still_training_is_waited_for() -> None:
     critic = Behind(2, "min_step: 4 asked, but this critic has trained 3 so far")
     async with served(add_CriticServicer_to_server, critic) as channel:
-        values = await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=20)
+        values = await CriticClient(channel).values(PAIRS, min_step=4, timeout_s=20)
     assert (critic.asked, values.steps) == (3, [4, 4])
 
 
@@ -124,7 +135,7 @@ async def test_a_critic_that_does_not_come_to_the_step_ends_at_the_deadline_whic
     critic = Behind(99, "min_step: 4 asked, but this critic has trained 3 so far")
     async with served(add_CriticServicer_to_server, critic) as channel:
         with pytest.raises(DeadlineExceeded, match=r"this critic has trained 3 so far; given up after 0.5 s$"):
-            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=0.5)
+            await CriticClient(channel).values(PAIRS, min_step=4, timeout_s=0.5)
 
 
 async def test_a_critic_of_an_abandoned_timeline_is_not_waited_for() -> None:
@@ -133,7 +144,7 @@ async def test_a_critic_of_an_abandoned_timeline_is_not_waited_for() -> None:
         with pytest.raises(
             CriticReset, match=r"holds step 7 of an abandoned timeline \(3\); the run is at timeline 4$"
         ):
-            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=4, timeout_s=20)
+            await CriticClient(channel).values(PAIRS, min_step=4, timeout_s=20)
     assert critic.asked == 1
 
 
@@ -142,4 +153,4 @@ async def test_values_of_an_earlier_step_or_of_none_are_refused(steps: list[int]
     script = Script(critic_pb2.ValuesResponse(values=THREE, steps=pack_longs(steps)))
     async with BY_NAME["critic.Values"].serve(script) as channel:
         with pytest.raises(InvalidReply, match=f"^critic.Values: steps: {said}"):
-            await CriticClient(channel).values(PROMPTS, RESPONSES, min_step=5, timeout_s=5)
+            await CriticClient(channel).values(PAIRS, min_step=5, timeout_s=5)

@@ -8,22 +8,16 @@ import pytest
 
 from protos import common_pb2
 from quartet.wire.codec import (
-    check_lengths,
-    pack_bools,
     pack_floats,
     pack_ints,
     pack_longs,
     pack_metrics,
-    pack_pairs,
     pack_sequences,
     split,
-    unpack_bools,
-    unpack_finite,
     unpack_floats,
     unpack_ints,
     unpack_longs,
     unpack_metrics,
-    unpack_pairs,
     unpack_sequences,
 )
 from quartet.wire.errors import InvalidArgument
@@ -52,14 +46,6 @@ def test_numbers_are_little_endian_on_the_wire() -> None:
     assert pack_floats(np.asarray([1.0])) == bytes([0, 0, 0x80, 0x3F])
 
 
-def test_booleans_are_a_byte_each() -> None:
-    data = pack_bools([np.asarray([True, False]), np.asarray([True])])
-    assert data == b"\1\0\1"
-    assert unpack_bools(data, "x").tolist() == [True, False, True]
-    with pytest.raises(InvalidArgument, match=r"^trained: byte 1 is 255; must be 0 or 1"):
-        unpack_bools(b"\1\xff", "trained")
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_numbers_round_trip(seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -80,15 +66,6 @@ def test_bytes_that_are_not_a_whole_number_of_values() -> None:
         unpack_longs(bytes(12), "seeds")
     with refused("values: 3 bytes are not a whole number of 4-byte float32 values"):
         unpack_floats(bytes(3), "values")
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_must_be_finite(bad: float) -> None:
-    data = pack_floats(np.asarray([0.0, 1.0, bad, bad], np.float32))
-    with refused("returns: value 2 is not finite"):
-        unpack_finite(data, "returns")
-    assert unpack_finite(pack_floats(np.asarray([3e38])), "returns").tolist() == [np.float32(3e38)]
-    assert np.isnan(unpack_floats(pack_floats(np.asarray([np.nan])), "x")[0])
 
 
 def test_split_cuts_by_lengths() -> None:
@@ -144,38 +121,6 @@ def test_empty_sequences_where_they_are_allowed() -> None:
     assert [sequence.tolist() for sequence in actual] == [[], [7], []]
     with refused("x.lengths[0]: -1; every sequence needs at least 0 token(s)"):
         unpack_sequences(sequences([7], [-1, 2]), "x", vocab_size=10, allow_empty=True)
-
-
-def test_pairs_round_trip() -> None:
-    message = pack_pairs([ids(1), ids(2, 3)], [ids(4, 5, 6), ids(0)])
-    prompts, responses = unpack_pairs(message, vocab_size=7, max_length=4)
-    assert [prompt.tolist() for prompt in prompts] == [[1], [2, 3]]
-    assert [response.tolist() for response in responses] == [[4, 5, 6], [0]]
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (pack_pairs([], []), "tokens: empty; send at least one prompt and response"),
-        (pack_pairs([ids(1), ids(1)], [ids(2)]), "tokens: 2 prompts but 1 responses; send one for one"),
-        (pack_pairs([ids(1)], [ids()]), "tokens.responses.lengths[0]: 0; every sequence needs at least 1"),
-        (pack_pairs([ids(9)], [ids(2)]), "tokens.prompts.token_ids[0]: 9 is outside the vocabulary (0 to 6)"),
-        (pack_pairs([ids(1)], [ids(2, 9)]), "tokens.responses.token_ids[1]: 9 is outside the vocabulary (0 to 6)"),
-        (
-            pack_pairs([ids(1), ids(1, 1)], [ids(2), ids(2, 2, 2)]),
-            "tokens[1]: 2 prompt + 3 response tokens exceed the model's max_length of 4",
-        ),
-    ],
-)
-def test_malformed_pairs(message: common_pb2.Pairs, expected: str) -> None:
-    with refused(expected):
-        unpack_pairs(message, vocab_size=7, max_length=4, field="tokens")
-
-
-def test_lengths_up_to_the_limit_are_fine() -> None:
-    check_lengths(ids(2), ids(1), 3, "pairs")
-    with refused("pairs[0]: 2 prompt + 1 response tokens exceed the model's max_length of 2"):
-        check_lengths(ids(2), ids(1), 2, "pairs")
 
 
 def test_metrics_round_trip() -> None:

@@ -13,6 +13,7 @@ from quartet.wire.codec import pack_floats
 from quartet.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 from quartet.wire.hedging import HedgingDelay, first_answer
 from services.reward.client import RewardClient
+from tests.trajectories import of
 from tests.unit.virtual_time import in_virtual_time
 from tests.unit.waiting import settled
 from tests.unit.wire import served
@@ -145,11 +146,10 @@ class Fleet(RewardServicer):  # type: ignore[misc]
 
 async def test_a_frozen_replica_costs_one_attempt_and_not_the_deadline() -> None:
     fleet = Fleet()
-    ids = [np.asarray([5], np.int32)]
     async with served(add_RewardServicer_to_server, fleet) as channel:
         client = RewardClient(channel, attempt_s=0.3)
         began = time.monotonic()
-        scores = await client.score(ids, ids, timeout_s=60)
+        scores = await client.score(of([[5]], [[5]]), timeout_s=60)
         await client.info(60)
     assert scores.values.tolist() == [0.5]
     assert 0.6 <= time.monotonic() - began < 20

@@ -12,13 +12,15 @@ from protos import critic_pb2, reference_pb2, reward_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from protos.reference_pb2_grpc import ReferenceServicer, add_ReferenceServicer_to_server
 from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
+from quartet.columns import Columns
 from quartet.wire.backoff import with_pushback
-from quartet.wire.codec import Ints, pack_floats, pack_longs, unpack_pairs
+from quartet.wire.codec import pack_floats, pack_longs
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, TooLarge
 from quartet.wire.splitting import in_parts, parts
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
+from tests import trajectories
 from tests.unit.waiting import until
 from tests.unit.wire import served
 
@@ -33,7 +35,7 @@ class Scorer(RewardServicer):  # type: ignore[misc]
         self.refused = 0
 
     async def Score(self, request: Any, context: Any) -> Any:
-        prompts, _ = unpack_pairs(request.tokens, vocab_size=10_000, max_length=100)
+        prompts = Columns.unpack(request.tokens, {}).prompts
         if self.waiting + len(prompts) > self.most:
             self.refused += 1
             late = self.pushback_s if len(prompts) <= self.most else None
@@ -47,9 +49,9 @@ class Scorer(RewardServicer):  # type: ignore[misc]
         return reward_pb2.ScoreResponse(scores=scores, scorer={"name": "n", "model_hash": "h"})
 
 
-def pairs(count: int) -> tuple[list[Ints], list[Ints], list[str]]:
+def pairs(count: int) -> tuple[Columns, list[str]]:
     rows = range(1, count + 1)
-    return [np.asarray([i], np.int32) for i in rows], [np.asarray([5], np.int32)] * count, [str(i) for i in rows]
+    return trajectories.of([[i] for i in rows], [[5]] * count), [str(i) for i in rows]
 
 
 @pytest.mark.parametrize(
@@ -66,21 +68,21 @@ def test_parts_hold_so_many_pairs_and_tokens(sizes: list[int], cut: list[list[in
 
 
 async def test_more_pairs_than_the_service_ever_admits_are_all_scored_in_order() -> None:
-    prompts, responses, labels = pairs(1500)
+    asked, labels = pairs(1500)
     scorer = Scorer(most=300)
     async with served(add_RewardServicer_to_server, scorer) as channel:
-        scores = await RewardClient(channel).score(prompts, responses, labels=labels, timeout_s=20)
+        scores = await RewardClient(channel).score(asked, labels=labels, timeout_s=20)
     assert scores.values.tolist() == list(range(1, 1501))
     assert scorer.refused > 0
     assert max(scorer.calls) <= 300
 
 
 async def test_callers_that_are_refused_together_all_get_through() -> None:
-    prompts, responses, labels = pairs(40)
+    asked, labels = pairs(40)
     scorer = Scorer(most=60)
     async with served(add_RewardServicer_to_server, scorer) as channel:
         client = RewardClient(channel)
-        asks = [client.score(prompts, responses, labels=labels, timeout_s=20) for _ in range(12)]
+        asks = [client.score(asked, labels=labels, timeout_s=20) for _ in range(12)]
         answers = await asyncio.gather(*asks)
     assert all(scores.values.tolist() == list(range(1, 41)) for scores in answers)
     assert scorer.refused > 0
@@ -88,7 +90,7 @@ async def test_callers_that_are_refused_together_all_get_through() -> None:
 
 
 async def test_what_the_service_asks_for_is_waited() -> None:
-    prompts, responses, labels = pairs(2)
+    asked, labels = pairs(2)
     scorer = Scorer(most=2, pushback_s=0.4)
     scorer.waiting = 2
 
@@ -99,7 +101,7 @@ async def test_what_the_service_asks_for_is_waited() -> None:
     async with served(add_RewardServicer_to_server, scorer) as channel, asyncio.TaskGroup() as group:
         group.create_task(leave())
         began = time.monotonic()
-        await RewardClient(channel).score(prompts, responses, labels=labels, timeout_s=20)
+        await RewardClient(channel).score(asked, labels=labels, timeout_s=20)
     assert 0.4 <= time.monotonic() - began < 10
     assert scorer.refused == 1
 
@@ -117,26 +119,26 @@ class Frozen(Scorer):
 async def test_a_refusal_is_told_at_the_deadline_also_where_that_passes_during_the_next_try(
     kind: type[Scorer], refusals: range
 ) -> None:
-    prompts, responses, labels = pairs(2)
+    asked, labels = pairs(2)
     scorer = kind(most=2)
     scorer.waiting = 2
     async with served(add_RewardServicer_to_server, scorer) as channel:
         said = r"^reward.Score: too many \(retry after 20 ms\); given up at the deadline of 2 s$"
         with pytest.raises(DeadlineExceeded, match=said):
-            await RewardClient(channel).score(prompts, responses, labels=labels, timeout_s=2)
+            await RewardClient(channel).score(asked, labels=labels, timeout_s=2)
     assert scorer.refused in refusals
 
 
 async def test_messages_that_the_server_does_not_read_are_split_and_a_single_one_is_refused_at_once() -> None:
-    prompts, responses, labels = pairs(64)
+    asked, labels = pairs(64)
     scorer = Scorer(most=1000)
     async with served(add_RewardServicer_to_server, scorer, most_bytes=500) as channel:
-        scores = await RewardClient(channel).score(prompts, responses, labels=labels, timeout_s=20)
+        scores = await RewardClient(channel).score(asked, labels=labels, timeout_s=20)
         assert scores.values.tolist() == list(range(1, 65))
         assert max(scorer.calls) <= 32
         began = time.monotonic()
         with pytest.raises(TooLarge, match=r"^reward.Score: .*larger than max"):
-            await RewardClient(channel).score(prompts[:1], [np.ones(200, np.int32)], timeout_s=20)
+            await RewardClient(channel).score(trajectories.of([[1]], [[1] * 200]), timeout_s=20)
         assert time.monotonic() - began < 10
 
 
@@ -163,39 +165,38 @@ async def test_the_deadline_is_that_of_all_parts_together() -> None:
         async def Score(self, request: Any, context: Any) -> Any:
             await asyncio.sleep(60)
 
-    prompts, responses, _ = pairs(3000)
+    asked, _ = pairs(3000)
     async with served(add_RewardServicer_to_server, Slow()) as channel:
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"^reward.Score: no answer within 0.5 s$"):
-            await RewardClient(channel).score(prompts, responses, timeout_s=0.5)
+            await RewardClient(channel).score(asked, timeout_s=0.5)
     assert time.monotonic() - began < 10
 
 
 async def test_rows_of_the_reference_and_the_critic_are_joined_too() -> None:
-    def answer(message: Any) -> bytes:
-        prompts, responses = unpack_pairs(message, vocab_size=10_000, max_length=100)
-        made = [np.full(len(r), p[0], np.float32) for p, r in zip(prompts, responses, strict=True)]
-        return pack_floats(made)
+    def answer(data: bytes) -> bytes:
+        columns = Columns.unpack(data, {})
+        return pack_floats(np.repeat([prompt[0] for prompt in columns.prompts], columns.counts))
 
     class Reference(ReferenceServicer):  # type: ignore[misc]
         async def Logprobs(self, request: Any, context: Any) -> Any:
-            return reference_pb2.LogprobsResponse(ref_logprobs=answer(request.pairs))
+            return reference_pb2.LogprobsResponse(ref_logprobs=answer(request.trajectories))
 
     class Critic(CriticServicer):  # type: ignore[misc]
         async def Values(self, request: Any, context: Any) -> Any:
-            prompts, _ = unpack_pairs(request.pairs, vocab_size=10_000, max_length=100)
-            return critic_pb2.ValuesResponse(values=answer(request.pairs), steps=pack_longs(p[0] for p in prompts))
+            steps = pack_longs(prompt[0] for prompt in Columns.unpack(request.trajectories, {}).prompts)
+            return critic_pb2.ValuesResponse(values=answer(request.trajectories), steps=steps)
 
-    prompts, _, _ = pairs(1100)
-    responses = [np.full(1 + i % 3, 7, np.int32) for i in range(1100)]
-    expected = [[i + 1.0] * (1 + i % 3) for i in range(1100)]
+    rows = range(1, 1101)
+    asked = trajectories.of([[i] for i in rows], [[7] * (1 + i % 3) for i in rows])
+    expected = [float(i) for i in rows for _ in range(1 + i % 3)]
     async with served(add_ReferenceServicer_to_server, Reference()) as channel:
-        rows = await ReferenceClient(channel).logprobs(prompts, responses, temperature=1.0, timeout_s=20)
-    assert [row.tolist() for row in rows] == expected
+        logprobs = await ReferenceClient(channel).logprobs(asked, temperature=1.0, timeout_s=20)
+    assert logprobs.tolist() == expected
     async with served(add_CriticServicer_to_server, Critic()) as channel:
-        values = await CriticClient(channel).values(prompts, responses, timeout_s=20)
-    assert [row.tolist() for row in values.rows] == expected
-    assert values.steps == [prompt[0] for prompt in prompts]
+        values = await CriticClient(channel).values(asked, timeout_s=20)
+    assert values.values.tolist() == expected
+    assert values.steps == list(rows)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -204,10 +205,10 @@ async def test_scores_of_another_number_are_refused(count: int) -> None:
         async def Score(self, request: Any, context: Any) -> Any:
             return reward_pb2.ScoreResponse(scores=pack_floats(np.zeros(count, np.float32)))
 
-    prompts, responses, _ = pairs(2)
+    asked, _ = pairs(2)
     async with served(add_RewardServicer_to_server, Wrong()) as channel:
         with pytest.raises(InvalidReply, match=f"^reward.Score: scores: {count} values for 2 pairs"):
-            await RewardClient(channel).score(prompts, responses, timeout_s=5)
+            await RewardClient(channel).score(asked, timeout_s=5)
 
 
 async def test_parts_scored_by_different_models_are_refused() -> None:

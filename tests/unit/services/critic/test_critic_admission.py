@@ -9,13 +9,15 @@ import pytest
 
 from protos import common_pb2
 from protos import critic_pb2 as pb
+from quartet.columns import Columns
 from quartet.config.limits import LimitsConfig
 from quartet.serving.admission import Admission
 from quartet.serving.batcher import Batcher
 from quartet.wire.callers import Purpose
-from quartet.wire.codec import Floats, pack_floats, pack_pairs, unpack_floats, unpack_longs
+from quartet.wire.codec import Floats, unpack_floats, unpack_longs
 from quartet.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from services.critic.replica import Critic
+from tests import trajectories
 from tests.unit.contexts import Context
 from tests.unit.waiting import settled, until
 
@@ -68,8 +70,8 @@ def make(batch_s: float = 10) -> Any:
     return made
 
 
-def pairs(count: int) -> common_pb2.Pairs:
-    return pack_pairs([np.ones(1, np.int32)] * count, [np.ones(1, np.int32)] * count)
+def pairs(count: int) -> Columns:
+    return trajectories.of([[1]] * count, [[1]] * count)
 
 
 async def computing(critic: Any, calls: int) -> None:
@@ -79,19 +81,17 @@ async def computing(critic: Any, calls: int) -> None:
 
 async def values(critic: Any, count: int, min_step: int | None = None) -> list[float]:
     """The values, each the number of steps that were trained; the reply names the same steps."""
-    reply = await critic.Values(pb.ValuesRequest(pairs=pairs(count), min_step=min_step), Context())
+    reply = await critic.Values(pb.ValuesRequest(trajectories=pairs(count).pack(), min_step=min_step), Context())
     actual = unpack_floats(reply.values, "values").tolist()
     assert unpack_longs(reply.steps, "steps").tolist() == actual
     return list(actual)
 
 
 def train(step: int, count: int) -> pb.TrainRequest:
-    numbers = pack_floats(np.zeros(count, np.float32))
+    numbers = np.zeros(count, np.float32)
     return pb.TrainRequest(
         step=step,
-        pairs=pairs(count),
-        values=numbers,
-        returns=numbers,
+        batch=pairs(count).with_sampled(values=numbers, returns=numbers).pack(),
         epochs=1,
         minibatch_size=1,
         seed=0,
@@ -133,8 +133,8 @@ async def test_values_asked_for_while_the_critic_trains_are_given_and_say_by_whi
 @pytest.mark.parametrize("call", ["Values", "Train"])
 async def test_too_much_is_refused_before_it_is_looked_at(call: str) -> None:
     critic = make()
-    request = pb.ValuesRequest(pairs=pairs(17)) if call == "Values" else train(1, 17)
-    with pytest.raises(ResourceExhausted, match="pairs: 17 rows, but a call may hold 16"):
+    request = pb.ValuesRequest(trajectories=pairs(17).pack()) if call == "Values" else train(1, 17)
+    with pytest.raises(ResourceExhausted, match="17 rows, but a call may hold 16"):
         await getattr(critic, call)(request, Context())
     assert (critic._critic.passes, critic._critic.last_step) == ([], 0)
 
@@ -143,7 +143,9 @@ async def test_a_run_is_served_before_foreign_callers() -> None:
     critic = make()
     critic._critic.gate.clear()
     foreign = [
-        asyncio.create_task(critic.Values(pb.ValuesRequest(pairs=pairs(16)), Context("judge", Purpose.FOREIGN)))
+        asyncio.create_task(
+            critic.Values(pb.ValuesRequest(trajectories=pairs(16).pack()), Context("judge", Purpose.FOREIGN))
+        )
         for _ in range(3)
     ]
     await computing(critic, 3)

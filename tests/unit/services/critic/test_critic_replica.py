@@ -13,7 +13,6 @@ from protos import critic_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.config.learner import OptimizerConfig
 from quartet.ranks.group import RanksLost
-from quartet.wire.codec import pack_floats
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
@@ -22,9 +21,9 @@ from tests.unit.critic_calls import (
     NEWER,
     OLDER,
     OURS,
-    PAIRS,
     Restoration,
     adopt,
+    batch,
     checkpoint,
     claim,
     save,
@@ -67,8 +66,7 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
 
     critic._critic._ranks._ranks[0].rank.part(CriticTrainer).train = None  # a rank that fails, and names a secret
     context = Context()
-    ones = pack_floats(np.ones(TOKENS, np.float32))
-    request = pb.TrainRequest(step=1, pairs=PAIRS, values=ones, returns=ones, epochs=1, minibatch_size=1, lease=OURS)
+    request = pb.TrainRequest(step=1, batch=batch().pack(), epochs=1, minibatch_size=1, lease=OURS)
     with pytest.raises(ServiceError) as caught:
         await critic.Train(request, context)
     assert context.code is grpc.StatusCode.INTERNAL
@@ -97,32 +95,35 @@ async def test_parts_are_the_runs_that_holds_the_critic_and_of_its_step(critic: 
         with pytest.raises(error):
             await train_staged(critic, step, lease)
     await claim(critic, NEWER, take_over=True)
-    with pytest.raises(FailedPrecondition, match=f"staged: {len(PROMPTS)} pairs, but 0 of step 1 have come"):
+    with pytest.raises(FailedPrecondition, match=f"staged: {len(PROMPTS)} trajectories, but 0 of step 1 have come"):
         await train_staged(critic, 1, NEWER)
     assert critic._critic.last_step == 0
 
 
 async def test_a_staged_batch_is_checked_as_one_in_a_message_is(critic: Any) -> None:
-    ones = pack_floats(np.ones(TOKENS, np.float32))
+    whole = batch()
+    marked = bytearray(whole.with_sampled(trained=np.ones(TOKENS, np.bool_)).pack())
+    marked[-1] = 2  # `trained` is the last column
     for fields, told in {
         "step": (pb.StageRequest(row=0), "step: 0; must be at least 1"),
         "row": (pb.StageRequest(step=1, row=-1), "row: -1; must be at least 0"),
-        "none": (pb.StageRequest(step=1), "pairs: empty"),
-        "values": (pb.StageRequest(step=1, pairs=PAIRS, values=ones[4:], returns=ones), "values: .* one per token"),
-        "trained": (
-            pb.StageRequest(step=1, pairs=PAIRS, values=ones, returns=ones, trained=b"\1\0"),
-            f"trained: 2 values for {TOKENS} response tokens",
+        "none": (pb.StageRequest(step=1), "batch: empty"),
+        "values": (pb.StageRequest(step=1, batch=whole.without("values").pack()), r"batch\.values: missing"),
+        "a number": (
+            pb.StageRequest(step=1, batch=whole.with_sampled(values=np.full(TOKENS, np.nan, np.float32)).pack()),
+            r"batch\.values\[0\] is nan; must be finite",
         ),
-        "a mark": (
-            pb.StageRequest(step=1, pairs=PAIRS, values=ones, returns=ones, trained=bytes([*range(TOKENS)])),
-            "trained: byte 2 is 2; must be 0 or 1",
+        "another": (
+            pb.StageRequest(step=1, batch=whole.with_rows(score=np.ones(len(whole), np.float32)).pack()),
+            r"batch\.score: not expected",
         ),
+        "a mark": (pb.StageRequest(step=1, batch=bytes(marked)), r"batch\.trained: byte .* is 2; must be 0 or 1"),
     }.values():
         fields.lease.CopyFrom(OURS)
         with pytest.raises(InvalidArgument, match=told):
             await critic.Stage(fields, Context())
-    both = pb.TrainRequest(step=1, staged=1, pairs=PAIRS, epochs=1, minibatch_size=1, lease=OURS)
-    with pytest.raises(InvalidArgument, match="pairs, values, returns, trained: stage them too"):
+    both = pb.TrainRequest(step=1, staged=1, batch=whole.pack(), epochs=1, minibatch_size=1, lease=OURS)
+    with pytest.raises(InvalidArgument, match="batch: stage it too"):
         await critic.Train(both, Context())
 
 

@@ -20,7 +20,7 @@ BACK = common_pb2.Lease(run_id="ours", number=5)
 
 
 async def steps(critic: Any, min_step: int, lease: common_pb2.Lease = OURS) -> list[int]:
-    reply = await critic.Values(pb.ValuesRequest(pairs=PAIRS, min_step=min_step, lease=lease), Context())
+    reply = await critic.Values(pb.ValuesRequest(trajectories=PAIRS, min_step=min_step, lease=lease), Context())
     return [int(step) for step in unpack_longs(reply.steps, "steps")]
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from protos import reward_pb2 as pb
-from quartet.wire.codec import pack_pairs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
 from services.reward.scorers.scorer import Scored
 from tests.models import BOS, EOS, PAD, UNK, make_tokenizer
+from tests.trajectories import of
 
 ENCODER = Encoder(make_tokenizer(), vocab_size=64, max_length=6)
 
@@ -22,7 +22,7 @@ def ids(*rows: list[int]) -> list[Any]:
 
 
 def by_ids(prompts: list[Any], responses: list[Any], **fields: Any) -> pb.ScoreRequest:
-    return pb.ScoreRequest(tokens=pack_pairs(prompts, responses), **fields)
+    return pb.ScoreRequest(tokens=of(prompts, responses).pack(), **fields)
 
 
 def by_text(prompts: list[str], responses: list[str], **fields: Any) -> pb.ScoreRequest:
@@ -96,13 +96,13 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
     ("request_", "message"),
     [
         (pb.ScoreRequest(), "pairs: set tokens or texts"),
-        (by_ids([], []), "tokens: empty; send at least one prompt and response"),
+        (by_ids([], []), "tokens: empty; send at least one trajectory"),
         (by_text([], []), "texts: empty; send at least one prompt and response"),
         (by_text(["w5"], ["w6", "w7"]), "texts: 1 prompts but 2 responses; send one for one"),
-        (by_ids(ids([5]), ids([64])), "tokens.responses.token_ids[0]: 64 is outside the vocabulary (0 to 63)"),
+        (by_ids(ids([5]), ids([64])), "tokens.ids[1]: 64 is outside the vocabulary (0 to 63)"),
         (
             by_ids(ids([5], [5] * 3), ids([6], [6] * 4)),
-            "tokens[1]: 3 prompt + 4 response tokens exceed the model's max_length of 6",
+            "tokens.lengths[1]: 7 tokens exceed the model's max_length of 6",
         ),
         (
             # <bos> and <eos> count.

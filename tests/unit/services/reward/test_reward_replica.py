@@ -13,14 +13,15 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import common_pb2
 from protos import reward_pb2 as pb
+from quartet.columns import Columns
 from quartet.wire.callers import Purpose
-from quartet.wire.codec import pack_pairs, unpack_floats
+from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import ResourceExhausted, Unavailable
 from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
+from tests.trajectories import of
 from tests.unit.contexts import Context
 from tests.unit.waiting import until
 
@@ -55,15 +56,14 @@ def reward(policy_folder: Path) -> Iterator[Any]:
 
 
 def pairs(count: int, prompt: int = 5) -> pb.ScoreRequest:
-    one = np.asarray([prompt], np.int32)
-    return pb.ScoreRequest(tokens=pack_pairs([one] * count, [one] * count))
+    return pb.ScoreRequest(tokens=of([[prompt]] * count, [[prompt]] * count).pack())
 
 
 def million() -> pb.ScoreRequest:
-    """A million pairs of one token each: 16 MB."""
-    ones = np.ones(1 << 20, "<i4").tobytes()
-    sequences = common_pb2.Sequences(token_ids=ones, lengths=ones)
-    return pb.ScoreRequest(tokens=common_pb2.Pairs(prompts=sequences, responses=sequences))
+    """A million prompts and responses of one token each: 14 MB."""
+    count = 1 << 20
+    ids, lengths = np.ones(2 * count, np.int32), np.full(count, 2, np.int32)
+    return pb.ScoreRequest(tokens=Columns.of(ids, lengths, np.tile([False, True], count)).pack())
 
 
 async def test_ids_and_texts_are_scored(reward: Any) -> None:

@@ -29,6 +29,7 @@ from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
+from quartet.columns import Columns
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from services.critic.client import Values
@@ -68,14 +69,15 @@ class LocalCritic:
         settings = {"model": str(folder), "optimizer": OPTIMIZER}
         self.trainer = CriticTrainer(CriticConfig.parse(settings, "critic"))
 
-    async def values(self, prompts: Any, responses: Any, *, min_step: int, timeout_s: float) -> Values:
-        return Values(self.trainer.values(prompts, responses), [min_step] * len(responses))
+    async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
+        rows = self.trainer.values(columns.prompts, columns.responses)
+        return Values(np.concatenate(rows), [min_step] * len(columns))
 
-    async def train(
-        self, step: int, prompts: Any, responses: Any, values: Any, returns: Any, **options: Any
-    ) -> dict[str, float]:
+    async def train(self, step: int, batch: Columns, **options: Any) -> dict[str, float]:
         schedule = {name: options[name] for name in ("epochs", "minibatch_size", "seed")}
-        return self.trainer.train(CriticBatch(prompts, responses, values, returns, options["trained"]), **schedule)
+        every = np.ones(batch.size("sampled"), np.bool_)
+        given = batch if "trained" in batch else batch.with_sampled(trained=every)
+        return self.trainer.train(CriticBatch.of(given), **schedule)
 
 
 def digest(weights: Iterator[tuple[str, Any]]) -> str:
@@ -149,12 +151,13 @@ class Run:
                 requests = training_requests(config, prompts, numbers)
                 collected = await collector.collect(requests, version=step + 1, critic_step=step)
                 batch = Batch.of(collected)
-                old = await policy.logprobs(batch.prompts, batch.responses)
-                batch = replace(batch, old_logprobs=old)
+                old = await policy.logprobs(batch.columns.prompts, batch.columns.responses)
+                batch = Batch.of(collected.with_sampled(old_logprobs=np.concatenate(old)))
                 estimate = estimate_advantages(batch, batch.padded(old), config.ppo, kl_coef, normaliser)
                 trained = batch.for_policy(estimate.advantages, kl_coef)
-                seed, values = config.seed * 1_000_003 + step + 1, [e.values for e in batch.experiences]
-                update = Update(step + 1, seed, trained, values, estimate.returns)
+                assert estimate.returns is not None
+                columns = batch.columns.with_sampled(returns=estimate.returns)
+                update = Update(step + 1, config.seed * 1_000_003 + step + 1, trained, columns)
                 for each in (PolicyLearner(policy), values_of):
                     await each.train(update)
                 distance = measure_distance(batch, old, config.ppo, step + 1)

@@ -21,9 +21,7 @@ STAGE: Any = StageRequest.DESCRIPTOR
 
 
 def _request() -> TrainRequest:
-    request = TrainRequest(step=3, values=bytes(1000), last_step=0)
-    request.pairs.prompts.token_ids = bytes(400)
-    return request
+    return TrainRequest(step=3, batch=bytes(1400), last_step=0, lease=common_pb2.Lease(run_id="a", number=3))
 
 
 def _wrapped(checked: Checked) -> gRPCProxyRequest:
@@ -57,8 +55,8 @@ def test_the_proxy_does_not_keep_the_bytes_beside_what_it_sends() -> None:
         pytest.param(StageRequest, b"\x78\x00" * (MOST + 1), id="unknown fields"),
         pytest.param(StageRequest, b"\x7a\x00" * (MOST + 1), id="unknown messages"),
         pytest.param(StageRequest, b"\x7d\x00\x00\x00\x00" * (MOST + 1), id="unknown numbers"),
-        pytest.param(StageRequest, b"\x1a\x00" * (MOST + 1), id="empty pairs"),
-        pytest.param(StageRequest, b"\x1a\x04\x0a\x02\x0a\x00" * MOST, id="pairs of empty sequences"),
+        pytest.param(StageRequest, b"\x22\x00" * (MOST + 1), id="empty leases"),
+        pytest.param(rollout_pb2.WeightPhase, b"\x42\x02\x0a\x00" * MOST, id="messages in messages"),
         pytest.param(reward_pb2.ScoreRequest, b"\x1a\x00" * (MOST + 1), id="labels"),
         pytest.param(
             reward_pb2.ScoreRequest,
@@ -92,12 +90,13 @@ def test_more_elements_than_allowed_are_refused_before_they_are_parsed(kind: Any
 
 def test_packed_numbers_count_as_one_element_however_many_they_are() -> None:
     sequences = common_pb2.Sequences(token_ids=bytes(1 << 20), lengths=bytes(1 << 10))
-    request = StageRequest(pairs=common_pb2.Pairs(prompts=sequences, responses=sequences), values=bytes(1 << 20))
-    raw = request.SerializeToString()
-    assert elements(raw, STAGE, MOST) == 8
-    assert parsed(StageRequest, raw, "Critic/Stage", 8) == request
+    request = rollout_pb2.GenerateRequest(prompts=sequences, begun=sequences, seeds=bytes(1 << 20))
+    raw, kind = request.SerializeToString(), rollout_pb2.GenerateRequest
+    descriptor: Any = kind.DESCRIPTOR
+    assert elements(raw, descriptor, MOST) == 7
+    assert parsed(kind, raw, "Rollout/Generate", 7) == request
     with pytest.raises(ResourceExhausted):
-        parsed(StageRequest, raw, "Critic/Stage", 7)
+        parsed(kind, raw, "Rollout/Generate", 6)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_packed_numbers_count_as_one_element_however_many_they_are() -> None:
         pytest.param(b"\x80", id="a tag that is cut off"),
         pytest.param(b"\x0a", id="no length"),
         pytest.param(b"\x0a\xff\xff\xff\xff\x0f", id="a length beyond the end"),
-        pytest.param(b"\x1a\x02\x0a\x09" + bytes(20), id="an inner length beyond its message"),
+        pytest.param(b"\x22\x02\x0a\x09" + bytes(20), id="an inner length beyond its message"),
         pytest.param(b"\x0d\x00", id="a number that is cut off"),
         pytest.param(b"\x0b\x0c", id="a group"),
     ],

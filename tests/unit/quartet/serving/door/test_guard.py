@@ -14,10 +14,10 @@ from protos import critic_pb2, reference_pb2, reward_pb2
 from quartet.security.identity import ANONYMOUS
 from quartet.security.policy import Limits, digest
 from quartet.security.port import Port
-from quartet.wire.codec import pack_floats, pack_pairs
 from quartet.wire.splitting import PAIRS, TOKENS
 from tests.fuzz.fuzzer import fuzz
 from tests.fuzz.generator import requests
+from tests.trajectories import of
 from tests.unit.front_door import Replicas, ask, front_door, outcome
 
 METHODS = ("Rollout/Generate", "Reward/Score", "Reference/Logprobs", "Critic/Train", "Critic/Info")
@@ -187,14 +187,15 @@ def test_the_largest_part_of_a_call_that_a_client_sends_fits_the_limits_that_hol
     limits = Limits()
     for lengths in (np.full(PAIRS, TOKENS // PAIRS - 1), np.asarray([TOKENS - 1])):
         rows = [np.zeros(length, np.int32) for length in lengths]
-        pairs = pack_pairs([np.zeros(1, np.int32)] * len(rows), rows)
-        numbers = pack_floats(np.zeros(int(lengths.sum()), np.float32))
+        numbers = np.zeros(int(lengths.sum()), np.float32)
+        batch = of([[0]] * len(rows), rows, values=numbers, returns=numbers, trained=numbers > 0)
+        pairs = batch.select().pack()
         sent = {
             "Reward/Score": reward_pb2.ScoreRequest(tokens=pairs, labels=["a" * 200] * len(rows)),
-            "Reference/Logprobs": reference_pb2.LogprobsRequest(pairs=pairs),
-            "Critic/Values": critic_pb2.ValuesRequest(pairs=pairs),
-            "Critic/Stage": critic_pb2.StageRequest(pairs=pairs, values=numbers, returns=numbers),
-            "Critic/Train": critic_pb2.TrainRequest(pairs=pairs, values=numbers, returns=numbers),
+            "Reference/Logprobs": reference_pb2.LogprobsRequest(trajectories=pairs),
+            "Critic/Values": critic_pb2.ValuesRequest(trajectories=pairs),
+            "Critic/Stage": critic_pb2.StageRequest(batch=batch.pack()),
+            "Critic/Train": critic_pb2.TrainRequest(batch=batch.pack()),
         }
         for method, request in sent.items():
             assert request.ByteSize() < 0.5 * limits.of(f"/quartet.v1.{method}"), method
