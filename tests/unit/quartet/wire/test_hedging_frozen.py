@@ -19,6 +19,7 @@ from orchestrator.experience.collector import Collector
 from protos import reference_pb2, reward_pb2
 from protos.reference_pb2_grpc import ReferenceServicer, add_ReferenceServicer_to_server
 from protos.reward_pb2_grpc import RewardServicer, add_RewardServicer_to_server
+from quartet.columns import Columns
 from quartet.wire.codec import pack_floats
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
@@ -136,11 +137,11 @@ class Judge(RewardServicer, ReferenceServicer):  # type: ignore[misc]
         self.fleet = fleet
 
     async def Score(self, request: Any, context: Any) -> Any:
-        count = len(request.tokens.prompts.lengths) // 4
+        count, _ = Columns.measure(request.tokens)
         return await self._answer(reward_pb2.ScoreResponse(scores=pack_floats(np.ones(count, np.float32))))
 
     async def Logprobs(self, request: Any, context: Any) -> Any:
-        count = len(request.pairs.responses.token_ids) // 4
+        count = Columns.unpack(request.trajectories, {}).size("sampled")
         return await self._answer(reference_pb2.LogprobsResponse(ref_logprobs=bytes(4 * count)))
 
     async def _answer(self, reply: Any) -> Any:

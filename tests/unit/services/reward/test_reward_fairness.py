@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from protos import common_pb2, reward_pb2
+from protos import reward_pb2
 from protos import reward_pb2 as pb
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 from quartet.wire.callers import Purpose
@@ -20,6 +20,7 @@ from quartet.wire.errors import ResourceExhausted
 from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Scored
+from tests.trajectories import of
 from tests.unit.contexts import Context
 
 RUN_CALLS, RUN_PAIRS, LARGE_PAIRS = 4, 16, 512
@@ -111,10 +112,7 @@ async def one_pass(seconds: float, folder: Path) -> Caller:
 def scores(count: int) -> pb.ScoreRequest:
     """`count` pairs of TOKENS tokens."""
     half = TOKENS // 2
-    sequences = common_pb2.Sequences(
-        token_ids=np.full(count * half, 5, "<i4").tobytes(), lengths=np.full(count, half, "<i4").tobytes()
-    )
-    return pb.ScoreRequest(tokens=common_pb2.Pairs(prompts=sequences, responses=sequences))
+    return pb.ScoreRequest(tokens=of([[5] * half] * count, [[5] * half] * count).pack())
 
 
 async def test_a_run_is_not_refused_and_waits_for_a_pass_at_most(policy_folder: Path) -> None:
