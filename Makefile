@@ -22,7 +22,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-fast test-exhaustive lint format protos lock audit clean
+.PHONY: install demo test test-fast test-exhaustive lint format deploy-files protos lock audit clean
 .DELETE_ON_ERROR:
 
 # --compile-bytecode: every service is a process of its own, and importing vLLM uncompiled takes each of them twice
@@ -76,6 +76,12 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Writes each deploy/NAME.yaml again after a change to deploy/facts/NAME.yaml or to what is derived.
+deploy-files: install
+	for facts in deploy/facts/*.yaml; do \
+		$(QUARTET) render $$facts > deploy/.rendered && mv deploy/.rendered deploy/$$(basename $$facts) || exit 1; \
+	done
 
 protos: install
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto

@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
-ConfigFile = Annotated[Path, typer.Argument(help="The YAML file, such as deploy/ppo.yaml.")]
+ConfigFile = Annotated[Path, typer.Argument(help="The YAML file, of facts or whole, such as deploy/ppo.yaml.")]
 
 
 def _say(text: str) -> None:
@@ -122,14 +122,23 @@ def check(config: ConfigFile) -> None:
     from orchestrator.commands.up import consequences
     from orchestrator.deployment.recomputation import choices
 
-    deployment = decided_here(written)
-    notes = preflight(deployment).notes
+    with written.naming():
+        deployment = decided_here(written)
+        notes = preflight(deployment).notes
     for note in itertools.chain(sums_of(deployment).lines(), choices(written, deployment), notes):
-        _say(note)
+        _say(written.worded(note))
     head = cluster.running()
     for line in itertools.chain(*consequences(head, deployment)) if head else []:
-        _say(f"after `quartet up` here: {line}")
+        _say(f"after `quartet up` here: {written.worded(line)}")
     _say(f"{config}: fine")
+
+
+@app.command()
+def render(config: Annotated[Path, typer.Argument(help="The YAML file of facts, such as mine.yaml.")]) -> None:
+    """Print the whole file that a file of facts stands for, for `serve deploy` or to read."""
+    from orchestrator.commands.render import render as text_of
+
+    print(text_of(config), end="")
 
 
 @app.command()

@@ -16,6 +16,7 @@ from benchmarks.family import Family
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, compose
+from orchestrator.deployment.facts.read import derived
 from orchestrator.monitoring.metrics import read_metrics
 
 PEER = Path(__file__).with_name("peer.py")
@@ -125,7 +126,8 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
         str(folder / "prompts.jsonl"),
         max_new_tokens=case.response,
     )
-    raw: dict[str, Any] = yaml.safe_load(compose(folder / CONFIG, wanted, Machine.here()))
+    file = folder / CONFIG
+    raw = derived(yaml.safe_load(compose(file, wanted, Machine.here())), file)
     run = raw["orchestrator"]
     run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["data"]["prompt_split"] = "train"

@@ -31,7 +31,12 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError, PortError, ClusterError: the file, a port or a service is wrong; the message says how.
     """
-    deployment = _decided(Deployment.load(config, check_services=True))
+    written = Deployment.load(config, check_services=True)
+    with written.naming():
+        _up(config, _decided(written), timeout_s, lambda text: say(written.worded(text)))
+
+
+def _up(config: Path, deployment: Deployment, timeout_s: float, say: Callable[[str], None]) -> None:
     if deployment.port.policy and not os.environ.get(CREDENTIALS):
         raise ConfigError(
             f"{CREDENTIALS}: unset, and {deployment.port.policy} refuses callers without credentials; set it to the "

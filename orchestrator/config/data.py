@@ -11,8 +11,8 @@ EVAL = "eval"
 """Usual name of the split to evaluate on."""
 
 
-class DataConfig(Config):
-    """Source of the prompts."""
+class PromptsConfig(Config):
+    """Source of the prompts: their place, columns and splits."""
 
     path: str
     """A .jsonl, .json or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or
@@ -31,6 +31,11 @@ class DataConfig(Config):
     """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
     chat_template: bool = False
     """Apply the tokenizer's chat template to the prompt."""
+
+
+class DataConfig(PromptsConfig):
+    """The prompts of a run."""
+
     max_prompt_length: Count = 1024
     """Longest prompt, in tokens. Longer ones are left out, and their number is reported."""
 

@@ -1,6 +1,7 @@
 """Tables of rows on disk: JSON, Parquet, or a data set saved by Hugging Face's `save_to_disk`."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,8 @@ from orchestrator.data.bounded import bounded
 from quartet.config.base import GIB, MIB, ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+_PART = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]{16})?")
+"""Name of a file that holds a part of a split, as data sets of the Hugging Face hub have it."""
 LEAST_MEMORY, EXPANSION = GIB, 64
 """Bytes that a Parquet file may take in memory: so many, and for each of its own bytes so many more."""
 VALUE_BYTES = 64
@@ -62,17 +65,35 @@ def _splits(path: Path) -> dict[str, Callable[[], Table]]:
 
 
 def _files(folder: Path) -> dict[str, Callable[[], Table]]:
-    files: dict[str, Path] = {}
+    splits: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix not in SUFFIXES or file.name.startswith("."):
-            continue
-        if file.stem in files:
-            both = f"{files[file.stem].name} and {file.name}"
-            raise ConfigError(f"data.path {folder}: {both} are both split {file.stem!r}; keep one")
-        files[file.stem] = file
-    if not files:
+        if file.suffix in SUFFIXES and not file.name.startswith("."):
+            part = _PART.fullmatch(file.stem)
+            splits.setdefault(part["split"] if part else file.stem, []).append(file)
+    if not splits:
         raise ConfigError(f"data.path {folder}: holds no {', '.join(SUFFIXES)} file and no saved data set")
-    return {name: partial(_read_file, file) for name, file in files.items()}
+    return {name: partial(_read_parts, _whole(folder, name, files)) for name, files in splits.items()}
+
+
+def _whole(folder: Path, split: str, files: list[Path]) -> list[Path]:
+    """The files of a split, in order. ConfigError unless it is one file, or all parts of one."""
+    parts = [_PART.fullmatch(file.stem) for file in files]
+    numbers = [(int(part["number"]), int(part["count"])) for part in parts if part]
+    count = numbers[0][1] if numbers else 1
+    if len(files) != count or (numbers and numbers != [(number, count) for number in range(count)]):
+        names = " and ".join(file.name for file in files[:2])
+        if not all(parts):
+            raise ConfigError(f"data.path {folder}: {names} are both split {split!r}; keep one")
+        raise ConfigError(f"data.path {folder}: split {split!r} has {len(files)} of {count} parts; fetch it again")
+    return files
+
+
+def _read_parts(files: Sequence[Path]) -> Table:
+    tables = [_read_file(file) for file in files]
+    columns = list(dict.fromkeys(column for table in tables for column in table.columns))
+    if len(tables) == 1:
+        return tables[0]
+    return Table(columns, [{name: row.get(name) for name in columns} for table in tables for row in table.rows])
 
 
 def _load(path: Path) -> Any:

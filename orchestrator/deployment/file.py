@@ -1,7 +1,11 @@
-"""The YAML file as a whole: Serve's sections and the orchestrator's own, each validated before anything starts."""
+"""The YAML file as a whole: Serve's sections and the orchestrator's own, each validated before anything starts.
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+A file of facts stands for the whole file that is derived from it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +13,8 @@ from orchestrator.config.algorithm import PPOConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications, guarded
+from orchestrator.deployment.facts.derive import stated
+from orchestrator.deployment.facts.read import derived, states_facts
 from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
 from quartet.config.base import LAST_PORT, Config, ConfigError, read_yaml
@@ -38,7 +44,7 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A deployment file, such as deploy/ppo.yaml."""
+    """A deployment file, such as deploy/ppo.yaml, or what is derived from a file of facts."""
 
     path: Path
     orchestrator: OrchestratorConfig
@@ -46,9 +52,24 @@ class Deployment:
     services: Mapping[str, Config]
     """Application name -> its `args:`, without services whose models are on another machine."""
     raw: dict[str, Any]
-    """Contents of the file, including the values of environment variables."""
+    """Contents of the file, including the values of environment variables; of a file of facts, those of the whole
+    file."""
     port: Port
     """Address and policy of the gRPC port: from `security:`, or without that from the environment."""
+    facts: bool = False
+    """True if the file states facts."""
+
+    def worded(self, text: str) -> str:
+        """A message about keys in the words of the file: with facts in place of keys that are derived from them."""
+        return stated(text) if self.facts else text
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Puts the messages of errors meanwhile in the words of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(self.worded(str(error))) from None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -65,7 +86,7 @@ class Deployment:
         """Reads and validates a file.
 
         Args:
-            path: the YAML file.
+            path: the YAML file, whole or of facts.
             check_services: True to validate also the services' sections, which needs their models on this machine,
                 and Serve's sections, which needs seconds to import Serve.
 
@@ -73,6 +94,17 @@ class Deployment:
             ConfigError: every wrong field of every section, a line each.
         """
         raw = read_yaml(path)
+        if states_facts(raw, path):
+            whole = derived(raw, path)
+            try:
+                return replace(cls._whole(whole, path, check_services), facts=True)
+            except ConfigError as error:
+                raise ConfigError(stated(str(error))) from None
+        return cls._whole(raw, path, check_services)
+
+    @classmethod
+    def _whole(cls, raw: dict[str, Any], path: str | Path, check_services: bool) -> Self:
+        """The deployment of a whole file's contents."""
         known = SERVE_KEYS | _OTHER_KEYS
         problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
         problems += [*clashes(), *_wrong_ports(raw, path)] + [f"{path}: {gap}" for gap in gaps(raw)]

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -56,6 +56,23 @@ def unknown(name: str, known: set[str], what: str = "field") -> str:
     parts += [f"known: {', '.join(sorted(known))}"] if known else []
     parts += [f"did you mean {nearest[0]}?"] if nearest else []
     return "; ".join(parts)
+
+
+def unknown_keys(model: type[BaseModel], given: Any, where: str, path: _Path = ()) -> Iterator[str]:
+    """A line for each key of a part of a section that the section does not have, at any depth.
+
+    Args:
+        model: the section.
+        given: the part, which may lack required keys.
+        where: its place in the user's file.
+        path: place in the section of what `given` is a part of.
+    """
+    known = _fields_at(model, path)
+    for key, value in given.items() if known and isinstance(given, Mapping) else ():
+        if key in known:
+            yield from unknown_keys(model, value, f"{where}.{key}", (*path, key))
+        else:
+            yield f"{where}.{key}: {unknown(str(key), known)}"
 
 
 def shown(value: Any) -> str:

@@ -89,3 +89,13 @@ class ModelSize:
     def adapters(self, rank: int) -> int:
         """Upper bound of the parameters of low-rank adapters on all linear layers."""
         return self.layers * rank * (8 * self.hidden + 3 * (self.hidden + self.intermediate))
+
+
+def head_size(config: Any) -> int | None:
+    """Numbers per attention head of a model, from its configuration as transformers reads it. None without such
+    heads, or where layers have several sizes."""
+    text = config.get_text_config()
+    try:
+        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None

@@ -44,9 +44,9 @@ def shorten(file: Path) -> None:
     text = file.read_text()
     http, grpc_port = free_ports(2)
     for old, new in (
-        ("port: 18000", f"port: {http}"),
-        ("19000", str(grpc_port)),
-        ("steps: 100 ", f"steps: {STEPS} "),
+        ("# http_port: 18000", f"http_port: {http}"),
+        ("# port: 19000", f"port: {grpc_port}"),
+        ("# steps: 100 ", f"steps: {STEPS} "),
     ):
         assert old in text
         text = text.replace(old, new)

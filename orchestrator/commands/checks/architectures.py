@@ -12,6 +12,7 @@ from quartet.config.learner import LearnerConfig
 from quartet.models.architectures import TESTED_ARCHITECTURES
 from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
+from quartet.models.size import head_size
 from services.reward.config import ModelScorerConfig, RewardConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import kind_of
@@ -44,16 +45,6 @@ def too_long_for_model(section: RolloutConfig, name: str) -> Iterator[str]:
             f"{field} rotates longer sequences than {native} tokens by other frequencies (rope_type {kind}), which "
             f"the engine would use for all sequences and the learner only for long ones; set it to {native} at most"
         )
-
-
-def head_size(config: Any) -> int | None:
-    """Numbers per attention head of a model, from its configuration as transformers reads it. None without such
-    heads, or where layers have several sizes."""
-    text = config.get_text_config()
-    try:
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None
 
 
 def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:

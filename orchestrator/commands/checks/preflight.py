@@ -1,7 +1,7 @@
 """Checks of a run before anything is started or called; `quartet check` and `train` share them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.commands.checks.architectures import limit, untested
@@ -80,6 +80,12 @@ def preflight(deployment: Deployment) -> Inputs:
     Raises:
         ConfigError: one line for each error.
     """
+    with deployment.naming():
+        inputs = _inputs(deployment)
+    return replace(inputs, remarks=tuple(map(deployment.worded, inputs.remarks)))
+
+
+def _inputs(deployment: Deployment) -> Inputs:
     config, problems = deployment.orchestrator, _Problems()
     problems.lines += _disagreements(deployment)
     judges = problems.among(load_judges, config)

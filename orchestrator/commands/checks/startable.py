@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.commands.checks.architectures import head_size, limit, too_long_for_model, unfit_heads, unpackable
+from orchestrator.commands.checks.architectures import limit, too_long_for_model, unfit_heads, unpackable
 from orchestrator.commands.checks.fitting import gpus_of_replicas
 from orchestrator.commands.checks.models import (
     broken_models,
@@ -27,7 +27,7 @@ from quartet.config.learner import LearnerConfig
 from quartet.folders import unusable
 from quartet.models.device import VISIBLE
 from quartet.models.loading import shape_of_causal
-from quartet.models.size import BYTES
+from quartet.models.size import BYTES, head_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.rollout.config import RolloutConfig

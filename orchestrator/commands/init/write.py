@@ -1,16 +1,25 @@
 """Writes a new file, after a check that it works."""
 
+import math
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
+from shutil import copyfile
+from typing import Any
+
+import yaml
 
 from orchestrator.commands.checks.preflight import preflight
-from orchestrator.commands.init.choices import Choices, values
+from orchestrator.commands.init.choices import Choices
 from orchestrator.commands.init.machine import Machine
-from orchestrator.commands.init.model import Model
 from orchestrator.commands.init.prompts import look_at
+from orchestrator.deployment.facts.derive import FUNCTION
+from orchestrator.deployment.facts.facts import Facts
+from orchestrator.deployment.facts.hub import ID, Kind, Pinned
+from orchestrator.deployment.facts.model import Model
+from orchestrator.deployment.facts.read import derived
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from quartet.config.functions import load_function
@@ -18,8 +27,20 @@ from quartet.folders import write
 from quartet.models.loading import load_tokenizer
 from quartet.wire.identity import tokenizer_hash
 
-TEMPLATE = Path(__file__).with_name("template.yaml")
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_DERIVED = {
+    "critic": "applications.critic.args.model",
+    "max_new_tokens": "orchestrator.sampling.max_new_tokens",
+    "dtype": "orchestrator.policy.dtype",
+    "packing": "orchestrator.policy.packing",
+    "batch_tokens": "orchestrator.policy.micro_batch_tokens",
+}
+"""Fact -> the key of the whole file that shows what it is where it is not stated."""
+
+_EXAMPLES = {
+    "services": {"rollout": {"num_replicas": 2}},
+    "orchestrator": {"loop": {"max_staleness": 1}},
+}
+"""Fact -> an example of what it may be where nothing is derived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +69,8 @@ def init(file: Path, wanted: Wanted, machine: Machine, *, overwrite: bool = Fals
     with tempfile.TemporaryDirectory() as folder:
         tried = Path(folder) / file.name
         tried.write_text(text, encoding="utf-8")
+        if (lock := Pinned.beside(file).lock).exists():
+            copyfile(lock, Pinned.beside(tried).lock)
         notes = preflight(Deployment.load(tried, check_services=True)).notes
     try:
         write(file, text)
@@ -58,24 +81,67 @@ def init(file: Path, wanted: Wanted, machine: Machine, *, overwrite: bool = Fals
 
 def compose(file: Path, wanted: Wanted, machine: Machine) -> str:
     """The file's text. ConfigError if a flag is wrong."""
-    policy = Model.at(wanted.policy, "--policy")
+    pinned = Pinned.beside(file)
+    policy = Model.at(_place(pinned, wanted.policy, "model", "--policy"), "--policy")
     try:
-        tokenizer = load_tokenizer(wanted.policy)
+        tokenizer = load_tokenizer(policy.folder)
     except ConfigError as error:
         raise ConfigError(f"--policy: {error}") from None
-    reward = _reward_model(wanted.reward, tokenizer_hash(tokenizer))
-    prompts = look_at(wanted.prompts, tokenizer, wanted.input_key, wanted.label_key)
-    function = None if reward else wanted.reward
-    choices = Choices(policy, reward, function, prompts, machine, wanted.max_new_tokens)
+    place = _place(pinned, wanted.reward, "model", "--reward")
+    reward = _reward_model(place, tokenizer_hash(tokenizer))
+    data = _place(pinned, wanted.prompts, "dataset", "--prompts")
+    prompts = look_at(data, tokenizer, wanted.input_key, wanted.label_key)
+    choices = Choices(policy, reward, prompts, machine, wanted.max_new_tokens)
     name = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII).lstrip("_.-") or "run"
-    template = Template(TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(values(choices) | {"file": str(file), "name": name})
+    facts = choices.facts(name, wanted.policy, wanted.reward, wanted.prompts)
+    return _text(file, facts, derived(facts, file, pinned), policy.size)
+
+
+def _place(pinned: Pinned, name: str, kind: Kind, flag: str) -> str:
+    """The folder of a model or data set of a hub; any other name as it is."""
+    return pinned.folder(name, kind, flag) if ID.fullmatch(name) and not Path(name).exists() else name
+
+
+def _text(file: Path, facts: Mapping[str, Any], whole: Mapping[str, Any], size: str) -> str:
+    """The facts, a line each, and below them the rest as comments, each with what it is here."""
+    lines = [
+        f"# Written by `quartet init` for a model of {size} parameters. How to use it:",
+        f"#   quartet check {file} && quartet up {file} && quartet train {file} && quartet down",
+        f"# `quartet render {file}` prints the whole file that follows from these facts.",
+        "",
+        *(f"{name}: {_yaml(value)}" for name, value in facts.items()),
+        "",
+        "# The rest is derived; a line without its # changes it:",
+    ]
+    for name, field in Facts.model_fields.items():
+        if name not in facts:
+            first = re.split(r"(?<=[\w)`])[.;:](?=\s|$)", (field.description or "").replace("\n", " "))[0]
+            shown = _EXAMPLES.get(name, _shown(name, field.get_default(call_default_factory=True), whole))
+            lines.append(f"# {name}: {_yaml(shown)}  # {first}")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(name: str, default: Any, whole: Any) -> Any:
+    """The value of a fact that is not stated: its default, or what is derived."""
+    for key in _DERIVED[name].split(".") if name in _DERIVED else ():
+        if isinstance(whole, list):
+            whole = {application["name"]: application for application in whole}
+        if key not in whole:
+            return default
+        whole = whole[key]
+    return whole if name in _DERIVED else default
+
+
+def _yaml(value: Any) -> str:
+    """The value as YAML in one line."""
+    line = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+    return line.removesuffix("...\n").strip()
 
 
 def _reward_model(reward: str, expected: str) -> Model | None:
     """The model that scores; None if a function does."""
     if not Path(reward).is_dir():
-        if not _FUNCTION.fullmatch(reward):
+        if not FUNCTION.fullmatch(reward):
             raise ConfigError(
                 f"--reward: should be a model's folder, but {reward} does not exist; or a function as "
                 "package.module:name, such as my_reward:score"

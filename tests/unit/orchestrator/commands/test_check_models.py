@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, MambaConfig
 
-from orchestrator.commands.checks.architectures import head_size, unfit_heads
+from orchestrator.commands.checks.architectures import unfit_heads
 from orchestrator.commands.checks.weight_files import broken_weights
 from quartet.config.base import ConfigError
 from quartet.models.loading import check_whole, load_causal
+from quartet.models.size import head_size
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import ENGINES
 from tests.families import FAMILIES

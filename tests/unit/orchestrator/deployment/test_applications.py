@@ -18,8 +18,8 @@ from quartet.config.serve import DEFAULT_ROUTE, SECTIONS
 from quartet.security.port import GUARD
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
+from tests.gpu_requests import DEPLOY, placed
 
-ROOT = Path(__file__).parents[4]
 Change = Callable[[Any], Any]
 
 
@@ -27,7 +27,7 @@ Change = Callable[[Any], Any]
 def raw(tmp_path: Path) -> dict[str, Any]:
     """deploy/ppo.yaml with model folders that exist."""
     (tmp_path / "config.json").write_text("{}")
-    text = re.sub(r"(&(?:policy|reward) )\S+", rf"\g<1>{tmp_path}", (ROOT / "deploy" / "ppo.yaml").read_text())
+    text = placed((DEPLOY / "ppo.yaml").read_text(), tmp_path, tmp_path)
     loaded: dict[str, Any] = deepcopy(yaml.safe_load(text))
     return loaded
 

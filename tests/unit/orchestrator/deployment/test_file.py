@@ -111,7 +111,7 @@ def test_a_file_without_an_orchestrator(tmp_path: Path) -> None:
 
 
 def test_a_file_that_opens_the_port_without_a_policy_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    path = write(tmp_path / "open.yaml", {"security": {"host": "0.0.0.0"}})
+    path = write(tmp_path / "open.yaml", {"applications": [], "security": {"host": "0.0.0.0"}})
     with pytest.raises(
         ConfigError, match=r"0\.0\.0\.0 is open to other machines, .*; set security.policy in the YAML"
     ):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.commands.render import render
+from quartet.config.base import read_yaml
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import gpu_requests, load
 
@@ -69,11 +71,19 @@ def test_a_replica_of_rollout_has_a_gpu_for_each_part_of_its_engine(file: Path, 
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_deploy_file_is_what_its_facts_render_to(file: Path) -> None:
+    """`make deploy-files` after a change."""
+    actual = read_yaml(file)
+    assert yaml.safe_load(render(file.parent / "facts" / file.name)) == actual
+    assert {each.name for each in (file.parent / "facts").iterdir()} == {each.name for each in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_serve_accepts_a_deploy_file(file: Path) -> None:
     """Serve's own schema, which knows nothing of the sections that are ours."""
     from ray.serve.schema import ServeDeploySchema
 
     raw = yaml.safe_load(file.read_text())
-    ours = {"shared", "orchestrator"}
+    ours = {"orchestrator", "security"}
     schema = ServeDeploySchema.model_validate({key: value for key, value in raw.items() if key not in ours})
     assert [application.name for application in schema.applications] == ["rollout", "reward", "reference", "critic"]

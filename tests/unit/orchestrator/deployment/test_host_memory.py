@@ -23,10 +23,9 @@ from quartet.config.base import GIB
 from quartet.config.learner import LearnerConfig
 from quartet.learner.host_memory import COPIES, OPTIMIZER, READING, WEIGHTS, held_bytes, pinned
 from quartet.models.size import ModelSize
-from tests.gpu_requests import load
+from tests.gpu_requests import DEPLOY, written
 from tests.unit.orchestrator.deployment.test_memory import LLAMA, QWEN
 
-DEPLOY = Path(__file__).parents[4] / "deploy"
 SIZES = {"ppo-1gpu": "1.5B", "ppo-gpu": "1.5B", "ppo-8b-8gpu": "8B", "ppo-70b-32gpu": "70B"}
 
 
@@ -38,18 +37,10 @@ class Files:
     """The GPU files with changes, for models of a size."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+        self._folder = folder
 
     def load(self, name: str, **changes: str) -> tuple[Deployment, list[HostPart]]:
-        text = (DEPLOY / f"{name}.yaml").read_text()
-        for old, new in changes.items():
-            assert old in text
-            text = text.replace(old, new)
-        self._count += 1
-        folder = self._folder / str(self._count)
-        folder.mkdir()
-        (folder / f"{name}.yaml").write_text(text)
-        deployment = load(folder / f"{name}.yaml", self._folder)
+        deployment = written(name, self._folder, **changes)
         return deployment, host_parts(deployment, lambda path: self.size(name, path))
 
     def size(self, name: str, path: str) -> ModelSize:

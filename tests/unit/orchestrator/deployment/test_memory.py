@@ -29,7 +29,7 @@ from quartet.config.learner import REDUCE_ELEMENTS, LearnerConfig
 from quartet.learner.memory import kept_bytes, learner_bytes
 from quartet.models.size import ModelSize
 from services.rollout.config import RolloutConfig
-from tests.gpu_requests import load
+from tests.gpu_requests import load, written
 
 SMALL = ModelSize(parameters=1000, layers=2, hidden=4, intermediate=16, vocabulary=50, queries=4, keys=2)
 
@@ -149,14 +149,8 @@ QWEN = {
 def test_the_sums_at_the_head_of_the_file_for_one_gpu(
     size: str, changes: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
-    text = (Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml").read_text()
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / "changed").mkdir()
-    file = tmp_path / "changed" / "ppo-1gpu.yaml"
-    file.write_text(text)
-    parts = footprints(load(file, tmp_path), 139 * GIB, lambda folder: QWEN[size])
+    deployment = written("ppo-1gpu", tmp_path, **changes)
+    parts = footprints(deployment, 139 * GIB, lambda folder: QWEN[size])
     assert [part.name for part in parts] == ["rollout", "reward", "reference", "critic", "policy"]
     assert round(sum(part.size for part in parts) / GIB) == expected
     assert bool(list(shortage(parts, 139 * GIB))) == (expected > 139)
@@ -203,13 +197,8 @@ def test_what_one_phase_alone_needs_counts_in_that_phase() -> None:
 
 @pytest.mark.parametrize(("size", "sampling", "training"), [("0.5B", 23, 49), ("1.5B", 38, 113), ("3B", 57, 200)])
 def test_the_sums_with_colocate(size: str, sampling: int, training: int, tmp_path: Path) -> None:
-    file = Path(__file__).parents[4] / "deploy" / "ppo-1gpu.yaml"
-    (tmp_path / "colocated").mkdir()
-    copy = tmp_path / "colocated" / file.name
-    copy.write_text(
-        file.read_text().replace("&colocate false", "&colocate true").replace("&recomputed auto", "&recomputed false")
-    )
-    deployment = load(copy, tmp_path)
+    changes = {"&colocate false": "&colocate true", "&recomputed auto": "&recomputed false"}
+    deployment = written("ppo-1gpu", tmp_path, **changes)
     assert deployment.orchestrator.loop.colocate
     assert deployment.orchestrator.policy.colocate
     assert not list(misfits_of_rollout(deployment.orchestrator, deployment.services["rollout"], "rollout"))  # type: ignore[arg-type]

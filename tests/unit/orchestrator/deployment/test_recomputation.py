@@ -11,27 +11,14 @@ from orchestrator.deployment.recomputation import choices, decided
 from quartet.config.base import GIB
 from quartet.models.size import ModelSize
 from services.critic.config import CriticConfig
-from tests.gpu_requests import load
+from tests.gpu_requests import written
 from tests.unit.orchestrator.deployment.test_memory import LLAMA, QWEN
-
-DEPLOY = Path(__file__).parents[4] / "deploy"
 
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are given by their sizes, not by transformers' configurations."""
     monkeypatch.setattr(ModelSize, "of", lambda size: size)
-
-
-def written(name: str, folder: Path, **changes: str) -> Deployment:
-    text = (DEPLOY / f"{name}.yaml").read_text()
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    place = folder / "changed"
-    place.mkdir(exist_ok=True)
-    (place / f"{name}.yaml").write_text(text)
-    return load(place / f"{name}.yaml", folder)
 
 
 def configs(folder: Path, policy: ModelSize | None, reward: ModelSize) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_other_settings_restart_replicas(sections: list[dict[str, Any]]) -> None
     wanted = deepcopy(sections)
     wanted[0]["args"]["max_length"] = 128
     wanted[0]["deployments"][0]["num_replicas"] = 3
-    wanted[3]["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1"}}
+    wanted[3]["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] = "2"
     assert told(sections, wanted, replicas=2) == [
         "rollout: its 2 replicas will be restarted, because of args.max_length",
         "critic: its 2 replicas will be restarted, because of runtime_env.env_vars.OMP_NUM_THREADS",

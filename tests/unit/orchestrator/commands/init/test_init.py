@@ -15,6 +15,7 @@ from orchestrator.cli import app
 from orchestrator.commands.checks.preflight import preflight
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, init
+from orchestrator.deployment.facts.facts import Facts
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from tests.families import FAMILIES
@@ -37,12 +38,18 @@ def prompts(tmp_path: Path) -> str:
 
 
 def written(folder: Path, wanted: Wanted, machine: Machine = HERE) -> dict[str, Any]:
-    """The file as plain values, once `quartet check`'s own function has accepted it."""
+    """The whole file of the facts, once `quartet check`'s own function has accepted it."""
     file = folder / "mine.yaml"
     init(file, wanted, machine)
-    preflight(Deployment.load(file, check_services=True))
-    loaded: dict[str, Any] = yaml.safe_load(file.read_text())
-    return loaded
+    deployment = Deployment.load(file, check_services=True)
+    preflight(deployment)
+    assert deployment.facts
+    return deployment.raw
+
+
+def stated(folder: Path) -> list[str]:
+    """The lines of the file that are not comments."""
+    return [line for line in (folder / "mine.yaml").read_text().splitlines() if line and not line.startswith("#")]
 
 
 def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -60,15 +67,36 @@ def test_a_critic_starts_from_the_reward_model(
     assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (32, 8)
     assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (8, 64)
     # 4 held-out prompts
-    assert run["evaluation"]["samples_per_prompt"] == 8
+    assert run["evaluation"] == {"samples_per_prompt": 8, "max_prompts": 256}
     assert (run["data"]["prompt_split"], run["data"]["eval_split"]) == ("train[:90%]", "train[90%:]")
     assert run["policy"]["packing"] is True
     assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
+    assert run["host_gib"] == 24
     frozen = args(raw, "reward")["scorer"], args(raw, "reference")
     assert [(each["packing"], each["batch_tokens"]) for each in frozen] == [(True, 2048)] * 2
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
     assert run["policy"]["env_vars"]["MALLOC_MMAP_MAX_"] == "0"
     assert run["ppo"]["old_logprobs"] == "rollout"
+
+
+def test_a_file_is_six_facts_and_the_rest_as_comments(
+    policy_folder: Path, reward_folder: Path, tmp_path: Path
+) -> None:
+    many = write_prompts(tmp_path / "many.jsonl", [{"prompt": f"w{4 + i % 60} w5"} for i in range(700)])
+    wanted = Wanted(str(policy_folder), str(reward_folder), many)
+    for machine in (HERE, GPU):
+        init(tmp_path / "mine.yaml", wanted, machine, overwrite=True)
+        names = [line.partition(":")[0] for line in stated(tmp_path)]
+        assert names == ["name", "model", "reward", "prompts", "algorithm", "machine"]
+    text = (tmp_path / "mine.yaml").read_text()
+    before = Deployment.load(tmp_path / "mine.yaml").raw
+    told = {name for name in Facts.model_fields if f"\n# {name}: " in text}
+    assert told == set(Facts.model_fields) - set(names)
+    # Each comment holds the value that is derived, or an example.
+    for name in told - {"services", "orchestrator"}:
+        text = text.replace(f"\n# {name}: ", f"\n{name}: ")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert Deployment.load(tmp_path / "mine.yaml").raw == before
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "gemma2", "phi3", "unigram"])
@@ -101,13 +129,14 @@ def test_a_split_of_its_own_is_held_out(policy_folder: Path, tmp_path: Path) -> 
     write_prompts(tmp_path / "data" / "train.jsonl", [{"prompt": "w4"}])
     write_prompts(tmp_path / "data" / "test.jsonl", [{"prompt": "w5"}])
     data = written(tmp_path, Wanted(str(policy_folder), FUNCTION, str(tmp_path / "data")))["orchestrator"]["data"]
-    assert (data["prompt_split"], data["eval_split"], data["split_seed"]) == ("train", "test", None)
+    assert (data.get("prompt_split"), data["eval_split"], data.get("split_seed")) == (None, "test", None)
 
 
 def test_a_single_prompt_is_trained_on_and_nothing_held_out(policy_folder: Path, tmp_path: Path) -> None:
     one = write_prompts(tmp_path / "one.jsonl", [{"prompt": "w4"}])
     run = written(tmp_path, Wanted(str(policy_folder), FUNCTION, one))["orchestrator"]
-    assert (run["batch_size"], run["ppo"]["minibatch_size"], run["evaluation"]["every"]) == (1, 1, 0)
+    assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (1, 1)
+    assert preflight(Deployment.load(tmp_path / "mine.yaml", check_services=True)).held_out is None
 
 
 def test_long_prompts_leave_half_of_the_room_to_responses(policy_folder: Path, tmp_path: Path) -> None:
@@ -115,7 +144,7 @@ def test_long_prompts_leave_half_of_the_room_to_responses(policy_folder: Path, t
     file = tmp_path / "mine.yaml"
     wanted = Wanted(str(policy_folder), FUNCTION, write_prompts(tmp_path / "long.jsonl", rows * 20))
     notes = init(file, wanted, HERE)
-    run = yaml.safe_load(file.read_text())["orchestrator"]
+    run = Deployment.load(file).raw["orchestrator"]
     assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (64, 64)
     assert any("are longer than data.max_prompt_length and left out" in note for note in notes)
 
@@ -139,7 +168,7 @@ def test_a_file_is_not_overwritten_unasked(policy_folder: Path, prompts: str, tm
         init(file, wanted, HERE)
     assert file.read_text() == "kept"
     init(file, wanted, HERE, overwrite=True)
-    assert "orchestrator:" in file.read_text()
+    assert "algorithm:" in file.read_text()
 
 
 def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
@@ -193,4 +222,4 @@ def test_the_command_writes_for_this_machine_and_check_says_fine(
     done = CliRunner().invoke(app, ["init", file, *flags])
     assert (done.exit_code, done.exception) == (0, None)
     assert CliRunner().invoke(app, ["check", file]).exit_code == 0
-    assert yaml.safe_load(Path(file).read_text())["orchestrator"]["name"] == "a-run"
+    assert yaml.safe_load(Path(file).read_text())["name"] == "a-run"

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from orchestrator.commands.checks.architectures import head_size
 from quartet.config.base import ConfigError
 from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
-from quartet.models.size import BYTES
+from quartet.models.size import BYTES, head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +19,14 @@ class Model:
     """The transformers model, without its weights."""
 
     @classmethod
-    def at(cls, folder: str, flag: str) -> Self:
-        """The model in `folder`. ConfigError, which names `flag`, if the folder holds no model."""
+    def at(cls, folder: str, field: str) -> Self:
+        """The model in `folder`. ConfigError, which names the `field` or flag, if the folder holds no model."""
         if not Path(folder).is_dir():
-            raise ConfigError(f"{flag}: should be a model's folder, but {folder} does not exist")
+            raise ConfigError(f"{field}: should be a model's folder, but {folder} does not exist")
         try:
             return cls(folder, shape_of_causal(folder, "float32"))
         except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from None
+            raise ConfigError(f"{field}: {error}") from None
 
     @property
     def config(self) -> Any:
@@ -62,6 +61,11 @@ class Model:
     def packs(self) -> bool:
         """True if its sequences may be packed, with torch's own attention."""
         return packed.takes(self.network)
+
+    @property
+    def normalises(self) -> bool:
+        """True if it is a reward model with the mean and deviation of its own scores."""
+        return hasattr(self.config, "reward_std")
 
     def cached(self, dtype: str) -> int:
         """Bytes of a token's keys and values."""

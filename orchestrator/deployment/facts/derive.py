@@ -1,0 +1,409 @@
+"""The whole file, with every service's section, derived from the facts of a run."""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.deployment.applications import SERVICES
+from orchestrator.deployment.facts import algorithm
+from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
+from quartet.config.base import GIB, MIB, ConfigError
+from quartet.security.port import GUARD
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""The form of `package.module:function`."""
+TARGET = re.compile(r"(?:grpcs?://)?([\w.\[\]:-]+:\d{1,5})/?")
+"""The form of the address of a service that runs."""
+RESPONSE, PROMPT = 256, 1024
+"""Most tokens of a response and of a prompt, where models take as many."""
+USUAL_GIB = 16.0
+"""Memory for which values are chosen that depend on it, where the facts do not tell."""
+PASS = 2048
+"""Most tokens in a pass of reward model and reference on a CPU. Of passes of 256 to 16,384 tokens these were among
+the fastest for 20 million parameters."""
+REWARD_LENGTH = 4096
+"""Longest pair that a reward service takes by default."""
+SHARE_OF_CORE = 0.2
+"""CPUs that Ray counts for each process on a machine without GPUs, on which all share the cores."""
+
+
+class Model(Protocol):
+    """The properties of a model that values are derived from."""
+
+    @property
+    def longest(self) -> int:
+        """Longest sequence that it takes, in tokens."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of its vocabulary, padding included."""
+
+    @property
+    def packs(self) -> bool:
+        """True if its sequences may be packed."""
+
+    @property
+    def normalises(self) -> bool:
+        """True if it holds the mean and deviation of its own scores."""
+
+    def cached(self, dtype: str) -> int:
+        """Bytes of a token's keys and values."""
+
+
+ModelAt = Callable[[str, str], Model]
+"""Gives the model in a folder, which stands at a field of the facts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The share of each part in the machine's CPUs and GPUs."""
+
+    cpus: float
+    rollout: float
+    """GPUs of a rollout replica."""
+    frozen: float
+    """GPUs of the reward service, and of the reference if `reference` is 0."""
+    policy: float
+    """GPUs of a rank of the policy."""
+    critic: float
+    reference: float = 0.0
+    replicas: int = 1
+    """Rollout replicas."""
+    policy_ranks: int = 1
+    critic_ranks: int = 1
+
+    @classmethod
+    def of(cls, gpus: int) -> "Layout":
+        """The layout for a number of GPUs."""
+        if gpus == 0:
+            return cls(SHARE_OF_CORE, 0, 0, 0, 0)
+        if gpus == 1:
+            return cls(1, rollout=0.2, frozen=0.1, policy=0.3, critic=0.3)
+        replicas = gpus // 2
+        if (rest := gpus - replicas) == 1:
+            return cls(1, rollout=1, frozen=0.1, policy=0.4, critic=0.4, replicas=replicas)
+        ranks = rest // 2
+        return cls(
+            1, 1, 0.1, 0.6, 0.8, reference=0.3, replicas=replicas, policy_ranks=ranks, critic_ranks=rest - ranks
+        )
+
+
+def derive(facts: Facts, model_at: ModelAt) -> dict[str, Any]:
+    """The whole file.
+
+    Args:
+        facts: the facts, whose models and data are folders and files.
+        model_at: asked only about models on which a value depends that the facts do not set.
+
+    Raises:
+        ConfigError: a fact is wrong, or a model cannot be read.
+    """
+    return _Derivation(facts, model_at).file()
+
+
+class _Derivation:
+    """The sections, each value once. A value that depends on a model is a function until overrides are merged."""
+
+    def __init__(self, facts: Facts, model_at: ModelAt) -> None:
+        self._facts, self._model_at = facts, model_at
+        self._gpus = facts.machine.gpus
+        self._layout = Layout.of(self._gpus)
+        self._ppo = algorithm.section(facts.algorithm)
+        checked = algorithm.parsed(self._ppo)
+        self._has_critic = checked.needs_critic
+        self._has_reference = checked.kl.coef > 0 or "reference" in facts.services
+
+    def file(self) -> dict[str, Any]:
+        """All sections."""
+        facts, names = self._facts, self._names
+        file: dict[str, Any] = {} if facts.security is None else {"security": dict(facts.security)}
+        functions = [SERVICES[name].function for name in names]
+        file |= {
+            "http_options": {"host": "127.0.0.1", "port": facts.http_port},
+            "grpc_options": {
+                "port": facts.port,
+                "grpc_servicer_functions": [GUARD, *functions, "quartet.serving.proxy.add_health"],
+            },
+            "applications": [self._application(name) for name in names],
+            "orchestrator": _merged(self._orchestrator(), facts.orchestrator, "orchestrator"),
+        }
+        resolved: dict[str, Any] = _resolved(file)
+        return resolved
+
+    @property
+    def _names(self) -> list[str]:
+        left_out = {
+            "reward": self._target is not None,
+            "reference": not self._has_reference,
+            "critic": not self._has_critic,
+        }
+        if unused := [name for name in self._facts.services if left_out.get(name)]:
+            why = "reward: is a service that runs elsewhere" if unused[0] == "reward" else "the algorithm needs none"
+            raise ConfigError(f"services.{unused[0]}: this run starts none ({why}); leave it out")
+        return [name for name in SERVICES if not left_out.get(name)]
+
+    @cached_property
+    def _dtype(self) -> str:
+        return self._facts.dtype or ("bfloat16" if self._gpus else "float32")
+
+    @cached_property
+    def _target(self) -> str | None:
+        """Address of the reward service, if it runs elsewhere."""
+        reward = self._facts.reward
+        match = TARGET.fullmatch(reward) if isinstance(reward, str) else None
+        return match[1] if match else None
+
+    @cached_property
+    def _scorer(self) -> dict[str, Any]:
+        reward = self._facts.reward
+        if isinstance(reward, Mapping):
+            return dict(reward)
+        if not Path(reward).is_dir() and FUNCTION.fullmatch(reward):
+            return {"kind": "function", "function": reward}
+        return {"kind": "model", "model": reward, "dtype": self._dtype} | self._passes(reward, "reward")
+
+    @property
+    def _reward_model(self) -> str | None:
+        return None if self._target else self._scorer.get("model")
+
+    @property
+    def _critic_model(self) -> str:
+        return self._facts.critic or self._reward_model or self._facts.model
+
+    def _passes(self, model: str, field: str) -> dict[str, Any]:
+        """The passes of a model that is never trained."""
+        return {"batch_tokens": self._pass_tokens, "packing": self._packing(model, field)}
+
+    def _packing(self, model: str, field: str) -> Any:
+        packing = self._facts.packing
+        return (lambda: self._model_at(model, field).packs) if packing is None else packing
+
+    @cached_property
+    def _longest(self) -> int:
+        """Longest sequence that all models take."""
+        folders = {self._facts.model: "model"} | ({self._reward_model: "reward"} if self._reward_model else {})
+        folders |= {self._critic_model: "critic"} if self._has_critic and self._facts.critic else {}
+        return min(self._model_at(folder, field).longest for folder, field in folders.items())
+
+    @cached_property
+    def _response(self) -> int:
+        return self._facts.max_new_tokens or min(RESPONSE, max(1, self._longest // 2))
+
+    @cached_property
+    def _prompt(self) -> int:
+        return self._facts.prompts.max_prompt_length or min(PROMPT, max(1, self._longest - self._response))
+
+    @property
+    def _memory_gib(self) -> float:
+        machine = self._facts.machine
+        return (machine.gpu_gib if self._gpus else machine.host_gib) or USUAL_GIB
+
+    def _most_tokens(self) -> int:
+        """Tokens in a pass: a power of two whose logits and their gradient fit a sixteenth of the memory."""
+        if self._facts.batch_tokens:
+            return self._facts.batch_tokens
+        vocabulary = self._model_at(self._facts.model, "model").vocabulary
+        room = int(self._memory_gib * GIB / 16 / (3 * 4 * vocabulary))
+        return max(1024, min(16_384, 1 << max(0, room.bit_length() - 1)))
+
+    def _pass_tokens(self) -> int:
+        """Tokens in a pass of reward model and reference."""
+        most = self._most_tokens()
+        return most if self._gpus or self._facts.batch_tokens else min(PASS, most)
+
+    def _kv_cache(self) -> int:
+        """MiB for keys and values of all responses that are sampled at the same time, or an eighth of the memory."""
+        cached = self._model_at(self._facts.model, "model").cached(self._dtype)
+        whole = self._facts.batch_size * (self._prompt + self._response + 128) * cached
+        return max(64, min(-(-whole // MIB), int(self._memory_gib * 1024 / 8)))
+
+    @cached_property
+    def _environment(self) -> dict[str, str]:
+        """Environment of each process that computes."""
+        threads = self._facts.machine.threads or (None if self._gpus else 1)
+        if threads is None:
+            return {}
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        if threads > 1:  # idle threads would spin on cores that another process needs
+            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+        if not self._gpus:
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+            # glibc would give back tensors of more than 32 MiB after each use, and the next one would have to be
+            # mapped and cleared again.
+            environment["MALLOC_MMAP_MAX_"] = "0"
+        return environment
+
+    def _application(self, name: str) -> dict[str, Any]:
+        service, layout = SERVICES[name], self._layout
+        given = dict(self._facts.services.get(name, {}))
+        replicas = given.pop("num_replicas", layout.replicas if name == "rollout" else 1)
+        gpus = {"rollout": layout.rollout, "reward": layout.frozen, "reference": layout.reference or layout.frozen}
+        deployment: dict[str, Any] = {"name": service.deployment}
+        if name == "critic":
+            deployment["num_replicas"] = replicas
+            ranks = given.get("ranks", layout.critic_ranks)
+            gpus["critic"] = layout.critic if ranks == 1 else 0
+        elif "autoscaling_config" not in given:
+            # From the start: a file that gains it later would restart every replica.
+            deployment["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": replicas}
+        deployment["ray_actor_options"] = _shares(layout.cpus, gpus[name])
+        application: dict[str, Any] = {
+            "name": name,
+            "route_prefix": given.pop("route_prefix", f"/{name}"),
+            "import_path": service.import_path,
+        }
+        environment = {"env_vars": self._environment} if self._environment else {}
+        if environment := _merged(environment, given.pop("runtime_env", {}), f"services.{name}.runtime_env"):
+            application["runtime_env"] = environment
+        options = {key: given.pop(key) for key in list(given) if key in DEPLOYMENT_KEYS}
+        args = {
+            "rollout": self._rollout,
+            "reward": self._reward,
+            "reference": self._reference,
+            "critic": self._critic,
+        }
+        application["args"] = _merged(args[name](), given, f"services.{name}")
+        application["deployments"] = [_merged(deployment, options, f"services.{name}")]
+        return application
+
+    def _rollout(self) -> dict[str, Any]:
+        args: dict[str, Any] = {"model": self._facts.model, "dtype": self._dtype, "max_length": self._whole}
+        args["max_num_seqs"] = min(256, max(2, self._facts.batch_size))
+        # Of a GPU of its own the engine takes what is left.
+        return args | ({"kv_cache_mib": self._kv_cache} if self._layout.rollout < 1 else {})
+
+    def _whole(self) -> int:
+        """Longest prompt + response, in tokens."""
+        return max(3, self._prompt + self._response)
+
+    def _reward(self) -> dict[str, Any]:
+        # Others may have it score longer pairs than the run does.
+        args = {"tokenizer": self._facts.model, "scorer": self._scorer}
+        known = (self._facts.prompts.max_prompt_length or PROMPT) + (self._facts.max_new_tokens or RESPONSE)
+        return args | ({"max_length": self._whole} if known > REWARD_LENGTH else {})
+
+    def _reference(self) -> dict[str, Any]:
+        model = self._facts.model
+        return {"model": model, "dtype": self._dtype} | self._passes(model, "model")
+
+    def _critic(self) -> dict[str, Any]:
+        facts = self._facts
+        rate = facts.algorithm.critic_learning_rate or 5 * facts.algorithm.learning_rate
+        given = facts.services.get("critic", {}).get("ranks", self._layout.critic_ranks)
+        args = self._learner(self._critic_model, "critic" if facts.critic else "reward", given)
+        args["optimizer"] = {"learning_rate": rate}
+        if given != 1:
+            args |= _shares(self._layout.cpus, self._layout.critic)
+            args |= {"env_vars": self._environment} if self._environment else {}
+        return args
+
+    def _learner(self, model: str, field: str, ranks: int) -> dict[str, Any]:
+        """The keys of policy and critic alike, but for their places and rates."""
+        args: dict[str, Any] = {"model": model, "dtype": self._dtype}
+        args |= {"ranks": ranks} if ranks != 1 else {}
+        # bfloat16 needs float32 weights in the optimizer, which ZeRO 1 keeps; several ranks divide all of them.
+        args |= {"zero_stage": 3} if ranks != 1 else {"zero_stage": 1} if self._dtype == "bfloat16" else {}
+        args |= {"gradient_checkpointing": "auto"} if self._gpus else {}
+        args |= {"packing": self._packing(model, field), "micro_batch_tokens": self._most_tokens}
+        return args | (
+            {"lora": self._facts.lora.model_dump(exclude_unset=True, mode="json")} if self._facts.lora else {}
+        )
+
+    def _orchestrator(self) -> dict[str, Any]:
+        facts, layout = self._facts, self._layout
+        memory = {"gpu_gib": facts.machine.gpu_gib, "host_gib": facts.machine.host_gib}
+        prompts = facts.prompts.model_dump(exclude_unset=True, exclude={"folder", "max_prompt_length"}, mode="json")
+        section: dict[str, Any] = {"name": facts.name, "target": f"127.0.0.1:{facts.port}"}
+        section |= {"services": {"reward": {"target": self._target}}} if self._target else {}
+        section |= {"seed": facts.seed, "steps": facts.steps, "batch_size": facts.batch_size}
+        section["prompts_per_call"] = min(64, facts.batch_size)
+        section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}
+        section["data"] = prompts | {"max_prompt_length": lambda: self._prompt}
+        section["sampling"] = {"max_new_tokens": lambda: self._response}
+        section["ppo"] = self._usual() | self._ppo
+        ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
+        policy = self._learner(facts.model, "model", ranks)
+        policy["optimizer"] = {"learning_rate": facts.algorithm.learning_rate}
+        policy |= {"num_cpus": layout.cpus} | ({"num_gpus": layout.policy} if layout.policy else {})
+        # Of a long split the first prompts will do.
+        section |= {} if facts.prompts.eval_split is None else {"evaluation": {"max_prompts": 256}}
+        section["policy"] = policy | ({"env_vars": self._environment} if self._environment else {})
+        return section
+
+    def _usual(self) -> dict[str, Any]:
+        """The algorithm's settings that other facts suggest."""
+        return {
+            # A reward model may do it with its own mean and deviation.
+            "normalise_scores": self._is_not_normalised,
+            "old_logprobs": "rollout" if self._engine_is_exact else "learner",
+            "minibatch_size": max(1, self._facts.batch_size // 4),
+        }
+
+    @property
+    def _engine_is_exact(self) -> bool:
+        """True if the engine's log-probs may stand for the learner's, which cost a pass: in float32, where they are
+        equal but for rounding, unless the samples are to be corrected."""
+        corrected = {"correction", "importance_cap", "importance_band"} & self._ppo.keys()
+        stale = (self._facts.orchestrator.get("loop") or {}).get("max_staleness")
+        return self._dtype == "float32" and not corrected and not stale
+
+    def _is_not_normalised(self) -> bool:
+        model = self._reward_model
+        return model is None or not self._model_at(model, "reward").normalises
+
+
+def _shares(cpus: float, gpus: float) -> dict[str, float]:
+    return {"num_cpus": cpus} | ({"num_gpus": gpus} if gpus else {})
+
+
+def _merged(derived: Any, given: Any, where: str) -> Any:
+    """The derived section with the given keys in it, mappings merged.
+
+    Raises:
+        ConfigError: a value stands where a mapping is derived.
+    """
+    if not isinstance(derived, Mapping):
+        return copy.deepcopy(given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: should be a mapping of fields to values, got {given!r}")
+    both = dict(derived)
+    for key, value in given.items():
+        both[key] = _merged(derived[key], value, f"{where}.{key}") if key in derived else copy.deepcopy(value)
+    return both
+
+
+def _resolved(value: Any) -> Any:
+    """The value with its functions called."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolved(inner) for inner in value]
+    return value() if callable(value) else copy.deepcopy(value)
+
+
+_NAMES = (
+    (r"applications\.(?:rollout|reference)\.args\.model\b", "model"),
+    (r"applications\.reward\.args\.tokenizer\b", "model"),
+    (r"applications\.(\w+)\.(?:args|deployments\.[A-Z]\w+)\b", r"services.\1"),
+    (r"applications\.(\w+)\b", r"services.\1"),
+    (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),
+    (r"orchestrator\.ppo\b", "algorithm"),
+    (r"orchestrator\.data\b", "prompts"),
+    (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
+    (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
+    (r"orchestrator\.(name|seed|steps|batch_size)\b", r"\1"),
+    (r"(?<![\w.])grpc_options\.port\b", "port"),
+    (r"(?<![\w.])http_options\.port\b", "http_port"),
+)
+"""Pattern of a derived key's name -> the name of the fact or override that states it."""
+
+
+def stated(text: str) -> str:
+    """The text, of one line or several, with the names of facts in place of those of derived keys, each line once."""
+    for pattern, name in _NAMES:
+        text = re.sub(pattern, name, text)
+    return "\n".join(dict.fromkeys(text.splitlines()))

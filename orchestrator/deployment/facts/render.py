@@ -1,0 +1,75 @@
+"""The whole file as text that a person reads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+_OF_SERVICES = {
+    "rollout": "samples, by vLLM",
+    "reward": "scores",
+    "reference": "the policy as it was, for the KL penalty",
+    "critic": "predicts returns",
+}
+_OF_KEYS = {
+    "grpc_servicer_functions:": "the first is the port's guard",
+    "autoscaling_config:": "change both at any time, also while training runs",
+    "num_replicas:": "always one, because its weights are trained",
+    "max_length:": "prompt + response, in tokens",
+    "kv_cache_mib:": "for what is sampled at the same time",
+    "host_gib:": "as free -g shows it",
+    "gpu_gib:": "as nvidia-smi shows it",
+    "prompts_per_call:": "in one call to a replica",
+}
+"""Key at the start of a line -> a remark behind it, the first time."""
+_WIDTH = 110
+_IN_LINES = {"grpc_options"}
+"""Sections whose lists have an entry a line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes each value where it stands, without anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """True for all values."""
+        return True
+
+
+def rendered(raw: Mapping[str, Any], head: str) -> str:
+    """The file's text, with `head` as the comment above it."""
+    parts = ["".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())]
+    for name, section in raw.items():
+        if name != "applications":
+            parts.append(_text({name: section}, in_lines=name in _IN_LINES))
+            continue
+        lines = "applications:\n"
+        for application in section:
+            described = _OF_SERVICES.get(str(application.get("name")))
+            lines += (f"\n  # {described}\n" if described else "\n") + _indented(_text([application]))
+        parts.append(lines)
+    return _remarked("\n".join(parts))
+
+
+def _text(value: Any, in_lines: bool = False) -> str:
+    # None: a mapping or list of plain values only is written in one line.
+    flow = False if in_lines else None
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=_WIDTH
+    )
+    return text
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}" for line in text.splitlines(keepends=True))
+
+
+def _remarked(text: str) -> str:
+    lines, told = [], set[str]()
+    for line in text.splitlines():
+        key = line.strip(" -").partition(" ")[0]
+        # A value that goes on in the next line has a place for a remark as well.
+        if (remark := _OF_KEYS.get(key)) and key not in told and not line.endswith(","):
+            told.add(key)
+            line = f"{line}  # {remark}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"

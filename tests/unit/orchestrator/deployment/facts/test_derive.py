@@ -1,0 +1,298 @@
+"""The whole file derived from facts: each value once, checked by the functions of `quartet check`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
+
+from orchestrator.commands.checks.preflight import preflight
+from orchestrator.deployment.applications import SERVICES
+from orchestrator.deployment.facts.derive import Layout, derive
+from orchestrator.deployment.facts.facts import APPLICATION_KEYS, DEPLOYMENT_KEYS, Facts
+from orchestrator.deployment.facts.read import derived
+from orchestrator.deployment.file import Deployment
+from quartet.config.base import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model of given sizes."""
+
+    longest: int = 4096
+    vocabulary: int = 150_000
+    packs: bool = True
+    normalises: bool = False
+
+    def cached(self, dtype: str) -> int:
+        """Bytes of a token's keys and values."""
+        return 12_288 if dtype == "bfloat16" else 24_576
+
+
+@pytest.fixture
+def facts(policy_folder: Path, reward_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """The five facts that a run needs."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{index}"}) + "\n" for index in range(4, 12)))
+    algorithm = {"kind": "ppo", "learning_rate": 1e-4}
+    folders = {"model": str(policy_folder), "reward": str(reward_folder), "prompts": str(prompts)}
+    return {"name": "mine"} | folders | {"algorithm": algorithm}
+
+
+def loaded(facts: dict[str, Any], folder: Path) -> Deployment:
+    """The deployment of a file of facts."""
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(facts))
+    return Deployment.load(path, check_services=True)
+
+
+def whole(facts: dict[str, Any], shape: Shape = Shape()) -> dict[str, Any]:
+    """The whole file for models of a shape."""
+    return derive(Facts.of(facts), lambda folder, field: shape)
+
+
+def args(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    actual: dict[str, Any] = next(a["args"] for a in raw["applications"] if a["name"] == name)
+    return actual
+
+
+def options(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    actual: dict[str, Any] = next(a["deployments"][0] for a in raw["applications"] if a["name"] == name)
+    return actual
+
+
+def complaints(facts: dict[str, Any], folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loaded(facts, folder)
+    return str(caught.value).splitlines()
+
+
+def test_what_is_required_is_enough(facts: dict[str, Any], tmp_path: Path) -> None:
+    deployment = loaded(facts, tmp_path)
+    inputs = preflight(deployment)
+    assert deployment.facts
+    assert len(inputs.train.prompts) == 8
+    assert deployment.applications == ("rollout", "reward", "reference", "critic")
+    run = deployment.orchestrator
+    # The models take 128 tokens; the reward model has its own mean and deviation.
+    assert (run.data.max_prompt_length, run.sampling.max_new_tokens) == (64, 64)
+    assert run.ppo.normalise_scores is False
+    assert args(deployment.raw, "critic")["optimizer"]["learning_rate"] == pytest.approx(5e-4)
+    assert args(deployment.raw, "critic")["model"] == facts["reward"]
+    assert (run.policy.dtype, run.ppo.old_logprobs) == ("float32", "rollout")
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8])
+def test_every_number_of_gpus_has_a_file_that_is_fine(facts: dict[str, Any], tmp_path: Path, gpus: int) -> None:
+    deployment = loaded(facts | {"machine": {"gpus": gpus, "gpu_gib": 79, "host_gib": 500}}, tmp_path)
+    preflight(deployment)
+    raw, run, layout = deployment.raw, deployment.orchestrator, Layout.of(gpus)
+    shares = [options(raw, name)["ray_actor_options"].get("num_gpus", 0) for name in SERVICES]
+    replicas = options(raw, "rollout")["autoscaling_config"]["max_replicas"]
+    critic = args(raw, "critic")
+    asked = shares[0] * replicas + sum(shares[1:]) + run.policy.num_gpus * run.policy.ranks
+    asked += critic.get("num_gpus", 0) * critic.get("ranks", 1)
+    assert asked <= gpus
+    assert replicas == (gpus // 2 if gpus > 1 else 1) == layout.replicas
+    assert {args(raw, name)["dtype"] for name in ("rollout", "reference", "critic")} == {run.policy.dtype}
+    assert run.policy.dtype == ("bfloat16" if gpus else "float32")
+    assert args(raw, "reward")["scorer"]["dtype"] == run.policy.dtype
+    assert ("kv_cache_mib" in args(raw, "rollout")) == (gpus < 2)
+
+
+def test_a_model_is_asked_about_only_where_a_value_depends_on_it(facts: dict[str, Any]) -> None:
+    settled = facts | {
+        "prompts": {"path": facts["prompts"], "max_prompt_length": 16},
+        "max_new_tokens": 8,
+        "packing": False,
+        "batch_tokens": 4096,
+        "algorithm": facts["algorithm"] | {"normalise_scores": False},
+        "services": {"rollout": {"kv_cache_mib": 64}},
+    }
+
+    def never(folder: str, field: str) -> Any:
+        raise AssertionError(field)
+
+    raw = derive(Facts.of(settled), never)
+    assert args(raw, "rollout")["max_length"] == 24
+    del settled["packing"]
+    with pytest.raises(AssertionError):
+        derive(Facts.of(settled), never)
+
+
+def test_memory_decides_on_passes_and_the_cache(facts: dict[str, Any]) -> None:
+    # A pass's logits, their gradient and log-probs in a sixteenth: 24 GiB / 16 / (12 x 150,000) = 894 tokens.
+    small = whole(facts | {"machine": {"host_gib": 24}})
+    assert small["orchestrator"]["policy"]["micro_batch_tokens"] == 1024
+    large = whole(facts | {"machine": {"host_gib": 512}})
+    assert large["orchestrator"]["policy"]["micro_batch_tokens"] == 16_384
+    assert args(large, "reference")["batch_tokens"] == args(large, "reward")["scorer"]["batch_tokens"] == 2048
+    # 128 x (1024 + 256 + 128) x 24 KiB, of which an eighth of the memory is less.
+    assert args(small, "rollout")["kv_cache_mib"] == 3072
+    assert args(large, "rollout")["kv_cache_mib"] == 128 * (1024 + 256 + 128) * 24_576 >> 20
+
+
+def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
+    function = loaded(facts | {"reward": "tests.scorers:count"}, tmp_path)
+    preflight(function)
+    assert args(function.raw, "reward")["scorer"] == {"kind": "function", "function": "tests.scorers:count"}
+    assert args(function.raw, "critic")["model"] == facts["model"]
+    assert function.orchestrator.ppo.normalise_scores is True
+    for address in ("10.0.0.7:19000", "grpc://10.0.0.7:19000"):
+        elsewhere = loaded(facts | {"reward": address}, tmp_path)
+        preflight(elsewhere)
+        assert elsewhere.applications == ("rollout", "reference", "critic")
+        assert elsewhere.orchestrator.services["reward"].target == "10.0.0.7:19000"
+    parts = [{"weight": 1.0, "scorer": {"kind": "function", "function": "tests.scorers:count"}}]
+    blend = loaded(facts | {"reward": {"kind": "blend", "parts": parts}}, tmp_path)
+    assert args(blend.raw, "reward")["scorer"]["parts"] == parts
+
+
+def test_algorithms_start_what_they_need(facts: dict[str, Any], tmp_path: Path) -> None:
+    rloo = loaded(facts | {"algorithm": {"kind": "rloo", "learning_rate": 1e-4, "kl": {"coef": 0.0}}}, tmp_path)
+    preflight(rloo)
+    assert rloo.applications == ("rollout", "reward")
+    plain = loaded(facts | {"algorithm": {"kind": "reinforce++", "learning_rate": 1e-4}}, tmp_path)
+    assert plain.applications == ("rollout", "reward", "reference")
+    corrected = facts["algorithm"] | {"correction": "icepop"}
+    assert loaded(facts | {"algorithm": corrected}, tmp_path).orchestrator.ppo.old_logprobs == "learner"
+    ahead = loaded(facts | {"orchestrator": {"loop": {"max_staleness": 2}}}, tmp_path)
+    assert ahead.orchestrator.ppo.old_logprobs == "learner"
+
+
+def test_overrides_are_merged_into_what_is_derived(facts: dict[str, Any]) -> None:
+    services = {
+        "rollout": {"num_replicas": 2, "max_num_seqs": 7, "ray_actor_options": {"memory": 5}},
+        "reward": {"scorer": {"offload": True}, "runtime_env": {"env_vars": {"X": "y"}}},
+        "critic": {"ranks": 2, "num_cpus": 3, "optimizer": {"warmup_steps": 4}},
+    }
+    run = {"policy": {"optimizer": {"weight_decay": 0.1}}, "weights": {"timeout_s": 30}}
+    raw = whole(facts | {"services": services, "orchestrator": run, "lora": {"rank": 8}})
+    rollout = options(raw, "rollout")
+    assert rollout["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 2}
+    assert rollout["ray_actor_options"] == {"num_cpus": 0.2, "memory": 5}
+    assert args(raw, "rollout")["max_num_seqs"] == 7
+    assert args(raw, "reward")["scorer"] == {
+        **{"kind": "model", "model": facts["reward"], "dtype": "float32"},
+        **{"batch_tokens": 1024, "packing": True, "offload": True},
+    }
+    reward = next(a for a in raw["applications"] if a["name"] == "reward")
+    assert reward["runtime_env"]["env_vars"] | {"X": "y", "OMP_NUM_THREADS": "1"} == reward["runtime_env"]["env_vars"]
+    critic = args(raw, "critic")
+    assert (critic["ranks"], critic["num_cpus"], critic["zero_stage"]) == (2, 3, 3)
+    assert critic["optimizer"] == {"learning_rate": pytest.approx(5e-4), "warmup_steps": 4}
+    assert critic["lora"] == raw["orchestrator"]["policy"]["lora"] == {"rank": 8}
+    assert raw["orchestrator"]["policy"]["optimizer"] == {"learning_rate": 1e-4, "weight_decay": 0.1}
+    assert raw["orchestrator"]["weights"] == {"timeout_s": 30}
+
+
+def test_the_guard_is_first_whatever_is_deployed(facts: dict[str, Any]) -> None:
+    for reward in (facts["reward"], "10.0.0.7:19000"):
+        raw = whole(facts | {"reward": reward, "port": 19500, "http_port": 18500})
+        functions = raw["grpc_options"]["grpc_servicer_functions"]
+        assert functions[0] == "quartet.serving.proxy.end_with_caller"
+        assert len(functions) == 2 + len(raw["applications"])
+        assert (raw["grpc_options"]["port"], raw["http_options"]) == (19500, {"host": "127.0.0.1", "port": 18500})
+        assert raw["orchestrator"]["target"] == "127.0.0.1:19500"
+
+
+def test_options_of_serve_are_those_of_its_schema() -> None:
+    assert set(DeploymentSchema.model_fields) - {"name"} == DEPLOYMENT_KEYS
+    assert set(ServeApplicationSchema.model_fields) > APPLICATION_KEYS
+    for service in SERVICES.values():
+        assert not (DEPLOYMENT_KEYS | APPLICATION_KEYS) & set(service.config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"modell": "x"}, "modell: unknown field; known: "),
+        ({"steps": "many"}, "steps: should be a whole number, got 'many'"),
+        ({"seed": True}, "seed: should be a whole number, got true"),
+        ({"prompts": 3}, "prompts: should be a mapping of fields to values, got 3"),
+        ({"prompts": {"path": "p", "inputkey": "x"}}, "prompts.inputkey: unknown field; known: "),
+        ({"prompts": {"path": "p", "folder": "main"}}, "prompts.folder: is for ORG/NAME@REVISION"),
+        ({"reward": 3}, "reward: should be text, got 3"),
+        ({"reward": {"kind": "oracle"}}, "services.reward.scorer.kind: should be one of "),
+        ({"algorithm": {"kind": "ppo"}}, "algorithm.learning_rate: required"),
+        ({"algorithm": {"kind": "grow", "learning_rate": 1.0}}, "algorithm.kind: should be one of ppo, rloo, "),
+        ({"algorithm": {"kind": "ppo", "learning_rate": 1.0, "klc": 1}}, "algorithm.klc: unknown field; known: "),
+        (
+            {"algorithm": {"kind": "ppo", "learning_rate": 1.0, "kl": {"coef": "x"}}},
+            "algorithm.kl.coef: should be a number, got 'x'",
+        ),
+        ({"machine": {"gpus": -1}}, "machine.gpus: should be 0 or more, got -1"),
+        ({"services": {"rolout": {}}}, "services.rolout: unknown service; known: "),
+        ({"services": {"rollout": {"kv": 1}}}, "services.rollout.kv: unknown field; known: "),
+        ({"services": {"critic": {"optimizer": {"lr": 1}}}}, "services.critic.optimizer.lr: unknown field; known: "),
+        ({"services": {"rollout": {"max_num_seqs": "x"}}}, "services.rollout.max_num_seqs: should be a whole number"),
+        ({"services": {"rollout": {"num_replicas": 0}}}, "services.rollout.num_replicas: should be 1 or more, got 0"),
+        ({"services": {"critic": {"num_replicas": 2}}}, "services.critic.num_replicas: should be 1, got 2"),
+        (
+            {"services": {"rollout": {"ray_actor_options": 1}}},
+            "services.rollout.ray_actor_options: should be a mapping of fields to values, got 1",
+        ),
+        ({"orchestrator": {"looop": {}}}, "orchestrator.looop: unknown field; known: "),
+        ({"orchestrator": {"loop": {"dept": 1}}}, "orchestrator.loop.dept: unknown field; known: "),
+        ({"orchestrator": {"steps": 3}}, "orchestrator.steps: is stated by steps; set that, and leave this out"),
+        ({"orchestrator": {"ppo": {"epochs": 1}}}, "orchestrator.ppo: is stated by algorithm; set that, "),
+        ({"orchestrator": {"policy": {"dtype": "float32"}}}, "orchestrator.policy.dtype: is stated by dtype; "),
+        ({"model": "no/such"}, "model: should be a model's folder, but no/such does not exist"),
+        ({"model": "../../x@main"}, "model: should be a folder or ORG/NAME@REVISION, got '../../x@main'"),
+        ({"port": 0}, "port: should be 1 or more, got 0"),
+        ({"port": 18000}, "http_port and port: should differ, got 18000, 18000"),
+        ({"security": {"hots": "x"}}, "security.hots: unknown field; known: "),
+    ],
+)
+def test_wrong_facts_are_named(facts: dict[str, Any], change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    lines = complaints(facts | change, tmp_path)
+    assert [line for line in lines if line.removeprefix(f"{tmp_path / 'mine.yaml'}: ").startswith(says)], lines
+
+
+def test_a_service_that_the_run_does_not_start_has_no_overrides(facts: dict[str, Any], tmp_path: Path) -> None:
+    rloo = facts | {"algorithm": {"kind": "rloo", "learning_rate": 1e-4}, "services": {"critic": {"seed": 1}}}
+    assert complaints(rloo, tmp_path) == [
+        "services.critic: this run starts none (the algorithm needs none); leave it out"
+    ]
+
+
+def test_a_missing_folder_is_told_once_in_the_words_of_the_facts(facts: dict[str, Any], tmp_path: Path) -> None:
+    settled = facts | {
+        "prompts": {"path": facts["prompts"], "max_prompt_length": 8},
+        **{"max_new_tokens": 8, "packing": False, "batch_tokens": 4096, "model": "gone"},
+        "services": {"rollout": {"kv_cache_mib": 64}},
+    }
+    lines = complaints(settled, tmp_path)
+    assert [line.partition(":")[0] for line in lines] == ["model"]
+
+
+def test_checks_speak_of_facts(facts: dict[str, Any], tmp_path: Path) -> None:
+    deployment = loaded(facts | {"max_new_tokens": 100, "machine": {"host_gib": 0.001}}, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        preflight(deployment)
+    text = str(caught.value)
+    assert "machine.host_gib: one host may have to hold" in text
+    assert "prompts.max_prompt_length + max_new_tokens" not in text  # 28 + 100 fit the models' 128
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        ({"name": "x"}, "should state the facts name, model, reward, prompts, algorithm, or be a whole file with "),
+        ({}, "should state the facts "),
+        ({"model": "m", "applications": []}, "model are facts, from which applications are derived"),
+    ],
+)
+def test_a_file_of_neither_kind_or_of_both_is_refused(contents: dict[str, Any], says: str, tmp_path: Path) -> None:
+    [line] = complaints(contents, tmp_path)
+    assert says in line
+
+
+def test_anchors_may_be_shared(facts: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"shared: {{x: &x 9}}\n{yaml.safe_dump(facts)}steps: *x\n")
+    assert Deployment.load(path).orchestrator.steps == 9
+    assert "shared" not in derived(facts | {"shared": {}}, path)
