@@ -22,7 +22,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install demo test test-fast test-exhaustive lint format deploy-files protos lock audit clean
+.PHONY: install demo test test-fast test-exhaustive lint format deploy-files configuration-page protos lock audit clean
 .DELETE_ON_ERROR:
 
 # --compile-bytecode: every service is a process of its own, and importing vLLM uncompiled takes each of them twice
@@ -82,6 +82,10 @@ deploy-files: install
 	for facts in deploy/facts/*.yaml; do \
 		$(QUARTET) render $$facts > deploy/.rendered && mv deploy/.rendered deploy/$$(basename $$facts) || exit 1; \
 	done
+
+# Writes docs/configuration.md again after a change to the configuration.
+configuration-page: install
+	$(BIN)/python -m tests.lint.configuration
 
 protos: install
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
