@@ -23,11 +23,11 @@ INTRODUCTION = """\
 
 A run is described by one YAML file of either kind, and every command takes both:
 
-- **A file of facts** states what a person decides, each once. Five facts are required: `name`, `model`, `reward`, `prompts`
-  and `algorithm`. Everything else has a default that fits them. `quartet init` writes such a file.
-- **A whole file** holds Serve's own sections, one application for each service, and `orchestrator:`. `quartet render FILE`
-  prints the whole file that follows from facts, for `serve deploy` or to read. It is a file of this kind if it has
-  `applications:`.
+- **A file of facts** states what a person decides, each once. Five facts are required: `name`, `model`, `reward`,
+  `prompts` and `algorithm`. Everything else has a default that fits them. `quartet init` writes such a file.
+- **A whole file** holds Serve's own sections, one application for each service, and `orchestrator:`. `quartet render
+  FILE` prints the whole file that follows from facts, for `serve deploy` or to read. It is a file of this kind if it
+  has `applications:`.
 
 ```yaml
 name: mine
@@ -47,17 +47,17 @@ orchestrator:
   loop: {max_staleness: 1}
 ```
 
-Each fact is stated once: `orchestrator: {steps: 10}` is refused, since `steps` is a fact. Errors about derived keys name the
-fact that they follow from. Text under `shared:` is ignored and may hold YAML anchors.
+Each fact is stated once: `orchestrator: {steps: 10}` is refused, since `steps` is a fact. Errors about derived keys
+name the fact that they follow from. Text under `shared:` is ignored and may hold YAML anchors.
 
-**Models and data of the Hugging Face hub.** `model`, `reward`, `critic` and `prompts` may be ORG/NAME@REVISION, such as
-`Qwen/Qwen2.5-0.5B-Instruct@main`. A folder of that name is taken first. Before anything starts, the files are fetched once
-into Hugging Face's cache (`HF_HOME`), with progress, from huggingface.co or from `HF_ENDPOINT`. `mine.lock` beside
-`mine.yaml` then holds the commit and the SHA-256 of each file; keep it with the file. Later starts ask for nothing that is
-there, compare all of it, and end with an error if a file differs: remove that file to fetch it again, or its entry in
-the lock to take what the hub has now. Only safetensors, JSON and tokenizers' texts are fetched, of data sets JSON and
-Parquet; a model that has its weights in pickle alone is refused. On a cluster each node needs the files, so give it a
-folder that all nodes see as `HF_HOME`, or as `model`.
+**Models and data of the Hugging Face hub.** `model`, `reward`, `critic` and `prompts` may be ORG/NAME@REVISION, such
+as `Qwen/Qwen2.5-0.5B-Instruct@main`. A folder of that name is taken first. Before anything starts, the files are
+fetched once into Hugging Face's cache (`HF_HOME`), with progress, from huggingface.co or from `HF_ENDPOINT`.
+`mine.lock` beside `mine.yaml` then holds the commit and the SHA-256 of each file; keep it with the file. Later starts
+ask for nothing that is there, compare all of it, and end with an error if a file differs: remove that file to fetch
+it again, or its entry in the lock to take what the hub has now. Only safetensors, JSON and tokenizers' texts are
+fetched, of data sets JSON and Parquet; a model that has its weights in pickle alone is refused. On a cluster each
+node needs the files, so give it a folder that all nodes see as `HF_HOME`, or as `model`.
 """
 PARTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Facts", "", Facts),
