@@ -59,7 +59,7 @@ def _variant(models: str, name: str, seed: int, steps: int, *, kl: bool) -> dict
     orchestrator = config["orchestrator"]
     orchestrator |= {"name": name, "seed": seed, "steps": steps}
     if not kl:
-        orchestrator["ppo"]["kl"]["coef"] = 0.0
+        orchestrator["algorithm"]["kl"]["coef"] = 0.0
     return config
 
 

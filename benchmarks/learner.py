@@ -28,8 +28,9 @@ from rich.table import Table
 
 from benchmarks.gpu.results import wait
 from benchmarks.zero_bytes import STAGES, formula, measure
-from orchestrator.algorithm.loss import importance_weights, policy_loss
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.loss import importance_weights, policy_loss
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner.minibatches import minibatches
@@ -55,11 +56,11 @@ OPTIMIZER = OptimizerConfig(learning_rate=2e-4)
 @app.command()
 def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
     """Four PPO steps on 128 responses of 32 tokens: PolicyTrainer (ZeRO 0, one rank) over a plain loop."""
-    ppo = PPOConfig(epochs=1, minibatch_size=32)
+    algorithm = PPO(epochs=1, minibatch_size=32)
     batch = _batch([32] * 128)
     with _model(hidden, layers) as folder:
-        trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), ppo, Distribution(1.0))
-        plain = Plain(folder, ppo)
+        trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), algorithm, Distribution(1.0))
+        plain = Plain(folder, algorithm)
         sides: dict[str, Side] = {
             "learner": lambda: trainer.train(batch, SEED),
             "plain PyTorch": lambda: plain.train(batch, SEED),
@@ -72,10 +73,10 @@ def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
 class Plain:
     """The same model, loss, order of minibatches and AdamW without DeepSpeed."""
 
-    def __init__(self, folder: str, ppo: PPOConfig) -> None:
+    def __init__(self, folder: str, algorithm: Algorithm) -> None:
         self._device = default_device()
         self._model: Any = load_causal(folder, "float32").to(self._device)
-        self._ppo = ppo
+        self._ppo = algorithm
         config = OPTIMIZER
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -94,7 +95,7 @@ class Plain:
         return [self._step(batch, rows, tokens) for rows in minibatches(count, epochs=1, size=size, seed=seed)]
 
     def _step(self, batch: PolicyBatch, rows: Sequence[int], tokens: float) -> float:
-        ppo = self._ppo
+        algorithm = self._ppo
         assert batch.old_logprobs is not None
         prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
         pairs = pad_pairs(prompts, responses, self._device, last=False)
@@ -110,10 +111,10 @@ class Plain:
             old,
             advantages,
             mask,
-            clip_eps_low=ppo.clip_eps_low,
-            clip_eps_high=ppo.clip_eps_high,
-            dual_clip=ppo.dual_clip,
-            weights=importance_weights(old, sampled, mask, cap=ppo.importance_cap),
+            clip_eps_low=algorithm.clip_eps_low,
+            clip_eps_high=algorithm.clip_eps_high,
+            dual_clip=algorithm.dual_clip,
+            weights=importance_weights(old, sampled, mask, cap=algorithm.importance_cap),
             denominator=tokens,
         )
         float(masked_sum(-new.detach(), mask) / tokens)
@@ -162,7 +163,7 @@ def batching(
 
 def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | None = None) -> Side:
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
-    trainer = PolicyTrainer(config, PPOConfig(minibatch_size=len(batch.prompts)), Distribution(1.0))
+    trainer = PolicyTrainer(config, PPO(minibatch_size=len(batch.prompts)), Distribution(1.0))
     rows, tokens = range(len(batch.prompts)), sum(len(response) for response in batch.responses)
 
     def side() -> None:

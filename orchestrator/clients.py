@@ -174,7 +174,7 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"{infos.rollout.model.dtype}; weights are pushed as they are, so both must be the same"
         )
     reference = infos.reference
-    if reference and reference.model.dtype != config.policy.dtype and config.ppo.kl.coef > 0:
+    if reference and reference.model.dtype != config.policy.dtype and config.algorithm.needs_reference:
         raise ConfigError(
             f"orchestrator.policy.dtype: {config.policy.dtype}, but the reference service has "
             f"{reference.model.dtype}; the KL penalty would measure their rounding, so both must be the same"

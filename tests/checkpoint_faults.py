@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.config.checkpoint import CheckpointConfig
 from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.policy import PolicyLearner
@@ -98,8 +98,8 @@ class Scene:
     def _learners(self) -> tuple[PolicyTrainer, CriticTrainer]:
         policy = PolicyConfig(model=self._policy_model, optimizer=OPTIMIZER)
         critic = CriticConfig(model=self._reward_model, optimizer=OPTIMIZER)
-        ppo = PPOConfig(epochs=1, minibatch_size=5)
-        return PolicyTrainer(policy, ppo, Distribution(1.0)), CriticTrainer(critic)
+        algorithm = PPO(epochs=1, minibatch_size=5)
+        return PolicyTrainer(policy, algorithm, Distribution(1.0)), CriticTrainer(critic)
 
     def _train(self, step: int) -> None:
         prompts, responses = pairs(5)

@@ -48,7 +48,7 @@ def configuration(policy: Path, reward: Path, prompts: Path, http: int, grpc_por
         },
         "evaluation": {"every": 2, "judges": {"words": "tests.scorers:count"}},
     }
-    raw["orchestrator"]["ppo"]["minibatch_size"] = 8
+    raw["orchestrator"]["algorithm"]["minibatch_size"] = 8
     raw["orchestrator"]["policy"]["model"] = str(policy)
     return raw
 

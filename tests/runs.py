@@ -18,8 +18,8 @@ STEPS, EVERY = 8, 2
 class Run:
     """One run, whose process may be killed and started again."""
 
-    def __init__(self, quartet: Quartet, name: str, without: Collection[str] = (), **ppo: Any) -> None:
-        """`without` names applications to leave out of its file, `ppo` holds keys of the algorithm."""
+    def __init__(self, quartet: Quartet, name: str, without: Collection[str] = (), **algorithm: Any) -> None:
+        """`without` names applications to leave out of its file, `algorithm` holds keys of the algorithm."""
         self.quartet = quartet
         self.folder = quartet.folder / "runs" / name
         self.config = quartet.folder / f"{name}.yaml"
@@ -27,7 +27,7 @@ class Run:
         # Everything is kept, so that another run can begin where this one did, with the samples that it had.
         kept = raw["orchestrator"]["checkpoint"] | {"every": EVERY, "keep": 100}
         raw["orchestrator"] |= {"steps": STEPS, "checkpoint": kept}
-        raw["orchestrator"] |= {"evaluation": {"every": 0}, "ppo": raw["orchestrator"]["ppo"] | ppo}
+        raw["orchestrator"] |= {"evaluation": {"every": 0}, "algorithm": raw["orchestrator"]["algorithm"] | algorithm}
         raw["applications"] = [each for each in raw["applications"] if each["name"] not in without]
         self.config.write_text(yaml.safe_dump(raw))
         self.log = quartet.folder / f"{name}.log"

@@ -76,6 +76,6 @@ def _raw(folder: str, times: Path) -> dict[str, Any]:
         "batch_size": BATCH,
         "prompts_per_call": BATCH,
         "sampling": {"max_new_tokens": 16},
-        "ppo": {"minibatch_size": BATCH},
+        "algorithm": {"minibatch_size": BATCH},
     }
     return raw

@@ -102,7 +102,7 @@ def configured(
     run_ |= {"evaluation": {"every": 0}, "log": {"tensorboard": False}}
     run_["data"] = {"path": str(folder / "prompts.jsonl"), "max_prompt_length": prompt}
     run_["sampling"] = {"max_new_tokens": new, "min_new_tokens": new}
-    run_["ppo"]["minibatch_size"] = batch // MINIBATCHES
+    run_["algorithm"]["minibatch_size"] = batch // MINIBATCHES
     if device == "cpu":
         _on_a_cpu(raw, parts)
     elif torch.cuda.is_available():

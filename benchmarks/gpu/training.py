@@ -24,8 +24,9 @@ import typer
 
 from benchmarks.gpu.models import make, shape
 from benchmarks.gpu.results import Cell, Results, alone, seconds
-from orchestrator.algorithm.loss import importance_weights, policy_loss
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.loss import importance_weights, policy_loss
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -81,13 +82,13 @@ def made(vocabulary: int, count: int, length: int) -> PolicyBatch:
 def _learner(folder: str, batch: PolicyBatch, where: torch.device, **fields: Any) -> Callable[[], object]:
     settings: dict[str, Any] = {"dtype": "bfloat16", "zero_stage": 1, "packing": True, "micro_batch_tokens": 1 << 20}
     config = PolicyConfig.parse(settings | fields | {"model": folder, "optimizer": {"learning_rate": 1e-6}}, "policy")
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=len(batch.prompts)), Distribution())
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=len(batch.prompts)), Distribution())
     return lambda: trainer.train(batch, 0)
 
 
 def _plain(folder: str, batch: PolicyBatch, where: torch.device, *, checkpointing: bool) -> Callable[[], object]:
-    loop, ppo = Plain(folder, batch, where, checkpointing=checkpointing), PPOConfig()
-    return lambda: loop.step(ppo)
+    loop, algorithm = Plain(folder, batch, where, checkpointing=checkpointing), PPO()
+    return lambda: loop.step(algorithm)
 
 
 class Plain:
@@ -102,11 +103,11 @@ class Plain:
         self._optimizer = torch.optim.AdamW(self._masters, lr=OPTIMIZER.learning_rate, fused=True)
         self._batch, self._where = batch, where
 
-    def step(self, ppo: PPOConfig) -> float:
+    def step(self, algorithm: Algorithm) -> float:
         """One optimizer step; the loss."""
         batch = self._batch
         pairs = concatenate_pairs(batch.prompts, batch.responses, self._where, last=False)
-        loss = self._loss(pairs, ppo)
+        loss = self._loss(pairs, algorithm)
         loss.backward()
         parameters = list(self._model.parameters())
         torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
@@ -119,7 +120,7 @@ class Plain:
                 parameter.copy_(master)
         return float(loss.detach())
 
-    def _loss(self, pairs: PairTensors, ppo: PPOConfig) -> torch.Tensor:
+    def _loss(self, pairs: PairTensors, algorithm: Algorithm) -> torch.Tensor:
         assert self._batch.old_logprobs is not None
         old, advantages = pairs.spread(self._batch.old_logprobs), pairs.spread(self._batch.advantages)
         mask, count = pairs.action_mask, sum(pairs.lengths)
@@ -130,10 +131,10 @@ class Plain:
             old,
             advantages,
             mask,
-            clip_eps_low=ppo.clip_eps_low,
-            clip_eps_high=ppo.clip_eps_high,
-            dual_clip=ppo.dual_clip,
-            weights=importance_weights(old, old, mask, cap=ppo.importance_cap),
+            clip_eps_low=algorithm.clip_eps_low,
+            clip_eps_high=algorithm.clip_eps_high,
+            dual_clip=algorithm.dual_clip,
+            weights=importance_weights(old, old, mask, cap=algorithm.importance_cap),
             denominator=count,
         )
         float(masked_sum(-new.detach(), mask) / count)
@@ -190,7 +191,7 @@ def print_losses(folder: str) -> None:
     """In a process of its own, since a process has one device: five steps in float32."""
     config = PolicyConfig(model=folder, optimizer=OptimizerConfig(learning_rate=1e-4), packing=True)
     batch = made(config_vocabulary(folder), 4, 64)
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=4), Distribution())
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=4), Distribution())
     print(json.dumps([trainer.train(batch, step)["loss"] for step in range(5)]))
 
 

@@ -158,7 +158,7 @@ class Schedule:
         self._config = config = _config(draw)
         self._replicas = Replicas(self._chance)
         prompts = [Prompt(row, np.asarray([row + 3], np.int32), "p", "") for row in range(17)]
-        self._prompts = PromptStream(prompts, config.seed, config.ppo.samples_per_prompt)
+        self._prompts = PromptStream(prompts, config.seed, config.algorithm.samples_per_prompt)
         requests = training_requests(config, self._prompts, range((STEPS + 6) * config.batch_size))
         self._replicas.number_of = {request.seed: request.number for request in requests if request.seed is not None}
         state = TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.1)
@@ -253,7 +253,7 @@ def _section(draw: random.Random, model: str) -> dict[str, Any]:
         "steps": STEPS,
         "batch_size": each * draw.randint(1, 4),
         "prompts_per_call": draw.choice([1, 2, 5, 64]),
-        "ppo": {"minibatch_size": 1, "samples_per_prompt": each},
+        "algorithm": {"minibatch_size": 1, "samples_per_prompt": each},
         "loop": {"max_staleness": staleness, "depth": depth},
         "evaluation": {"every": draw.choice([0, 3])},
         "timeouts": {"take_s": 1e6},

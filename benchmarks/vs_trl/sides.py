@@ -132,7 +132,7 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
     run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["data"]["prompt_split"] = "train"
     run["sampling"]["min_new_tokens"] = case.response if case.equal else 0
-    run["ppo"] |= {
+    run["algorithm"] |= {
         "epochs": case.epochs,
         "minibatch_size": case.batch // case.minibatches,
         "old_logprobs": case.old_logprobs,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.algorithms.registry import parse
 from orchestrator.clients import Infos
 from orchestrator.commands.run_folder import checkpoint_folder, differences
 from orchestrator.config.run import OrchestratorConfig
@@ -51,7 +52,7 @@ def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]
     kept = run_dir / "config.yaml"
     if kept.exists():
         before = record(read_yaml(kept))
-        check_groups(before, config.ppo.samples_per_prompt)
+        check_groups(before, config.algorithm.samples_per_prompt)
         for line in differences(before, deployment.record):
             note(line)
     return checkpoint
@@ -74,10 +75,10 @@ def how_to_resume(deployment: Deployment) -> str:
 
 def check_groups(before: Mapping[str, Any], wanted: int) -> None:
     """Raises ConfigError if samples_per_prompt changed: it decides which prompt a sample's number belongs to."""
-    actual = before["orchestrator"].get("ppo", {}).get("samples_per_prompt", 1)
+    actual = parse(before["orchestrator"].get("algorithm")).samples_per_prompt
     if actual != wanted:
         raise ConfigError(
-            f"orchestrator.ppo.samples_per_prompt: {wanted}, but the run began with {actual}, and samples of "
+            f"orchestrator.algorithm.samples_per_prompt: {wanted}, but the run began with {actual}, and samples of "
             "different prompts would share a group: resume with the same number, or begin another run"
         )
 
@@ -95,7 +96,7 @@ def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], 
         step=0,
         first_version=infos.rollout.policy_version + 1,
         first_critic_step=critic_step,
-        kl_coef=config.ppo.kl.coef,
+        kl_coef=config.algorithm.kl.coef,
         services=identities(infos),
     )
 
@@ -121,7 +122,7 @@ def resumed_state(
         return state.model_copy(update={"services": dict(services), "first_critic_step": None})
     if state.first_critic_step is None:
         raise ConfigError(
-            "orchestrator.ppo.advantages: gae takes a critic's values, but the checkpoint is of a run without one; "
+            "orchestrator.algorithm.kind: this one takes a critic's values, and the checkpoint is of a run without; "
             "set it to what it was, or begin again with --overwrite"
         )
     return state.model_copy(update={"services": dict(services)})

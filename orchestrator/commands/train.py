@@ -205,7 +205,7 @@ class Run:
                 pusher = WeightPusher(services.rollout, policy, backend, config.weights, prover, spans)
                 journal = self._journal(digests(now))
                 checkpoints = Checkpoints(self._checkpoints, config.checkpoint, learners, journal, note)
-                prompts = PromptStream(self.inputs.train.prompts, config.seed, config.ppo.samples_per_prompt)
+                prompts = PromptStream(self.inputs.train.prompts, config.seed, config.algorithm.samples_per_prompt)
                 early = EarlyLogprobs(policy) if config.early_logprobs else None
                 collector = self._collector(services, SampleStages(spans), early)
                 source = ExperienceSource(config, prompts, collector, journal)

@@ -28,9 +28,9 @@ class LoopConfig(Config):
     mismatch_limit: PositiveFloat | None = None
     """Largest mean difference, in nats per token, between the rollout engine's and the learner's log-probs of tokens
     that the present version sampled (`mismatch/present_mean_abs`), of those in the first minibatch with
-    `ppo.old_logprobs: rollout`. A step beyond it is reported; several in a row end the run. Null: five times what the
-    first step measures, when both sides begin with the same weights; from 0.001 to 0.02 in float32, and from 0.05 to
-    0.2 in bfloat16."""
+    `algorithm.old_logprobs: rollout`. A step beyond it is reported; several in a row end the run. Null: five times
+    what the first step measures, when both sides begin with the same weights; from 0.001 to 0.02 in float32, and from
+    0.05 to 0.2 in bfloat16."""
     mismatch_steps: Count = 3
     """Steps in a row beyond that limit that end the run."""
 

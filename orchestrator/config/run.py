@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.registry import DEFAULT, AnyAlgorithm, kinds
 from orchestrator.config.checkpoint import CheckpointConfig
 from orchestrator.config.data import DataConfig, SamplingConfig
 from orchestrator.config.evaluation import EvaluationConfig
@@ -73,15 +73,15 @@ class OrchestratorConfig(Config):
     steps: Count = 100
     """PPO steps: one batch generated, one update of policy and critic, one weight push."""
     batch_size: Count = 128
-    """Responses per step, ppo.samples_per_prompt to each prompt."""
+    """Responses per step, algorithm.samples_per_prompt to each prompt."""
     prompts_per_call: Count = 64
     """Responses asked for in one Generate call; smaller spreads a batch over more replicas."""
     data: DataConfig
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()
     """Generation."""
-    ppo: PPOConfig = PPOConfig()
-    """The algorithm."""
+    algorithm: AnyAlgorithm = DEFAULT
+    """The algorithm: its `kind` names the estimator of advantages, which decides what else there is to set."""
     policy: PolicyConfig
     """The policy learner."""
     gpu_gib: PositiveFloat | None = None
@@ -112,12 +112,12 @@ class OrchestratorConfig(Config):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run."""
-        return self.steps * self.ppo.epochs * math.ceil(self.batch_size / self.ppo.minibatch_size)
+        return self.steps * self.algorithm.epochs * math.ceil(self.batch_size / self.algorithm.minibatch_size)
 
     @property
     def critic_optimizer_steps(self) -> int:
         """Optimizer steps of the critic in the whole run, if there is one."""
-        return self.optimizer_steps // self.ppo.epochs * self.ppo.epochs_of_critic
+        return self.optimizer_steps // self.algorithm.epochs * self.algorithm.epochs_of_critic
 
     @property
     def longest_generate_s(self) -> float:
@@ -135,7 +135,7 @@ class OrchestratorConfig(Config):
         """True if the learner takes log-probs of finished samples while others are still sampled: at lock-step, where
         its weights stay the same meanwhile, unless it has given its memory to the engines."""
         lock_step = self.loop.max_staleness == 0 and not self.loop.colocate
-        return lock_step and self.ppo.needs_old_logprobs(self.batch_size)
+        return lock_step and self.algorithm.needs_old_logprobs(self.batch_size)
 
     @property
     def scheduled_policy(self) -> PolicyConfig:
@@ -152,60 +152,61 @@ class OrchestratorConfig(Config):
         if optimizer.schedule == "cosine" and optimizer.warmup_steps >= self.optimizer_steps:
             raise ValueError(
                 f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) must be less than the run's "
-                f"{self.optimizer_steps} optimizer steps (steps * ppo.epochs * minibatches)"
+                f"{self.optimizer_steps} optimizer steps (steps * algorithm.epochs * minibatches)"
             )
         return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:
-        if self.ppo.minibatch_size > self.batch_size:
+        if self.algorithm.minibatch_size > self.batch_size:
             raise ValueError(
-                f"ppo.minibatch_size ({self.ppo.minibatch_size}) must not exceed batch_size ({self.batch_size})"
+                f"algorithm.minibatch_size ({self.algorithm.minibatch_size}) must not exceed batch_size "
+                f"({self.batch_size})"
             )
-        if self.batch_size % self.ppo.samples_per_prompt:
+        if self.batch_size % self.algorithm.samples_per_prompt:
             raise ValueError(
-                f"batch_size ({self.batch_size}) must be a multiple of ppo.samples_per_prompt "
-                f"({self.ppo.samples_per_prompt}), so that a batch holds all responses to its prompts"
+                f"batch_size ({self.batch_size}) must be a multiple of algorithm.samples_per_prompt "
+                f"({self.algorithm.samples_per_prompt}), so that a batch holds all responses to its prompts"
             )
         return self
 
     @model_validator(mode="after")
     def _coefficient_stays_positive(self) -> Self:
-        kl = self.ppo.kl
-        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (algorithm/kl.py).
+        kl = self.algorithm.kl
+        # A step changes an adaptive coefficient by up to 0.2 * batch_size / horizon of itself (algorithms/kl.py).
         if kl.target is not None and kl.horizon <= 0.2 * self.batch_size:
             raise ValueError(
-                f"ppo.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
+                f"algorithm.kl.horizon ({kl.horizon:g}) must be more than 0.2 * batch_size ({self.batch_size})"
             )
         return self
 
     @model_validator(mode="after")
     def _penalty_has_its_reference(self) -> Self:
-        if self.services.reference is None and self.ppo.kl.coef > 0:
+        if self.services.reference is None and self.algorithm.needs_reference:
             raise ValueError(
-                f"services.reference: null, but ppo.kl.coef {self.ppo.kl.coef:g} penalises the KL to it; give the "
-                "service, or set ppo.kl.coef to 0"
+                f"services.reference: null, but algorithm.kl.coef {self.algorithm.kl.coef:g} penalises the KL to it; "
+                "give the service, or set algorithm.kl.coef to 0"
             )
         return self
 
     @model_validator(mode="after")
     def _values_have_their_critic(self) -> Self:
-        critic, advantages = self.services.critic, self.ppo.advantages
-        if critic is None and self.ppo.needs_critic:
+        critic, kind = self.services.critic, self.algorithm.kind
+        if critic is None and self.algorithm.needs_critic:
             raise ValueError(
-                f"services.critic: null, but ppo.advantages {advantages} takes its values; give the service, or set "
-                "ppo.advantages to rloo or reinforce++"
+                f"services.critic: null, but algorithm.kind {kind} takes its values; give the service, or set "
+                f"algorithm.kind to {kinds(critic=False)}"
             )
-        if critic not in (None, ServiceConfig()) and not self.ppo.needs_critic:
-            raise ValueError(f"services.critic: given, but ppo.advantages {advantages} trains none; leave it out")
+        if critic not in (None, ServiceConfig()) and not self.algorithm.needs_critic:
+            raise ValueError(f"services.critic: given, but algorithm.kind {kind} trains none; leave it out")
         return self
 
     @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
-        capped = self.ppo.correction in ("tis", "tis-sequence")
-        if self.loop.max_staleness and capped and self.ppo.importance_cap is None:
+        capped = self.algorithm.correction in ("tis", "tis-sequence")
+        if self.loop.max_staleness and capped and self.algorithm.importance_cap is None:
             raise ValueError(
-                "ppo.importance_cap: null turns off the importance weights, but with loop.max_staleness "
+                "algorithm.importance_cap: null turns off the importance weights, but with loop.max_staleness "
                 f"{self.loop.max_staleness} samples come from older policies; give a number such as 2"
             )
         return self

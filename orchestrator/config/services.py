@@ -35,11 +35,11 @@ class ServicesConfig(Config):
     reward: ServiceConfig = ServiceConfig()
     """The reward service."""
     reference: ServiceConfig | None = ServiceConfig()
-    """The reference service. Null, or without such an application in a file whose ppo.kl.coef is 0: the run has none,
-    and the KL to it is not measured."""
+    """The reference service. Null, or without such an application in a file whose algorithm.kl.coef is 0: the run has
+    none, and the KL to it is not measured."""
     critic: ServiceConfig | None = ServiceConfig()
-    """The critic, which runs cannot share: it trains for one run at a time. Null with ppo.advantages other than gae,
-    which need none."""
+    """The critic, which runs cannot share: it trains for one run at a time. Null with an algorithm that
+    takes no values."""
 
     def __getitem__(self, service: str) -> ServiceConfig:
         config: ServiceConfig | None = getattr(self, service)

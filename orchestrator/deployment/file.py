@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.registry import kinds, parse
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications, guarded
@@ -36,8 +37,8 @@ _OTHER_KEYS = {"orchestrator", "security", "shared"}
 _PORTS = {"http_options": 8000, "grpc_options": 9000}
 """Serve's sections with a port -> its default."""
 _OPTIONAL = {
-    "reference": "; a run needs none if orchestrator.ppo.kl.coef is 0",
-    "critic": "; a run needs none if orchestrator.ppo.advantages is rloo or reinforce++",
+    "reference": "; a run needs none if orchestrator.algorithm.kl.coef is 0",
+    "critic": f"; a run needs none if orchestrator.algorithm.kind is {kinds(critic=False)}",
 }
 """Service that some runs do without -> which runs."""
 
@@ -162,29 +163,29 @@ def _services_of(raw: Mapping[str, Any]) -> ServicesConfig | None:
         return None
     try:
         services = ServicesConfig.parse(section.get("services") or {}, "services")
-        ppo = PPOConfig.parse(section.get("ppo") or {}, "ppo")
+        algorithm = parse(section.get("algorithm"))
     except ConfigError:
         return None
     listed = raw.get("applications")
     names = (
         [str(entry.get("name")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     )
-    return _used(services, ppo, names)
+    return _used(services, algorithm, names)
 
 
 def _with_services_used(orchestrator: OrchestratorConfig, names: Collection[str]) -> OrchestratorConfig:
     """The run without the services that it does not use."""
-    used = _used(orchestrator.services, orchestrator.ppo, names)
+    used = _used(orchestrator.services, orchestrator.algorithm, names)
     return orchestrator.model_copy(update={"services": used})
 
 
-def _used(services: ServicesConfig, ppo: PPOConfig, names: Collection[str]) -> ServicesConfig:
-    """The services without the critic, if advantages need none; and without the reference, if the KL costs nothing
+def _used(services: ServicesConfig, algorithm: Algorithm, names: Collection[str]) -> ServicesConfig:
+    """The services without the critic, if the algorithm takes no values; and without the reference, if it needs none
     and the file, whose applications are called `names`, neither deploys one nor names another place for it."""
-    unused = set() if ppo.needs_critic else {"critic"}
+    unused = set() if algorithm.needs_critic else {"critic"}
     reference = services.reference
     if reference and not (reference.target or (reference.application or "reference") in names):
-        unused |= set() if ppo.kl.coef else {"reference"}
+        unused |= set() if algorithm.needs_reference else {"reference"}
     return services.model_copy(update=dict.fromkeys(unused))
 
 

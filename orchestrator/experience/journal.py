@@ -20,7 +20,7 @@ from quartet.folders import replace_file
 from quartet.wire.errors import InvalidArgument
 
 _SAMPLING_SECTIONS: dict[str, Any] = {
-    **dict.fromkeys(("seed", "batch_size", "data", "sampling", "ppo", "policy"), True),
+    **dict.fromkeys(("seed", "batch_size", "data", "sampling", "algorithm", "policy"), True),
     "loop": {"max_staleness", "depth"},
 }
 """Sections of the configuration on which a step's samples depend, and of `loop` its keys."""

@@ -48,7 +48,7 @@ class ExperienceSource:
         """
         config, kept = self._config, self._kept(step, used)
         slots = Slots(
-            config.batch_size // config.ppo.samples_per_prompt,
+            config.batch_size // config.algorithm.samples_per_prompt,
             staleness=config.loop.max_staleness,
             depth=config.loop.ahead,
             version=version,

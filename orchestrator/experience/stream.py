@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from orchestrator.config.algorithm import Group
+from orchestrator.algorithms.contract import Group
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
@@ -60,7 +60,7 @@ class Stream:
         self._beside = beside
         self._slots = slots
         self._kept = dict(kept)
-        self._each = config.ppo.samples_per_prompt
+        self._each = config.algorithm.samples_per_prompt
         reserved = {number for batch in kept.values() for number in batch.numbers}
         self._numbers = used.others(reserved)
         self._finished: dict[int, list[Row]] = {}
@@ -135,7 +135,7 @@ class Stream:
     def _whole(self, group: int) -> None:
         """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
-        if not self._config.ppo.admit(_group(self._finished[group])):
+        if not self._config.algorithm.admit(_group(self._finished[group])):
             self._slots.discard(group)
             self._discarded += [_number(row) for row in self._finished.pop(group)]
             self._admit()
@@ -163,15 +163,15 @@ class Stream:
     @property
     def _too_many_discarded(self) -> bool:
         """True if no more groups may be asked for in place of those that were discarded."""
-        limit = self._config.ppo.max_discarded * self._config.batch_size
+        limit = self._config.algorithm.max_discarded * self._config.batch_size
         return bool(self._discarded) and len(self._discarded) >= limit
 
     def _of_discarded(self, step: int) -> str:
-        groups, most = len(self._discarded) // self._each, self._config.ppo.max_discarded
+        groups, most = len(self._discarded) // self._each, self._config.algorithm.max_discarded
         return (
             f"step {step}: {groups} groups of responses were discarded, {most} for each one of a batch "
-            "(ppo.max_discarded), and the batch is not complete: choose prompts of which the algorithm admits more, "
-            "or let it discard none, and go on with --resume"
+            "(algorithm.max_discarded), and the batch is not complete: choose prompts of which the algorithm admits "
+            "more, or let it discard none, and go on with --resume"
         )
 
 

@@ -21,12 +21,12 @@ class CriticLearner:
 
     async def train(self, update: Update) -> dict[str, float]:
         """Trains on the returns; CriticReset unless the critic's last step is the one before this."""
-        last_step, ppo = self._first_step + update.step - 1, self._config.ppo
+        last_step, algorithm = self._first_step + update.step - 1, self._config.algorithm
         return await self._critic.train(
             last_step + 1,
             update.columns,
-            epochs=ppo.epochs_of_critic,
-            minibatch_size=ppo.minibatch_size,
+            epochs=algorithm.epochs_of_critic,
+            minibatch_size=algorithm.minibatch_size,
             seed=update.seed,
             last_step=last_step,
             timeout_s=self._config.timeouts.train_s,

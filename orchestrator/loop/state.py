@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.experience.requests import Used
 from orchestrator.loop.identities import PartIdentity
 from quartet.config.base import Config

@@ -126,7 +126,7 @@ class Trainer:
             await publishing.publish(done.policy_version)
         report.add(estimate.metrics | distance.metrics | learned | ledger(state, done, batch.collected))
         report.add(staleness(state.policy_version, batch.collected))
-        report.add(speeds(batch.collected, report.seconds("train"), self._config.ppo.epochs))
+        report.add(speeds(batch.collected, report.seconds("train"), self._config.algorithm.epochs))
         if self._evaluator and self._is_evaluated(done.step):
             with report.stage("publish"):
                 await publishing.settled()
@@ -144,7 +144,7 @@ class Trainer:
         learned: dict[str, float],
     ) -> TrainState:
         """The state after the step that trained on this batch."""
-        controller = make_controller(self._config.ppo, state.kl_coef)
+        controller = make_controller(self._config.algorithm, state.kl_coef)
         return state.advanced(
             kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
             normaliser=estimate.normaliser,
@@ -184,7 +184,7 @@ class Trainer:
             numbers.update(collected.trained_numbers)
         check_ages(collected, step, version, self._config.loop.max_staleness)
         await publishing.rest()
-        batch = Batch.of(collected, self._config.ppo.oldest_trained(version))
+        batch = Batch.of(collected, self._config.algorithm.oldest_trained(version))
         with report.stage("logprobs"):
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
@@ -197,7 +197,7 @@ class Trainer:
     async def _old_logprobs(self, batch: Batch) -> Floats | None:
         """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
         own = batch.columns.get("old_logprobs")
-        if own is None and self._config.ppo.needs_old_logprobs(len(batch)):
+        if own is None and self._config.algorithm.needs_old_logprobs(len(batch)):
             asked = self._policy.logprobs(batch.columns.prompts, batch.columns.responses)
             own = np.concatenate(await self._waits.on("policy").timing("logprobs", asked))
         return own
@@ -210,18 +210,19 @@ class Trainer:
         else:
             own = await self._policy.trained_logprobs()
             check_own_logprobs(own)
-        return measure_distance(batch, own, self._config.ppo, version)
+        return measure_distance(batch, own, self._config.algorithm, version)
 
     def _estimate(self, state: TrainState, batch: Batch) -> tuple[Update, Advantages]:
         """The update for the learners, from the batch and the advantages of its tokens."""
-        ppo, kl_coef = self._config.ppo, make_controller(self._config.ppo, state.kl_coef).coef
-        estimate = estimate_advantages(batch, old_logprobs_of(batch, ppo), ppo, kl_coef, state.normaliser)
+        algorithm = self._config.algorithm
+        kl_coef = make_controller(algorithm, state.kl_coef).coef
+        estimate = estimate_advantages(batch, old_logprobs_of(batch, algorithm), algorithm, kl_coef, state.normaliser)
         trained = batch.for_policy(estimate.advantages, kl_coef)
         step = state.step + 1
         if not batch.mask.any():
             self._record.note(
-                f"step {step}: all its tokens are older than ppo.max_token_staleness ({ppo.max_token_staleness}), so "
-                "that nothing is trained on"
+                f"step {step}: all its tokens are older than algorithm.max_token_staleness "
+                f"({algorithm.max_token_staleness}), so that nothing is trained on"
             )
         seed = self._config.seed * 1_000_003 + step
         columns = batch.columns

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from orchestrator.algorithm.kl import kl_estimate
-from orchestrator.algorithm.loss import PolicyLoss, policy_loss
-from orchestrator.algorithm.off_policy import correction_weights, dis_loss, segments_of
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.kl import kl_estimate
+from orchestrator.algorithms.loss import PolicyLoss, policy_loss
+from orchestrator.algorithms.off_policy import correction_weights, dis_loss, segments_of
 from orchestrator.policy.sending import WeightSending
 from quartet.config.learner import PolicyConfig
 from quartet.learner.learner import RankLearner, Snapshots
@@ -35,13 +35,13 @@ class PolicyBatch:
     logprobs: Sequence[Floats]
     """[T] as sampled, by the rollout engine"""
     old_logprobs: Sequence[Floats] | None
-    """[T] by this learner, before the update; None where the update does without, see PPOConfig.needs_old_logprobs"""
+    """[T] by this learner, before the update; None where the update does without, see Algorithm.needs_old_logprobs"""
     ref_logprobs: Sequence[Floats] | None
     """[T] by the frozen reference; None where the run has none"""
     advantages: Sequence[Floats]
     """[T]"""
     kl_coef: float
-    """Coefficient of the KL penalty in this batch's loss; used when ppo.kl.placement is loss."""
+    """Coefficient of the KL penalty in this batch's loss; used when algorithm.kl.placement is loss."""
     trained: Sequence[Bools] | None = None
     """[T] True at the tokens that are trained on; None: all are"""
 
@@ -71,10 +71,10 @@ class PolicyTrainer:
     """
 
     def __init__(
-        self, config: PolicyConfig, ppo: PPOConfig, distribution: Distribution, ranks: Ranks | None = None
+        self, config: PolicyConfig, algorithm: Algorithm, distribution: Distribution, ranks: Ranks | None = None
     ) -> None:
         self._config = config
-        self._ppo = ppo
+        self._algorithm = algorithm
         self._distribution = distribution
         model = load_causal(config.model, config.dtype, config.attn_implementation, packing=config.packing)
         self._learner = RankLearner(add_adapters(model, config.lora), config, ranks)
@@ -122,21 +122,23 @@ class PolicyTrainer:
         weight is not finite.
 
         `first_log_ratio_max` is 0 but for rounding: nothing has moved yet. Anything else is a defect; but where
-        ppo.old_logprobs is rollout, it is the distance from the engine: rounding, and the age of the samples. A
+        algorithm.old_logprobs is rollout, it is the distance from the engine: rounding, and the age of the samples. A
         minibatch of which no token is trained on is left out and counted (`empty_steps`). ValueError if the batch has
-        no old log-probs and the update needs them, see PPOConfig.needs_old_logprobs.
+        no old log-probs and the update needs them, see Algorithm.needs_old_logprobs.
         """
-        if batch.old_logprobs is None and self._ppo.needs_old_logprobs(len(batch.prompts)):
+        if batch.old_logprobs is None and self._algorithm.needs_old_logprobs(len(batch.prompts)):
             raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")
         self._computed, self._lengths = [], [0] * len(batch.responses)
         means, first, counts = Means(), dict[str, float](), tokens_trained(batch.responses, batch.trained)
-        order = minibatches(len(batch.prompts), epochs=self._ppo.epochs, size=self._ppo.minibatch_size, seed=seed)
+        order = minibatches(
+            len(batch.prompts), epochs=self._algorithm.epochs, size=self._algorithm.minibatch_size, seed=seed
+        )
         with self._learner.optimizer_state.resident():
             for chosen in order:
                 if not (tokens := sum(counts[i] for i in chosen)):
                     means.leave_out()
                     continue
-                weight = weight_of(chosen, counts, self._ppo.minibatch_size)
+                weight = weight_of(chosen, counts, self._algorithm.minibatch_size)
                 self._keeping = batch.old_logprobs is None and not any(self._lengths)
                 if self._keeping:
                     first_rows = set(chosen)
@@ -184,10 +186,10 @@ class PolicyTrainer:
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
-        ppo, mask = self._ppo, micro.mask
+        algorithm, mask = self._algorithm, micro.mask
         measured: dict[str, torch.Tensor] = {}
         new_logprobs, entropies = self._distribution.asked_of(
-            self._learner.model, micro.pairs, entropy=ppo.entropy_coef > 0
+            self._learner.model, micro.pairs, entropy=algorithm.entropy_coef > 0
         )
         if entropies is not None:
             measured["entropy"] = masked_sum(entropies, mask) / micro.tokens
@@ -196,10 +198,10 @@ class PolicyTrainer:
         old_logprobs = self._old_logprobs(micro, new_logprobs)
         result = self._policy_loss(micro, new_logprobs, old_logprobs)
         loss = result.loss
-        if ppo.entropy_coef > 0:
-            loss = loss - ppo.entropy_coef * measured["entropy"]
-        if ppo.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
-            kl = kl_estimate(new_logprobs, micro.ref_logprobs, ppo.kl.estimator, mask)
+        if algorithm.entropy_coef > 0:
+            loss = loss - algorithm.entropy_coef * measured["entropy"]
+        if algorithm.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
+            kl = kl_estimate(new_logprobs, micro.ref_logprobs, algorithm.kl.estimator, mask)
             loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
         measured |= {
             "loss": loss,
@@ -211,29 +213,29 @@ class PolicyTrainer:
     def _old_logprobs(self, micro: _Micro, new_logprobs: torch.Tensor) -> torch.Tensor:
         """The engine's log-probs if configured, those that came with the batch, or else the present ones, since no
         step has been taken yet."""
-        if self._ppo.old_logprobs == "rollout":
+        if self._algorithm.old_logprobs == "rollout":
             return micro.logprobs
         return new_logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 
     def _policy_loss(self, micro: _Micro, new_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> PolicyLoss:
-        ppo, mask = self._ppo, micro.mask
-        if ppo.correction == "dis":
+        algorithm, mask = self._algorithm, micro.mask
+        if algorithm.correction == "dis":
             return dis_loss(
                 new_logprobs,
                 micro.logprobs,
                 micro.advantages,
                 mask,
-                band=ppo.importance_band,
+                band=algorithm.importance_band,
                 denominator=micro.tokens,
             )
         weights = correction_weights(
-            ppo.correction,
+            algorithm.correction,
             old_logprobs,
             micro.logprobs,
             mask,
             sampled=micro.pairs.action_mask,
-            cap=ppo.importance_cap,
-            band=ppo.importance_band,
+            cap=algorithm.importance_cap,
+            band=algorithm.importance_band,
             segments=segments_of(micro.pairs.steps),
         )
         return policy_loss(
@@ -241,9 +243,9 @@ class PolicyTrainer:
             old_logprobs,
             micro.advantages,
             mask,
-            clip_eps_low=ppo.clip_eps_low,
-            clip_eps_high=ppo.clip_eps_high,
-            dual_clip=ppo.dual_clip,
+            clip_eps_low=algorithm.clip_eps_low,
+            clip_eps_high=algorithm.clip_eps_high,
+            dual_clip=algorithm.dual_clip,
             weights=weights,
             denominator=micro.tokens,
         )

@@ -124,7 +124,7 @@ def _hint(kind: str, value: Any) -> str:
 
 
 def _unquoted(text: str) -> str:
-    return text.strip("'")
+    return text.strip("'()")  # a function that finds the kind is named with its brackets
 
 
 def _written(model: type[BaseModel], path: _Path) -> list[str]:
@@ -163,7 +163,7 @@ def _is_union(kind: Any) -> bool:
 def _variant(kind: Any, tag: int | str) -> type[BaseModel] | None:
     """The section of the union `kind` whose discriminator has the value `tag`."""
     sections = get_args(kind) if _is_union(kind) else ()
-    for section in sections:
+    for section in (get_args(each)[0] if get_origin(each) is Annotated else each for each in sections):
         fields = section.model_fields.values() if isinstance(section, type) and issubclass(section, BaseModel) else ()
         if any(tag in get_args(field.annotation) for field in fields):
             variant: type[BaseModel] = section

@@ -52,7 +52,7 @@ class ChaosRun:
         }
         # All checkpoints are kept, as the journal is from the oldest on: the samples of each step are looked at.
         ours["checkpoint"] = ours["checkpoint"] | {"every": EVERY, "keep": 10_000}
-        ours["ppo"] = ours["ppo"] | {"minibatch_size": 4, "samples_per_prompt": MEMBERS}
+        ours["algorithm"] = ours["algorithm"] | {"minibatch_size": 4, "samples_per_prompt": MEMBERS}
         ours["timeouts"] = {"start_s": START_S}
         raw["orchestrator"] = ours
         self.config.write_text(yaml.safe_dump(raw))

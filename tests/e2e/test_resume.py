@@ -238,10 +238,10 @@ async def test_what_cannot_be_resumed_is_said(quartet: Quartet, straight: Run, a
     message = "orchestrator.policy: a checkpoint of another layout: zero_stage: 0 in the checkpoint, 1 here"
     assert message in told.replace("\n", " ")
     raw["orchestrator"]["policy"] |= {"zero_stage": 0}
-    raw["orchestrator"]["ppo"] |= {"samples_per_prompt": 2}
+    raw["orchestrator"]["algorithm"] |= {"samples_per_prompt": 2}
     again.config.write_text(yaml.safe_dump(raw))
     (again.folder / "config.yaml").write_text(straight.config.read_text())
     code, told = finished(quartet.folder, "train", str(again.config), "--resume")
     assert code == 1
-    assert "orchestrator.ppo.samples_per_prompt: 2, but the run began with 1" in told.replace("\n", " ")
+    assert "orchestrator.algorithm.samples_per_prompt: 2, but the run began with 1" in told.replace("\n", " ")
     assert (await quartet.critic.info(30)).last_step == trained

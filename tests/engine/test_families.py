@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
@@ -50,7 +50,7 @@ class Agreement:
         self.sampling = Sampling(**sampling)
         self.distribution = sampled_from(make_config(folder, sampling=sampling))
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=3e-3), lora=lora)
-        self.learner = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6), self.distribution)
+        self.learner = PolicyTrainer(config, PPO(epochs=1, minibatch_size=6), self.distribution)
         self.reference = _reference(folder)
 
     async def sample(self) -> list[Sample]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.push.prover import BOUNDS, Prover, PushDisproved
 from orchestrator.push.tolerance import Tolerance
@@ -103,7 +103,7 @@ async def test_rounding_in_bfloat16_is_told_from_stale_weights(
     config = PolicyConfig(
         model=str(folder), dtype="bfloat16", zero_stage=1, optimizer=OptimizerConfig(learning_rate=1e-4)
     )
-    source = Deaf(PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6), Distribution()))
+    source = Deaf(PolicyTrainer(config, PPO(epochs=1, minibatch_size=6), Distribution()))
     tolerance = Tolerance(*BOUNDS["bfloat16"])
     prover = Prover(source, probe_sequences(len(WORDS), MAX_LENGTH), tolerance, every=1)
     pusher = make_pusher(engine, source, prover)

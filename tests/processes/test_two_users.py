@@ -95,7 +95,7 @@ def _write(user: User, rollout: str) -> Path:
     reward["args"] = {"tokenizer": str(model), "scorer": {"kind": "function", "function": "tests.scorers:words"}}
     raw["applications"] = [reward]
     raw["orchestrator"]["services"] = {"rollout": {"target": rollout}, "reference": None, "critic": None}
-    raw["orchestrator"]["ppo"] |= {"advantages": "reinforce++", "kl": {"coef": 0}}
+    raw["orchestrator"]["algorithm"] |= {"kind": "reinforce++", "kl": {"coef": 0}}
     path = user.folder / "reward.yaml"
     path.write_text(yaml.safe_dump(raw))
     user.take()

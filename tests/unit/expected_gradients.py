@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.rewards import RunningNormaliser
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.registry import parse as parse_algorithm
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.data.prompts import Prompt
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
@@ -25,6 +26,7 @@ from quartet.models.distribution import Distribution
 from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
 from tests.unit import known_optimum as known
+from tests.unit.algorithm_settings import plain
 from tests.unit.experiences import Experience, collected
 from tests.unit.known_optimum import BETA, COUNT, END, LENGTHS, MASK, MOST, PROMPTS, RESPONSES
 
@@ -33,9 +35,9 @@ WHOLE = {"epochs": 1, "minibatch_size": len(PROMPTS) * COUNT}
 """All responses in one minibatch."""
 
 
-def parse(**ppo: Any) -> PPOConfig:
+def parse(**algorithm: Any) -> Algorithm:
     """The algorithm as a file would give it, checked, in one minibatch and without whitening unless it is given."""
-    return PPOConfig.parse(WHOLE | {"whiten_advantages": False, "score_clip": None} | ppo, "ppo")
+    return parse_algorithm(plain(algorithm, **WHOLE, score_clip=None))
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,11 @@ def experiences(tables: Tables, versions: Sequence[int] = (0,) * MOST) -> list[E
 class Learner:
     """The policy's trainer, whose steps give their gradients and change nothing."""
 
-    def __init__(self, folder: Path, ppo: PPOConfig, **layout: Any) -> None:
+    def __init__(self, folder: Path, algorithm: Algorithm, **layout: Any) -> None:
         optimizer = OptimizerConfig(learning_rate=1e-3)
         config = PolicyConfig(model=str(folder), optimizer=optimizer, **layout)
-        self.ppo = ppo
-        self.trainer = PolicyTrainer(config, ppo, DISTRIBUTION)
+        self.algorithm = algorithm
+        self.trainer = PolicyTrainer(config, algorithm, DISTRIBUTION)
         self._gradients: list[Tensor] = []
         self.trainer._learner._apply = self._take  # type: ignore[method-assign]
 
@@ -107,8 +109,8 @@ class Learner:
     ) -> tuple[Batch, Advantages]:
         """The batch with the learner's log-probs, and the estimates for it."""
         batch = self.batch(rows, oldest)
-        old = old_logprobs_of(batch, self.ppo)
-        return batch, estimate_advantages(batch, old, self.ppo, kl_coef, RunningNormaliser())
+        old = old_logprobs_of(batch, self.algorithm)
+        return batch, estimate_advantages(batch, old, self.algorithm, kl_coef, RunningNormaliser())
 
     def batch(self, rows: Sequence[Experience], oldest: int | None = None) -> Batch:
         """The batch with the learner's log-probs."""
@@ -140,7 +142,7 @@ class Learner:
     def expected_one_by_one(self, batch: Batch, advantages: Floats, likely: Tensor) -> Tensor:
         """The same where the loss has terms without advantages: each response is a minibatch of its own, and its
         gradient is multiplied with its probability."""
-        assert self.ppo.minibatch_size == 1
+        assert self.algorithm.minibatch_size == 1
         order: list[int] = []
         micro = self.trainer._micro
 

@@ -201,7 +201,7 @@ class Stage:
             config,
             ExperienceSource(
                 config,
-                PromptStream(make_prompts(self.prompts), config.seed, config.ppo.samples_per_prompt),
+                PromptStream(make_prompts(self.prompts), config.seed, config.algorithm.samples_per_prompt),
                 Collector(
                     services,
                     config,

@@ -21,7 +21,7 @@ from services.rollout.sample import FinishReason, Sample, Sampling
 def make_config(folder: Path, **section: Any) -> OrchestratorConfig:
     """A run with the policy in `folder`; dictionaries in `section` stand for nested sections."""
     policy = {"model": str(folder), "optimizer": {"learning_rate": 1e-4}}
-    least = {"name": "run", "data": {"path": "prompts"}, "policy": policy, "ppo": {"minibatch_size": 1}}
+    least = {"name": "run", "data": {"path": "prompts"}, "policy": policy, "algorithm": {"minibatch_size": 1}}
     return OrchestratorConfig.parse(least | section, "orchestrator")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.config.algorithm import KLConfig, PPOConfig
+from orchestrator.algorithms.contract import KLConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner.ema import local_share
@@ -33,10 +34,10 @@ class Bench:
         """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them. If
         `marked`, on some of their tokens."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        ppo = PPOConfig(
+        algorithm = PPO(
             epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
         )
-        trainer = PolicyTrainer(config, ppo, Distribution(0.7), self._ranks)
+        trainer = PolicyTrainer(config, algorithm, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
         old = trainer.logprobs(prompts, responses)
         batch = PolicyBatch(
@@ -59,12 +60,12 @@ class Bench:
         }
 
     def on_policy(
-        self, layout: dict[str, Any], samples: int, ppo: dict[str, Any] | None = None, trained: bool = True
+        self, layout: dict[str, Any], samples: int, algorithm: dict[str, Any] | None = None, trained: bool = True
     ) -> tuple[list[Floats], list[Floats]]:
         """Log-probs of so many samples by a pass before an update, by default of one step, and those that the update
         computed; of an update without tokens to train on if `trained` is false."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        settings = PPOConfig(epochs=1, kl=KLConfig(coef=0)).model_copy(update=ppo or {})
+        settings = PPO(epochs=1, kl=KLConfig(coef=0)).model_copy(update=algorithm or {})
         trainer = PolicyTrainer(config, settings, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
         before, rows = trainer.logprobs(prompts, responses), noise(responses, 1)
@@ -92,7 +93,7 @@ class Bench:
         """Trains five steps with a running mean and saves it to `folder`; the weights before and after each step,
         after saving, and after a sixth step."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
+        trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
         prompts, responses = pairs(5)
         rows = noise(responses, 1)
         batch = PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0)
@@ -126,7 +127,7 @@ class Bench:
             made: PolicyTrainer | CriticTrainer = CriticTrainer(critic, self._ranks)
         else:
             policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-            made = PolicyTrainer(policy, PPOConfig(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
+            made = PolicyTrainer(policy, PPO(epochs=1, minibatch_size=5), Distribution(0.7), self._ranks)
         for module in made._learner.module.modules():
             # Random numbers in training, so that a wrong random state shows.
             if hasattr(module, "attention_dropout"):
@@ -200,7 +201,7 @@ class Bench:
     def pushed(self, layout: dict[str, Any]) -> dict[int, bytes]:
         """Digests of the buckets that rank 0 sends of the untrained policy."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        trainer = PolicyTrainer(config, PPOConfig(), Distribution(0.7), self._ranks)
+        trainer = PolicyTrainer(config, PPO(), Distribution(0.7), self._ranks)
         if first := self._ranks.rank == 0:
             trainer.sending.rendezvous("gloo", host="127.0.0.1", bucket_bytes=1 << 14, stall_s=5)
             trainer.sending.join(1, 1)
@@ -214,7 +215,7 @@ class Bench:
     def saved(self, layout: dict[str, Any], folder: Path) -> None:
         """Saves both models, untrained, under `folder`."""
         policy = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
-        PolicyTrainer(policy, PPOConfig(), Distribution(0.7), self._ranks).snapshots.save(str(folder / "policy"))
+        PolicyTrainer(policy, PPO(), Distribution(0.7), self._ranks).snapshots.save(str(folder / "policy"))
         critic = CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout)
         CriticTrainer(critic, self._ranks).snapshots.save(str(folder / "critic"))
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.rewards import RunningNormaliser
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.registry import parse as parse_algorithm
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
@@ -27,17 +27,17 @@ BATCH, MINIBATCH, EPOCHS = 1024, 256, 2
 class Learning:
     """A policy that starts as its own reference, and its critic if the estimate needs one."""
 
-    def __init__(self, folder: Path, ppo: dict[str, Any], rewards: Tensor, *, steps: int, rate: float) -> None:
+    def __init__(self, folder: Path, algorithm: dict[str, Any], rewards: Tensor, *, steps: int, rate: float) -> None:
         """
         Args:
             folder: the model of both learners.
-            ppo: the algorithm.
+            algorithm: the algorithm.
             rewards: the rewards of all responses, [2, 259].
             steps: steps of training, over which the rates fall along a cosine.
             rate: the policy's learning rate; the critic's is three times that.
         """
         settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": {"coef": BETA}}
-        self.ppo = PPOConfig.parse(settings | ppo, "ppo")
+        self.algorithm = parse_algorithm(settings | algorithm)
         schedule = {
             "schedule": "cosine",
             "total_steps": steps * EPOCHS * BATCH // MINIBATCH,
@@ -45,9 +45,9 @@ class Learning:
         }
         optimizers = [{"learning_rate": factor * rate} | schedule for factor in (1, 3)]
         config = PolicyConfig.parse({"model": str(folder), "optimizer": optimizers[0]}, "policy")
-        self.policy = PolicyTrainer(config, self.ppo, DISTRIBUTION)
+        self.policy = PolicyTrainer(config, self.algorithm, DISTRIBUTION)
         critic = CriticConfig.parse({"model": str(folder), "optimizer": optimizers[1]}, "critic")
-        self.critic = CriticTrainer(critic) if self.ppo.needs_critic else None
+        self.critic = CriticTrainer(critic) if self.algorithm.needs_critic else None
         self._steps, self._ref, self._rewards = steps, self.logprobs(), rewards
         self._draw = np.random.default_rng(0)
 
@@ -74,13 +74,13 @@ class Learning:
     def _step(self, step: int) -> None:
         """One step of the algorithm, on responses drawn from the policy."""
         batch = self._sampled()
-        made = estimate_advantages(batch, batch.old_logprobs, self.ppo, BETA, RunningNormaliser())
+        made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, BETA, RunningNormaliser())
         self.policy.train(batch.for_policy(made.advantages, BETA), step)
         if self.critic is not None:
             assert made.returns is not None
             every = np.ones(batch.columns.size("sampled"), np.bool_)
             given = CriticBatch.of(batch.columns.with_sampled(returns=made.returns, trained=every))
-            passes = {"epochs": self.ppo.epochs_of_critic, "minibatch_size": self.ppo.minibatch_size}
+            passes = {"epochs": self.algorithm.epochs_of_critic, "minibatch_size": self.algorithm.minibatch_size}
             self.critic.train(given, seed=step, **passes)
 
     def _sampled(self) -> Batch:

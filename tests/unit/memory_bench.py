@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config import learner
 from quartet.config.learner import OptimizerConfig, PolicyConfig
@@ -51,7 +51,7 @@ class MemoryBench:
         given: dict[str, Any] = {"optimizer": OPTIMIZER, "ranks": self._ranks.world_size} | layout
         config = PolicyConfig(model=self._model, micro_batch_tokens=tokens, **given)
         count = 2 * tokens // LENGTH * self._ranks.world_size
-        trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=count), Distribution(), self._ranks)
+        trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=count), Distribution(), self._ranks)
         rows = [np.full(LENGTH, 2 + index % 100, np.int32) for index in range(count)]
         numbers = [np.full(LENGTH - PROMPT, -3.0, np.float32)] * count
         prompts, responses = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]

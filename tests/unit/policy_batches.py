@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -21,7 +21,7 @@ def make_trainer(
     rate: float = 1.0,
     epochs: int = 1,
     size: int = 4,
-    **ppo: Any,
+    **algorithm: Any,
 ) -> PolicyTrainer:
     """AdamW whose epsilon dwarfs the gradient: its first step is `rate` times the gradient."""
     optimizer = OptimizerConfig(learning_rate=rate * 1e5, eps=1e5, max_grad_norm=1e9)
@@ -30,7 +30,7 @@ def make_trainer(
         optimizer=optimizer,
         micro_batch_tokens=micro_batch_tokens,
     )
-    return PolicyTrainer(config, PPOConfig(epochs=epochs, minibatch_size=size, **ppo), Distribution(TEMPERATURE))
+    return PolicyTrainer(config, PPO(epochs=epochs, minibatch_size=size, **algorithm), Distribution(TEMPERATURE))
 
 
 def noisy(rows: Sequence[torch.Tensor], scale: float, seed: int) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.config.algorithm import BANDED
+from orchestrator.algorithms.contract import BANDED
+from orchestrator.algorithms.registry import kinds
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.deployment.applications import env_vars
@@ -139,12 +140,12 @@ def gpus_of_replicas(deployment: Deployment) -> float | None:
 
 def idle_critics(deployment: Deployment) -> Iterator[str]:
     """Critics in the file of a run that trains none."""
-    ppo = deployment.orchestrator.ppo
+    algorithm = deployment.orchestrator.algorithm
     for name, section in deployment.services.items():
-        if isinstance(section, CriticConfig) and not ppo.needs_critic:
+        if isinstance(section, CriticConfig) and not algorithm.needs_critic:
             yield (
-                f"applications.{name}: a critic that the run does not use, as orchestrator.ppo.advantages is "
-                f"{ppo.advantages}; leave it out to free its memory, or set ppo.advantages to gae"
+                f"applications.{name}: a critic that the run does not use, as orchestrator.algorithm.kind is "
+                f"{algorithm.kind}; leave it out to free its memory, or set algorithm.kind to {kinds(critic=True)}"
             )
 
 
@@ -172,7 +173,8 @@ def ends_without_token(config: OrchestratorConfig, distribution: Distribution) -
 def old_tokens(deployment: Deployment) -> Iterator[str]:
     """Settings for tokens of older versions that do nothing, or more than is wanted."""
     config = deployment.orchestrator
-    masked, loop, mask = config.ppo.max_token_staleness, config.loop, "orchestrator.ppo.max_token_staleness"
+    algorithm, loop, mask = config.algorithm, config.loop, "orchestrator.algorithm.max_token_staleness"
+    masked = algorithm.max_token_staleness
     if masked is not None and masked >= loop.max_staleness:
         yield f"{mask}: {masked} leaves no token out, as orchestrator.loop.max_staleness is {loop.max_staleness}"
     elif masked is not None and masked < loop.ahead:
@@ -180,11 +182,11 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
             f"{mask}: {masked} leaves most tokens out, as batches are sampled {loop.ahead} ahead; give a larger one"
             + (f", or orchestrator.loop.depth {masked}" if masked else "")
         )
-    if config.weights.in_flight == "keep-cache" and loop.max_staleness and config.ppo.correction not in BANDED:
-        banded = BANDED if config.ppo.old_logprobs == "learner" else ("dis",)
+    if config.weights.in_flight == "keep-cache" and loop.max_staleness and algorithm.correction not in BANDED:
+        banded = BANDED if algorithm.old_logprobs == "learner" else ("dis",)
         yield (
-            "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction "
-            f"{config.ppo.correction} leaves none out; choose one of {', '.join(banded)}, or in_flight keep"
+            "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and algorithm.correction "
+            f"{algorithm.correction} leaves none out; choose one of {', '.join(banded)}, or in_flight keep"
         )
 
 
@@ -192,7 +194,7 @@ def schedules(deployment: Deployment) -> Iterator[str]:
     """Learning-rate schedules that end before or after the run."""
     config = deployment.orchestrator
     learners = {"orchestrator.policy": (config.policy.optimizer, config.optimizer_steps, "epochs")}
-    passes = "critic_epochs" if config.ppo.critic_epochs else "epochs"
+    passes = "epochs" if config.algorithm.epochs_of_critic == config.algorithm.epochs else "critic_epochs"
     for name, section in deployment.services.items():
         if isinstance(section, CriticConfig):
             learners[f"applications.{name}.args"] = section.optimizer, config.critic_optimizer_steps, passes
@@ -201,16 +203,16 @@ def schedules(deployment: Deployment) -> Iterator[str]:
         if optimizer.schedule == "cosine" and ends not in (None, steps):
             yield (
                 f"{where}.optimizer.total_steps: {ends}, but the run has {steps} optimizer steps "
-                f"(steps * ppo.{epochs} * minibatches)"
+                f"(steps * algorithm.{epochs} * minibatches)"
             )
 
 
 def rests(deployment: Deployment) -> Iterator[str]:
     """Minibatches that are smaller than the others."""
     run = deployment.orchestrator
-    if rest := run.batch_size % run.ppo.minibatch_size:
+    if rest := run.batch_size % run.algorithm.minibatch_size:
         yield (
-            f"orchestrator.ppo.minibatch_size: {run.ppo.minibatch_size} does not divide batch_size "
+            f"orchestrator.algorithm.minibatch_size: {run.algorithm.minibatch_size} does not divide batch_size "
             f"{run.batch_size}; the last minibatch of each epoch has {rest} samples"
         )
 
@@ -239,8 +241,8 @@ def open_pushes(deployment: Deployment) -> Iterator[str]:
 def rounded_ratios(deployment: Deployment) -> Iterator[str]:
     """Ratios in which the engine's rounding is not small."""
     run = deployment.orchestrator
-    if run.ppo.old_logprobs == "rollout" and run.policy.dtype != "float32":
+    if run.algorithm.old_logprobs == "rollout" and run.policy.dtype != "float32":
         yield (
-            "orchestrator.ppo.old_logprobs: rollout counts the engine's rounding, about 0.01 nats per token in "
+            "orchestrator.algorithm.old_logprobs: rollout counts the engine's rounding, about 0.01 nats per token in "
             f"{run.policy.dtype}, as a move of the policy; learner leaves it out, for one more pass per step"
         )

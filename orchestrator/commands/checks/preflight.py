@@ -164,14 +164,15 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
                 f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
                 f"{config.policy.dtype}; weights are pushed as they are, so both must be the same"
             )
-        if isinstance(section, ReferenceConfig) and section.dtype != config.policy.dtype and config.ppo.kl.coef > 0:
+        penalised = config.algorithm.needs_reference
+        if isinstance(section, ReferenceConfig) and section.dtype != config.policy.dtype and penalised:
             yield (
                 f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
                 f"{config.policy.dtype}; the KL penalty would measure their rounding, so both must be the same"
             )
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
-        if isinstance(section, CriticConfig) and config.ppo.needs_critic:
+        if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
             yield from other_root(config.checkpoint.root, section.root, name)
     for field, path in models(deployment):
         model = load_model_config(path)

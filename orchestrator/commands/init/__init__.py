@@ -1,4 +1,4 @@
 """`quartet init`: a commented YAML file for a user's own policy, reward and prompts.
 
-May import checks, config, data, deployment and quartet. cli imports it.
+May import algorithms, checks, config, data, deployment and quartet. cli imports it.
 """

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.algorithms.registry import DEFAULT
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.prompts import Prompts
 from orchestrator.deployment.facts.derive import RESPONSE
@@ -96,7 +97,7 @@ class Choices:
             "reward": reward,
             "prompts": {"path": data} | self._data,
         }
-        facts["algorithm"] = {"kind": "ppo", "learning_rate": rate, "critic_learning_rate": critic_rate}
+        facts["algorithm"] = {"kind": DEFAULT.kind, "learning_rate": rate, "critic_learning_rate": critic_rate}
         facts["algorithm"] |= {"kl": {"coef": KL}}
         facts["machine"] = self._machine
         facts |= {} if self.batch == BATCH else {"batch_size": self.batch}

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
-from orchestrator.deployment.facts import algorithm
 from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
 from quartet.config.base import GIB, MIB, ConfigError
 from quartet.security.port import GUARD
@@ -112,10 +112,10 @@ class _Derivation:
         self._facts, self._model_at = facts, model_at
         self._gpus = facts.machine.gpus
         self._layout = Layout.of(self._gpus)
-        self._ppo = algorithm.section(facts.algorithm)
-        checked = algorithm.parsed(self._ppo)
+        self._algorithm = {"kind": facts.algorithm.kind} | facts.algorithm.settings
+        checked = parse(self._algorithm)
         self._has_critic = checked.needs_critic
-        self._has_reference = checked.kl.coef > 0 or "reference" in facts.services
+        self._has_reference = checked.needs_reference or "reference" in facts.services
 
     def file(self) -> dict[str, Any]:
         """All sections."""
@@ -324,7 +324,7 @@ class _Derivation:
         section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}
         section["data"] = prompts | {"max_prompt_length": lambda: self._prompt}
         section["sampling"] = {"max_new_tokens": lambda: self._response}
-        section["ppo"] = self._usual() | self._ppo
+        section["algorithm"] = self._usual() | self._algorithm
         ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
         policy = self._learner(facts.model, "model", ranks)
         policy["optimizer"] = {"learning_rate": facts.algorithm.learning_rate}
@@ -347,7 +347,7 @@ class _Derivation:
     def _engine_is_exact(self) -> bool:
         """True if the engine's log-probs may stand for the learner's, which cost a pass: in float32, where they are
         equal but for rounding, unless the samples are to be corrected."""
-        corrected = {"correction", "importance_cap", "importance_band"} & self._ppo.keys()
+        corrected = {"correction", "importance_cap", "importance_band"} & self._algorithm.keys()
         stale = (self._facts.orchestrator.get("loop") or {}).get("max_staleness")
         return self._dtype == "float32" and not corrected and not stale
 
@@ -391,7 +391,7 @@ _NAMES = (
     (r"applications\.(\w+)\.(?:args|deployments\.[A-Z]\w+)\b", r"services.\1"),
     (r"applications\.(\w+)\b", r"services.\1"),
     (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),
-    (r"orchestrator\.ppo\b", "algorithm"),
+    (r"orchestrator\.algorithm\b", "algorithm"),
     (r"orchestrator\.data\b", "prompts"),
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),

@@ -35,7 +35,7 @@ _STATED = {
     "seed": "seed",
     "steps": "steps",
     "batch_size": "batch_size",
-    "ppo": "algorithm",
+    "algorithm": "algorithm",
     "gpu_gib": "machine.gpu_gib",
     "host_gib": "machine.host_gib",
     "data": "prompts",
@@ -59,13 +59,13 @@ class PromptsFacts(PromptsConfig):
 
 
 class AlgorithmFacts(Config):
-    """The algorithm and its learning rates. Every other key is one of `orchestrator.ppo`
-    (orchestrator/config/algorithm.py)."""
+    """The algorithm and its learning rates. Every other key is one of `orchestrator.algorithm`
+    (orchestrator/algorithms/contract.py and the file of the kind)."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str
-    """ppo, with advantages from a critic; or, without a critic, rloo or reinforce++. docs/algorithm.md."""
+    """The estimator of advantages: ppo, with a critic, or one without; docs/algorithm.md lists them."""
     learning_rate: PositiveFloat
     """Peak learning rate of the policy: the first thing to tune. From 1e-6 for billions of parameters to 1e-4 for
     millions."""

@@ -22,8 +22,8 @@ def test_its_file_passes_the_checks_of_a_run(tmp_path: Path, device: str, coloca
     run, theirs = deployment.orchestrator, peer_settings(tmp_path, 8, 10, 3, device)
     assert {len(prompt.prompt_ids) for prompt in inputs.train.prompts} == {6}
     assert run.sampling.min_new_tokens == run.sampling.max_new_tokens == theirs["response"] == 10
-    assert run.batch_size // run.ppo.minibatch_size == theirs["minibatches"]
-    assert run.ppo.epochs == theirs["epochs"]
+    assert run.batch_size // run.algorithm.minibatch_size == theirs["minibatches"]
+    assert run.algorithm.epochs == theirs["epochs"]
     assert run.policy.dtype == theirs["weights"]
 
 

@@ -112,8 +112,8 @@ async def test_all_four_are_asked() -> None:
 
 
 async def test_a_run_without_a_critic_connects_to_none(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "advantages": "reinforce++"}
-    services = Services.connect(make_config(policy_folder, ppo=ppo, services={"critic": None}))
+    algorithm = {"minibatch_size": 1, "kind": "reinforce++"}
+    services = Services.connect(make_config(policy_folder, algorithm=algorithm, services={"critic": None}))
     assert (services.critic, services.leased) == (None, (services.rollout,))
     wanted = replace(make_infos(), critic=None)
     clients = [FakeClient(answer) for answer in (wanted.rollout, wanted.reward, wanted.reference)]
@@ -225,5 +225,5 @@ def test_the_reference_computes_in_the_policys_precision_unless_the_penalty_is_0
     infos = make_infos(reference={"dtype": "bfloat16"})
     with pytest.raises(ConfigError, match=r"^orchestrator.policy.dtype: float32, but the reference service has b"):
         check_compatible(infos, make_tokenizer(), make_config(policy_folder, **LENGTHS))
-    free = make_config(policy_folder, **LENGTHS, ppo={"kl": {"coef": 0.0}, "minibatch_size": 1})
+    free = make_config(policy_folder, **LENGTHS, algorithm={"kl": {"coef": 0.0}, "minibatch_size": 1})
     check_compatible(infos, make_tokenizer(), free)

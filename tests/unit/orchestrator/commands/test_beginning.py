@@ -10,13 +10,13 @@ from tests.gpu_requests import load
 from tests.unit.train_states import state
 
 
-@pytest.mark.parametrize("before", [{"ppo": {"samples_per_prompt": 4}}, {"ppo": {}}, {}], ids=["4", "1", "none"])
+@pytest.mark.parametrize(
+    "before", [{"algorithm": {"samples_per_prompt": 4}}, {"algorithm": {}}, {}], ids=["4", "1", "none"]
+)
 def test_a_prompt_keeps_its_number_of_samples(before: dict[str, dict[str, int]]) -> None:
-    actual = before.get("ppo", {}).get("samples_per_prompt", 1)
+    actual = before.get("algorithm", {}).get("samples_per_prompt", 1)
     check_groups({"orchestrator": before}, actual)
-    said = (
-        rf"^orchestrator.ppo.samples_per_prompt: 2, but the run began with {actual}, and samples of different prompts"
-    )
+    said = rf"^orchestrator.algorithm.samples_per_prompt: 2, but the run began with {actual}, and samples of"
     with pytest.raises(ConfigError, match=said):
         check_groups({"orchestrator": before}, 2)
 

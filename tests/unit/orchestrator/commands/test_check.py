@@ -9,6 +9,7 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
+from orchestrator.algorithms.registry import kinds
 from orchestrator.deployment.file import Deployment
 from tests.families import ENDS, FAMILIES
 from tests.models import EOS, WORDS, make_policy
@@ -28,9 +29,9 @@ def test_a_run_that_can_start(raw: dict[str, Any], tmp_path: Path) -> None:
 def test_without_a_kl_penalty_a_file_needs_no_reference(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["applications"] = [a for a in raw["applications"] if a["name"] != "reference"]
     assert problems(raw, tmp_path) == [
-        "applications: none is named reference; a run needs none if orchestrator.ppo.kl.coef is 0"
+        "applications: none is named reference; a run needs none if orchestrator.algorithm.kl.coef is 0"
     ]
-    raw["orchestrator"]["ppo"]["kl"] = {"coef": 0}
+    raw["orchestrator"]["algorithm"]["kl"] = {"coef": 0}
     assert checked(raw, tmp_path).notes == []
     path = tmp_path / "a.yaml"
     assert Deployment.load(path).orchestrator.services.used == ("rollout", "reward", "critic")
@@ -40,22 +41,25 @@ def test_without_a_kl_penalty_a_file_needs_no_reference(raw: dict[str, Any], tmp
     assert "reference" in Deployment.load(path).orchestrator.services.used
 
 
-@pytest.mark.parametrize("ppo", [{"advantages": "rloo", "samples_per_prompt": 4}, {"advantages": "reinforce++"}])
-def test_advantages_without_values_need_no_critic(raw: dict[str, Any], tmp_path: Path, ppo: dict[str, Any]) -> None:
+@pytest.mark.parametrize("algorithm", [{"kind": "rloo", "samples_per_prompt": 4}, {"kind": "reinforce++"}])
+def test_advantages_without_values_need_no_critic(
+    raw: dict[str, Any], tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
     every = raw["applications"]
     raw["applications"] = [a for a in every if a["name"] != "critic"]
     assert problems(raw, tmp_path) == [
-        "applications: none is named critic; a run needs none if orchestrator.ppo.advantages is rloo or reinforce++"
+        "applications: none is named critic; a run needs none if orchestrator.algorithm.kind is "
+        f"{kinds(critic=False)}"
     ]
-    raw["orchestrator"]["ppo"] |= ppo
+    raw["orchestrator"]["algorithm"] |= algorithm
     assert checked(raw, tmp_path).notes == []
     assert Deployment.load(tmp_path / "a.yaml").orchestrator.services.used == ("rollout", "reward", "reference")
     # One that is there all the same is told, and not used.
     raw["applications"] = every
     args(raw, "critic")["root"] = "elsewhere"
     assert checked(raw, tmp_path).notes == [
-        "applications.critic: a critic that the run does not use, as orchestrator.ppo.advantages is "
-        f"{ppo['advantages']}; leave it out to free its memory, or set ppo.advantages to gae"
+        "applications.critic: a critic that the run does not use, as orchestrator.algorithm.kind is "
+        f"{algorithm['kind']}; leave it out to free its memory, or set algorithm.kind to ppo"
     ]
     assert Deployment.load(tmp_path / "a.yaml").orchestrator.services.used == ("rollout", "reward", "reference")
 
@@ -102,7 +106,7 @@ def test_the_reference_computes_in_the_policys_precision(raw: dict[str, Any], tm
         "applications.reference.args.dtype: bfloat16, but orchestrator.policy.dtype is float32; the KL penalty would "
         "measure their rounding, so both must be the same"
     ]
-    raw["orchestrator"]["ppo"]["kl"] = {"coef": 0}
+    raw["orchestrator"]["algorithm"]["kl"] = {"coef": 0}
     checked(raw, tmp_path)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models import WORDS, make_tokenizer
 from tests.unit.preflights import args, checked
 
-MASK = "orchestrator.ppo.max_token_staleness: 2 leaves"
+MASK = "orchestrator.algorithm.max_token_staleness: 2 leaves"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ MASK = "orchestrator.ppo.max_token_staleness: 2 leaves"
 def test_a_mask_of_no_tokens_or_of_most_is_told(
     raw: dict[str, Any], tmp_path: Path, loop: dict[str, Any], notes: list[str]
 ) -> None:
-    raw["orchestrator"]["ppo"]["max_token_staleness"] = 2
+    raw["orchestrator"]["algorithm"]["max_token_staleness"] = 2
     raw["orchestrator"]["loop"] = loop
     assert checked(raw, tmp_path).notes == notes
 
@@ -38,17 +38,17 @@ def test_a_mask_of_no_tokens_or_of_most_is_told(
 def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["orchestrator"] |= {"loop": {"max_staleness": 1}, "weights": {"in_flight": "keep-cache"}}
     assert checked(raw, tmp_path).notes == [
-        "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and ppo.correction tis "
+        "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and algorithm.correction tis "
         "leaves none out; choose one of icepop, geometric, dis, or in_flight keep"
     ]
-    raw["orchestrator"]["ppo"]["correction"] = "icepop"
+    raw["orchestrator"]["algorithm"]["correction"] = "icepop"
     assert checked(raw, tmp_path).notes == []
 
 
 def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
     run = raw["orchestrator"]
     run |= {"steps": 10, "batch_size": 33}
-    run["ppo"] = {"epochs": 2, "minibatch_size": 32}
+    run["algorithm"] = {"epochs": 2, "minibatch_size": 32}
     cosine = {"learning_rate": 1.0e-4, "schedule": "cosine"}
     run["policy"]["optimizer"] = cosine
     args(raw, "critic")["optimizer"] = cosine | {"total_steps": 40}
@@ -61,13 +61,13 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
     run["policy"]["optimizer"] = cosine | {"total_steps": 30}
     assert told() == [
         f"{where}.optimizer.total_steps: {ends}, but the run has 40 optimizer steps "
-        "(steps * ppo.epochs * minibatches)"
+        "(steps * algorithm.epochs * minibatches)"
         for where, ends in (("orchestrator.policy", 30), ("applications.critic.args", 20))
     ]
-    run["policy"]["optimizer"], run["ppo"]["critic_epochs"] = cosine, 3
+    run["policy"]["optimizer"], run["algorithm"]["critic_epochs"] = cosine, 3
     assert told() == [
         "applications.critic.args.optimizer.total_steps: 20, but the run has 60 optimizer steps "
-        "(steps * ppo.critic_epochs * minibatches)"
+        "(steps * algorithm.critic_epochs * minibatches)"
     ]
 
 
@@ -75,7 +75,7 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
 def test_ratios_to_an_engine_that_rounds_are_told(
     raw: dict[str, Any], tmp_path: Path, dtype: str, told: bool
 ) -> None:
-    raw["orchestrator"]["ppo"]["old_logprobs"] = "rollout"
+    raw["orchestrator"]["algorithm"]["old_logprobs"] = "rollout"
     raw["orchestrator"]["policy"] |= {"dtype": dtype, "zero_stage": int(dtype == "bfloat16")}
     for name in ("rollout", "reference"):
         args(raw, name)["dtype"] = dtype
@@ -118,10 +118,10 @@ def test_prompts_that_are_left_out_are_told(raw: dict[str, Any], tmp_path: Path)
 
 def test_a_smaller_last_minibatch_is_told(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["orchestrator"].update(batch_size=30)
-    raw["orchestrator"]["ppo"]["minibatch_size"] = 8
+    raw["orchestrator"]["algorithm"]["minibatch_size"] = 8
     assert checked(raw, tmp_path).notes == [
-        "orchestrator.ppo.minibatch_size: 8 does not divide batch_size 30; the last minibatch of each epoch has 6 "
-        "samples"
+        "orchestrator.algorithm.minibatch_size: 8 does not divide batch_size 30; the last minibatch of each epoch "
+        "has 6 samples"
     ]
     raw["orchestrator"].update(batch_size=32)
     assert checked(raw, tmp_path).notes == []

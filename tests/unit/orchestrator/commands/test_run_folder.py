@@ -39,12 +39,12 @@ def test_one_process_at_a_time_trains_a_run_and_a_killed_one_no_longer_does(tmp_
 
 
 def test_what_a_configuration_says_now_is_told_key_by_key() -> None:
-    before = {"steps": 10, "ppo": {"gamma": 1.0, "kl": {"coef": 0.1}}, "gone": True}
-    now = {"steps": 20, "ppo": {"gamma": 1.0, "kl": {"coef": 0.2}}, "new": [1]}
+    before = {"steps": 10, "algorithm": {"gamma": 1.0, "kl": {"coef": 0.1}}, "gone": True}
+    now = {"steps": 20, "algorithm": {"gamma": 1.0, "kl": {"coef": 0.2}}, "new": [1]}
     assert differences(before, now) == [
+        "algorithm.kl.coef: 0.1 before, 0.2 now",
         "gone: true before, null now",
         "new: null before, [1] now",
-        "ppo.kl.coef: 0.1 before, 0.2 now",
         "steps: 10 before, 20 now",
     ]
     assert differences(now, now) == []

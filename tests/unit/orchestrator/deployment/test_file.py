@@ -185,18 +185,18 @@ def test_a_package_of_an_environment_in_the_current_folder_is_hidden_too(
 
 
 @pytest.mark.parametrize(
-    ("ppo", "missing"),
+    ("algorithm", "missing"),
     [
-        ({"advantages": "rloo", "samples_per_prompt": 4, "kl": {"coef": 0.0}}, ["rollout", "reward"]),
+        ({"kind": "rloo", "samples_per_prompt": 4, "kl": {"coef": 0.0}}, ["rollout", "reward"]),
         ({}, ["rollout", "reward", "reference", "critic"]),
         ({"advantages": "no such"}, []),  # unknown which it would need
     ],
 )
 def test_no_complaint_follows_from_another(
-    tmp_path: Path, section: dict[str, Any], ppo: dict[str, Any], missing: list[str]
+    tmp_path: Path, section: dict[str, Any], algorithm: dict[str, Any], missing: list[str]
 ) -> None:
     del section["name"]
-    path = write(tmp_path / "a.yaml", {"orchestrator": section | {"ppo": ppo}})
+    path = write(tmp_path / "a.yaml", {"orchestrator": section | {"algorithm": algorithm}})
     with pytest.raises(ConfigError) as caught:
         Deployment.load(path, check_services=True)
     lines = str(caught.value).splitlines()

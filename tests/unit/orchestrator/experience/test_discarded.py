@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config.algorithm import Group, PPOConfig
+from orchestrator.algorithms.contract import Group
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
@@ -26,7 +27,7 @@ from tests.unit.waiting import settled
 PROMPTS = 20
 
 
-class Choosy(PPOConfig):
+class Choosy(PPO):
     """Admits no group of the prompts `refused`: a fake's score is the first token, 10 + the prompt's row."""
 
     refused: tuple[int, ...] = ()
@@ -46,8 +47,8 @@ class Choosy(PPOConfig):
 
 
 def choosy(config: OrchestratorConfig, *refused: int, most: int = 3) -> OrchestratorConfig:
-    algorithm = Choosy(**config.ppo.model_dump(), refused=refused, most=most)
-    return config.model_copy(update={"ppo": algorithm})
+    algorithm = Choosy(**config.algorithm.model_dump(), refused=refused, most=most)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 class Bench:
@@ -58,8 +59,8 @@ class Bench:
         self.fakes, self.journal = Fakes(), FakeExperienceJournal()
         given = {"batch_size": 2, "steps": 5, "prompts_per_call": 1, "loop": {"max_staleness": staleness}}
         config = make_config(folder, **given | section)
-        prompts = PromptStream(make_prompts(PROMPTS), 0, config.ppo.samples_per_prompt)
-        each = config.ppo.samples_per_prompt
+        prompts = PromptStream(make_prompts(PROMPTS), 0, config.algorithm.samples_per_prompt)
+        each = config.algorithm.samples_per_prompt
         rows = [prompts.dealt(number * each, 1)[0].row for number in refused]
         self.config = choosy(config, *rows, most=most)
         collector = Collector(self.fakes.services, self.config)
@@ -104,8 +105,8 @@ async def test_the_next_prompts_take_the_places_of_those_that_were_discarded(pol
 
 
 async def test_a_group_is_discarded_as_a_whole_when_its_last_response_is_finished(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "samples_per_prompt": 2}
-    bench = Bench(policy_folder, 0, 0, batch_size=4, ppo=ppo)
+    algorithm = {"minibatch_size": 1, "samples_per_prompt": 2}
+    bench = Bench(policy_folder, 0, 0, batch_size=4, algorithm=algorithm)
     async with Beside() as beside:
         assert await bench.steps(beside, 1) == [[2, 3, 4, 5]]
     assert bench.state.samples_discarded == 2

@@ -78,7 +78,7 @@ def test_it_forgets_what_a_checkpoint_holds(tmp_path: Path, policy_folder: Path)
     assert [step for step in range(1, 12) if kept.read(step, prompt)] == [10, 11]
 
 
-@pytest.mark.parametrize("section", [{"seed": 1}, {"ppo": {"minibatch_size": 1, "gamma": 0.5}}])
+@pytest.mark.parametrize("section", [{"seed": 1}, {"algorithm": {"minibatch_size": 1, "gamma": 0.5}}])
 def test_another_configurations_samples_are_left_alone(
     tmp_path: Path, policy_folder: Path, section: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ from tests.unit.fakes import make_config, make_prompts
 
 def asked(folder: Path, first: int, count: int, **section: Any) -> list[SampleRequest]:
     config = make_config(folder, **{"batch_size": 4} | section)
-    stream = PromptStream(make_prompts(7), config.seed, config.ppo.samples_per_prompt)
+    stream = PromptStream(make_prompts(7), config.seed, config.algorithm.samples_per_prompt)
     return training_requests(config, stream, range(first, first + count))
 
 
@@ -26,13 +26,13 @@ def test_a_samples_prompt_and_seed_follow_from_its_number_alone(policy_folder: P
 
 def test_samples_of_one_prompt_follow_each_other_with_seeds_of_their_own(policy_folder: Path) -> None:
     """The seeds are those of a run with one sample per prompt: they go by the sample's number."""
-    ppo = {"minibatch_size": 1, "samples_per_prompt": 2}
-    together, single = asked(policy_folder, 0, 20, ppo=ppo), asked(policy_folder, 0, 20)
+    algorithm = {"minibatch_size": 1, "samples_per_prompt": 2}
+    together, single = asked(policy_folder, 0, 20, algorithm=algorithm), asked(policy_folder, 0, 20)
     assert [request.prompt for request in together[::2]] == [request.prompt for request in together[1::2]]
     assert [request.prompt.row for request in together[::2]] == [request.prompt.row for request in single[:10]]
     assert [request.seed for request in together] == [request.seed for request in single]
     for first, count in ((3, 2), (7, 9), (19, 1)):
-        assert asked(policy_folder, first, count, ppo=ppo) == together[first : first + count]
+        assert asked(policy_folder, first, count, algorithm=algorithm) == together[first : first + count]
 
 
 def test_no_two_samples_of_two_runs_share_a_seed(policy_folder: Path) -> None:

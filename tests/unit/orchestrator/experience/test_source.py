@@ -32,7 +32,7 @@ class Bench:
         self.fakes, self.journal, self.used = Fakes(), FakeExperienceJournal(), Used()
         section = {"batch_size": 2, "steps": STEPS, "loop": {"max_staleness": staleness}} | section
         config = make_config(folder, **section)
-        prompts = PromptStream(make_prompts(20), 0, config.ppo.samples_per_prompt)
+        prompts = PromptStream(make_prompts(20), 0, config.algorithm.samples_per_prompt)
         collector = Collector(self.fakes.services, config)
         self.source = ExperienceSource(config, prompts, collector, self.journal)  # type: ignore[arg-type]
         self.row_of = {int(prompt.prompt_ids[0]): number for number, prompt in enumerate(prompts.dealt(0, 20))}
@@ -122,8 +122,8 @@ async def test_a_batch_takes_what_is_finished_first(policy_folder: Path) -> None
 
 
 async def test_all_responses_to_a_prompt_are_in_one_batch(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "samples_per_prompt": 2}
-    bench = Bench(policy_folder, 1, batch_size=4, prompts_per_call=1, ppo=ppo)
+    algorithm = {"minibatch_size": 1, "samples_per_prompt": 2}
+    bench = Bench(policy_folder, 1, batch_size=4, prompts_per_call=1, algorithm=algorithm)
     bench.row_of = {token: 2 * place for place, token in enumerate(list(bench.row_of)[::2])}
     first, answer, held = asyncio.Event(), bench.fakes.rollout.generate, iter([True])
 
@@ -239,7 +239,10 @@ def test_a_batch_is_not_sampled_further_ahead_than_the_bound_allows() -> None:
 
 
 def test_staleness_needs_its_correction(policy_folder: Path) -> None:
-    section: dict[str, Any] = {"loop": {"max_staleness": 1}, "ppo": {"minibatch_size": 1, "importance_cap": None}}
+    section: dict[str, Any] = {
+        "loop": {"max_staleness": 1},
+        "algorithm": {"minibatch_size": 1, "importance_cap": None},
+    }
     with pytest.raises(ConfigError, match="importance_cap: null turns off the importance weights"):
         make_config(policy_folder, **section)
     section["loop"]["max_staleness"] = 0

@@ -55,8 +55,12 @@ async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_
     policy_folder: Path, tmp_path: Path
 ) -> None:
     """Trained for 100 steps before: step 3 of this run is its 103rd."""
-    ppo = {"epochs": 3, "minibatch_size": 1}
-    section = {"ppo": ppo, "timeouts": {"train_s": 21}, "checkpoint": {"root": str(tmp_path), "timeout_s": 9}}
+    algorithm = {"epochs": 3, "minibatch_size": 1}
+    section = {
+        "algorithm": algorithm,
+        "timeouts": {"train_s": 21},
+        "checkpoint": {"root": str(tmp_path), "timeout_s": 9},
+    }
     critic = Recorder()
     learner = CriticLearner(critic, make_config(policy_folder, **section), first_step=100)  # type: ignore[arg-type]
     checkpoint = tmp_path / "demo" / "step-000003"
@@ -78,7 +82,7 @@ async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_
 async def test_the_critic_may_take_passes_of_its_own(policy_folder: Path) -> None:
     critic = Recorder()
     for passes in ({}, {"critic_epochs": 4}):
-        config = make_config(policy_folder, ppo={"epochs": 2, "minibatch_size": 1} | passes)
+        config = make_config(policy_folder, algorithm={"epochs": 2, "minibatch_size": 1} | passes)
         await CriticLearner(critic, config, first_step=0).train(UPDATE)  # type: ignore[arg-type]
     assert [options["epochs"] for _, _, options in critic.calls] == [2, 4]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.loop.checkpoint_folder import clear, latest
 from orchestrator.policy.ranks import PolicyError

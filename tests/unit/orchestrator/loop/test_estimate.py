@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.algorithm.kl import AdaptiveKL, FixedKL
-from orchestrator.algorithm.rewards import RunningNormaliser
-from orchestrator.config.algorithm import KLConfig, PPOConfig
+from orchestrator.algorithms.contract import Algorithm, KLConfig
+from orchestrator.algorithms.kl import AdaptiveKL, FixedKL
+from orchestrator.algorithms.ppo import PPO
+from orchestrator.algorithms.registry import DEFAULT, algorithms
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance, old_logprobs_of
 from services.rollout.sample import FinishReason, Sample
 from tests.trajectories import cut
+from tests.unit.algorithm_settings import plain
 from tests.unit.experiences import Experience, collected
 from tests.unit.fakes import make_config, make_prompts
 
@@ -51,7 +54,7 @@ class Estimated:
 
 def estimated(
     experiences: list[Experience],
-    settings: PPOConfig,
+    settings: Algorithm,
     kl_coef: float = 0.1,
     normaliser: RunningNormaliser | None = None,
 ) -> Estimated:
@@ -64,8 +67,9 @@ def estimated(
     return Estimated(cut(made.advantages, OLD), returns, made.normaliser, distance.kl, metrics)
 
 
-def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **ppo: Any) -> Estimated:
-    settings = PPOConfig(**{"gae_lambda": 0.5, "whiten_advantages": False} | ppo)
+def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **algorithm: Any) -> Estimated:
+    kind = algorithms()[algorithm.get("kind", DEFAULT.kind)]
+    settings = kind(**plain(algorithm, gae_lambda=0.5))
     return estimated(BATCH, settings, kl_coef, normaliser)
 
 
@@ -115,7 +119,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
 
 def test_the_engines_logprobs_as_the_old_ones() -> None:
     """The penalty is of the engine's log-probs; the learner's are known of the second response alone."""
-    settings = PPOConfig(old_logprobs="rollout", gae_lambda=0.5, whiten_advantages=False)
+    settings = PPO(old_logprobs="rollout", gae_lambda=0.5, whiten_advantages=False)
     batch = Batch.of(collected(BATCH))
     old = old_logprobs_of(batch, settings)
     assert old is not None
@@ -138,7 +142,7 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
 
 
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
-    settings = PPOConfig(kl=KLConfig(placement="loss", estimator="k2"))
+    settings = PPO(kl=KLConfig(placement="loss", estimator="k2"))
     batch = Batch.of(collected(BATCH))
     without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
     actual = estimated(BATCH, settings)
@@ -149,7 +153,7 @@ def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
 
 def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
     # Rewards 1.92 and -1.05 as above: each less the other, at every token. No critic, no returns.
-    actual = estimate(advantages="rloo", samples_per_prompt=2)
+    actual = estimate(kind="rloo", samples_per_prompt=2)
     check(actual.advantages, [[2.97, 2.97], [-2.97]])
     assert actual.returns == []
     assert actual.metrics.keys() == estimate().metrics.keys() - {"value/explained_variance"}
@@ -158,7 +162,7 @@ def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
 
 def test_reinforce_with_the_batch_as_the_baseline() -> None:
     # To go: -0.05 + 1.97 = 1.92, 1.97; -1.05. Their mean is 2.84 / 3, their unbiased variance as below.
-    actual = estimate(advantages="reinforce++", whiten_advantages=True)
+    actual = estimate(kind="reinforce++")
     to_go = np.asarray([1.92, 1.97, -1.05])
     scaled = ((to_go - to_go.mean()) / to_go.std(ddof=1)).tolist()
     check(actual.advantages, [scaled[:2], scaled[2:]])
@@ -236,8 +240,8 @@ def test_columns_are_made_of_rows_and_rows_of_columns() -> None:
 
 
 def test_controllers(policy_folder: Path) -> None:
-    fixed = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": {"coef": 0.3}})
-    assert make_controller(fixed.ppo, 0.7) == FixedKL(0.3)
+    fixed = make_config(policy_folder, algorithm={"minibatch_size": 1, "kl": {"coef": 0.3}})
+    assert make_controller(fixed.algorithm, 0.7) == FixedKL(0.3)
     kl = {"coef": 0.3, "target": 6, "horizon": 1000}
-    adaptive = make_config(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
-    assert make_controller(adaptive.ppo, 0.7) == AdaptiveKL(0.7, 6, 1000)
+    adaptive = make_config(policy_folder, algorithm={"minibatch_size": 1, "kl": kl})
+    assert make_controller(adaptive.algorithm, 0.7) == AdaptiveKL(0.7, 6, 1000)

@@ -90,7 +90,9 @@ def test_a_run_that_loses_or_gains_a_critic_says_so(policy_folder: Path, kept: T
     assert resume(kept, infos(with_critic=False), accept=True)[0].critic_step is None
     with pytest.raises(ConfigError, match=r"critic.model: nothing when the checkpoint was taken, critic \("):
         resume(without, infos())
-    with pytest.raises(ConfigError, match=r"ppo.advantages: gae takes a critic's values, but the checkpoint is of a"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.kind: this one takes a critic's values, and the checkpoint is of a"
+    ):
         resume(without, infos(), accept=True)
 
 

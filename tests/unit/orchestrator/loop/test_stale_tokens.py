@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from orchestrator.algorithm.rewards import RunningNormaliser
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
+from orchestrator.algorithms.registry import parse as parse_algorithm
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
 from quartet.learner.minibatches import tokens_trained
 from services.rollout.sample import FinishReason, Sample
 from tests.trajectories import cut
+from tests.unit.algorithm_settings import plain
 from tests.unit.experiences import Experience, collected
 from tests.unit.fake_run import SECTION, Stage
 from tests.unit.fakes import make_prompts, respond
@@ -38,9 +40,9 @@ class Rows(NamedTuple):
 
 
 def made(
-    experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **ppo: Any
+    experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **algorithm: Any
 ) -> tuple[Batch, Rows, Distance]:
-    settings = PPOConfig.parse({"whiten_advantages": False, "max_token_staleness": 1} | ppo, "ppo")
+    settings = parse_algorithm(plain(algorithm, max_token_staleness=1))
     batch = Batch.of(collected(experiences), oldest)
     own = [np.asarray(row, np.float32) for row in old]
     estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, RunningNormaliser())
@@ -102,7 +104,7 @@ def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: 
     """All three tokens that are trained on are of version 7 or later; of version 8 is only the last of the first
     response."""
     batch, _, _ = made(BATCH, OLD)
-    distance = measure_distance(batch, [np.asarray(row, np.float32) for row in OLD], PPOConfig(), version)
+    distance = measure_distance(batch, [np.asarray(row, np.float32) for row in OLD], PPO(), version)
     actual = distance.metrics.get("mismatch/present_mean_abs")
     assert actual == (expected if expected is None else pytest.approx(expected, abs=1e-6))
 
@@ -121,7 +123,7 @@ def test_whitening_is_over_the_tokens_that_are_trained_on() -> None:
 
 def test_a_response_is_one_action_with_all_its_reward_in_leave_one_out() -> None:
     """A masked response is still a baseline of the others."""
-    _, estimate, _ = made(BATCH[1:], OLD[1:], advantages="rloo", samples_per_prompt=2)
+    _, estimate, _ = made(BATCH[1:], OLD[1:], kind="rloo", samples_per_prompt=2)
     # Rewards -1.06 and 2.96.
     assert rows(estimate.advantages) == [[pytest.approx(-4.02, abs=1e-5), 0], [0]]
 
@@ -154,7 +156,7 @@ def test_the_length_of_a_response_is_that_of_its_trained_tokens() -> None:
     near(estimate.returns, rows(wanted.returns))
 
 
-def naive(batch: list[Experience], old: list[Any], ppo: PPOConfig) -> tuple[list[Any], list[Any]]:
+def naive(batch: list[Experience], old: list[Any], algorithm: PPO) -> tuple[list[Any], list[Any]]:
     """Advantages and returns, token by token: A_t is the sum of discounted deltas of the trained tokens from t on."""
     advantages, returns = [], []
     for e, own in zip(batch, old, strict=True):
@@ -163,10 +165,10 @@ def naive(batch: list[Experience], old: list[Any], ppo: PPOConfig) -> tuple[list
         reward[-1] += e.score
         earned = [sum(reward[t : ([*kept, len(own)])[i + 1]]) for i, t in enumerate(kept)]
         value = [*(float(e.values[t]) for t in kept), 0.0]
-        delta = [earned[i] + ppo.gamma * value[i + 1] - value[i] for i in range(len(kept))]
+        delta = [earned[i] + algorithm.gamma * value[i + 1] - value[i] for i in range(len(kept))]
         row, target = [0.0] * len(own), [0.0] * len(own)
         for i, t in enumerate(kept):
-            factors = [(ppo.gamma * ppo.gae_lambda) ** n for n in range(len(kept) - i)]
+            factors = [(algorithm.gamma * algorithm.gae_lambda) ** n for n in range(len(kept) - i)]
             row[t] = sum(f * d for f, d in zip(factors, delta[i:], strict=True))
             target[t] = row[t] + value[i]
         advantages.append(row)
@@ -185,7 +187,7 @@ def test_advantages_against_loops_over_tokens(seed: int) -> None:
         old.append(own)
     settings: dict[str, Any] = {"gamma": 0.9, "gae_lambda": 0.8}
     _, estimate, _ = made(batch, old, **settings)
-    wanted = naive(batch, old, PPOConfig.parse(settings, "ppo"))
+    wanted = naive(batch, old, PPO.parse(settings, "algorithm"))
     near(estimate.advantages, wanted[0])
     near(estimate.returns, wanted[1])
 
@@ -193,8 +195,8 @@ def test_advantages_against_loops_over_tokens(seed: int) -> None:
 async def test_both_learners_are_told_which_tokens_to_leave_out(policy_folder: Path) -> None:
     """The first tokens come from the version that samples must at least come from, two behind from the third batch
     on; the last ones from the next version."""
-    ppo = {"minibatch_size": 1, "max_token_staleness": 1}
-    stage = Stage(policy_folder, ppo=ppo, loop={"max_staleness": 2, "depth": 1})
+    algorithm = {"minibatch_size": 1, "max_token_staleness": 1}
+    stage = Stage(policy_folder, algorithm=algorithm, loop={"max_staleness": 2, "depth": 1})
 
     def mixed(index: int, prompt: Any, version: int) -> Sample:
         sample = respond(index, prompt, version)
@@ -220,12 +222,12 @@ async def test_both_learners_are_told_which_tokens_to_leave_out(policy_folder: P
 async def test_a_step_whose_tokens_are_all_too_old_is_told_and_goes_on(policy_folder: Path) -> None:
     kl = {"coef": 0.2, "target": 3, "horizon": 4}
     loop = {"max_staleness": 2, "depth": 1}
-    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "max_token_staleness": 1, "kl": kl}, loop=loop)
+    stage = Stage(policy_folder, algorithm={"minibatch_size": 1, "max_token_staleness": 1, "kl": kl}, loop=loop)
     notes: list[str] = []
     stage.progress.note = notes.append  # type: ignore[assignment, method-assign]
     await stage.run(policy_version=6)
     assert notes == [
-        "step 3: all its tokens are older than ppo.max_token_staleness (1), so that nothing is trained on"
+        "step 3: all its tokens are older than algorithm.max_token_staleness (1), so that nothing is trained on"
     ]
     lines = [stage.log.lines[step] for step in (1, 2, 3)]
     assert [line["staleness/masked"] for line in lines] == [0.0, 0.0, 1.0]

@@ -1,6 +1,6 @@
 """The state that the loop carries from step to step."""
 
-from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.state import TrainState
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from orchestrator.config.algorithm import KLConfig
+from orchestrator.algorithms.contract import KLConfig
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from tests.trajectories import cut
@@ -218,7 +218,7 @@ HOLES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (1, 1, 1)), ((0,), 
 @pytest.mark.parametrize(("frozen", "versions"), HOLES)
 def test_leave_one_out_is_exact(problem: Problem, frozen: tuple[int, ...], versions: tuple[int, ...]) -> None:
     tables = problem.tables()
-    learner = Learner(problem.folder, parse(advantages="rloo", samples_per_prompt=2, max_token_staleness=1))
+    learner = Learner(problem.folder, parse(kind="rloo", samples_per_prompt=2, max_token_staleness=1))
     advantages = leave_one_out(learner, tables, versions, 1)
     batch = learner.batch(experiences(tables, versions), 1)
     actual = learner.expected(batch, advantages, likely(tables.behaviour))
@@ -231,7 +231,7 @@ def test_reinforce_is_exact_but_for_its_scale(
 ) -> None:
     """Whitening's mean is a baseline that is the same for all tokens; its deviation is that of the rewards to go."""
     tables = problem.tables()
-    learner = Learner(problem.folder, parse(advantages="reinforce++", whiten_advantages=True, max_token_staleness=1))
+    learner = Learner(problem.folder, parse(kind="reinforce++", max_token_staleness=1))
     batch, estimate = learner.estimate(experiences(tables, versions), 1)
     actual = learner.expected(batch, estimate.advantages, likely(tables.behaviour))
     trained = MASK & torch.tensor([t not in frozen for t in range(MOST)])
@@ -295,8 +295,8 @@ def test_what_is_no_penalty_is_refused(problem: Problem, kl: dict[str, Any], rea
         parse(kl=kl)
     tables, unchecked = problem.tables(), KLConfig().model_copy(update=kl | {"coef": BETA})
     whole = kl["placement"] == "reward"
-    ppo = parse(gae_lambda=1.0, minibatch_size=len(PROMPTS) * COUNT if whole else 1)
-    learner = Learner(problem.folder, ppo.model_copy(update={"kl": unchecked}))
+    algorithm = parse(gae_lambda=1.0, minibatch_size=len(PROMPTS) * COUNT if whole else 1)
+    learner = Learner(problem.folder, algorithm.model_copy(update={"kl": unchecked}))
     batch, estimate = learner.estimate(experiences(tables))
     step = learner.expected if whole else learner.expected_one_by_one
     actual = step(batch, estimate.advantages, likely(tables.behaviour))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models import tiles
@@ -38,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES["qwen2.5"].make(tmp_path_factory.mktemp("models") / "policy")
 
 
-def of_training(folder: Path, distribution: Distribution, ppo: dict[str, Any], **options: Any) -> Counter[str]:
+def of_training(folder: Path, distribution: Distribution, algorithm: dict[str, Any], **options: Any) -> Counter[str]:
     """Waits of one optimizer step of the policy."""
     config = PolicyConfig(model=str(folder), optimizer=OPTIMIZER, **options)
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6, **ppo), distribution)
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=6, **algorithm), distribution)
     rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in RESPONSES]
     batch = PolicyBatch(PROMPTS, RESPONSES, rows, rows, rows, rows, 0.1)
     trainer.train(batch, seed=0)
@@ -60,12 +60,17 @@ def check(counted: list[Counter[str]]) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("distribution", [WHOLE, MASKED])
-@pytest.mark.parametrize("ppo", [{}, {"correction": "tis-sequence", "entropy_coef": 0.1}])
+@pytest.mark.parametrize("algorithm", [{}, {"correction": "tis-sequence", "entropy_coef": 0.1}])
 def test_a_policys_step_waits_once_however_many_micro_batches_it_has(
-    folder: Path, packing: bool, distribution: Distribution, ppo: dict[str, Any]
+    folder: Path, packing: bool, distribution: Distribution, algorithm: dict[str, Any]
 ) -> None:
-    options = {"packing": packing, "gradient_checkpointing": bool(ppo)}
-    check([of_training(folder, distribution, ppo, **options, micro_batch_tokens=tokens) for tokens in MICRO_BATCHES])
+    options = {"packing": packing, "gradient_checkpointing": bool(algorithm)}
+    check(
+        [
+            of_training(folder, distribution, algorithm, **options, micro_batch_tokens=tokens)
+            for tokens in MICRO_BATCHES
+        ]
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])

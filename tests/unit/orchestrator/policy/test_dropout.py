@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -33,7 +33,7 @@ def make_trainer(folder: Path, gradient_checkpointing: bool) -> PolicyTrainer:
         optimizer=OptimizerConfig(learning_rate=1e-4),
         gradient_checkpointing=gradient_checkpointing,
     )
-    return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=8), Distribution(1.0))
+    return PolicyTrainer(config, PPO(epochs=1, minibatch_size=8), Distribution(1.0))
 
 
 def train(trainer: PolicyTrainer) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import BANDED, KLConfig
+from orchestrator.algorithms.contract import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from quartet.models import distribution as modelled
 from quartet.models import head, tiles
@@ -64,12 +64,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ppo", "entropy_coef", "kl"), CASES)
+@pytest.mark.parametrize(("algorithm", "entropy_coef", "kl"), CASES)
 @pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
 def test_loss_and_gradient_equal_those_by_hand(
     policy_folder: Path,
     batch: PolicyBatch,
-    ppo: dict[str, Any],
+    algorithm: dict[str, Any],
     entropy_coef: float,
     kl: str | None,
     micro_batch_tokens: int,
@@ -77,7 +77,7 @@ def test_loss_and_gradient_equal_those_by_hand(
     model = language_model(policy_folder)
     expected = loss_by_hand(model, batch, entropy_coef, kl)
     wanted = torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(expected, list(model.parameters()))])
-    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, **ppo)
+    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, **algorithm)
     before = weights(trainer)
     metrics = trainer.train(batch, seed=0)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)

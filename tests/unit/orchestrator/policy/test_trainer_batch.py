@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from orchestrator.config.algorithm import KLConfig
+from orchestrator.algorithms.contract import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.minibatches import minibatches
 from quartet.models.loading import load_tokenizer

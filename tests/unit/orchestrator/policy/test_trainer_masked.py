@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import KLConfig
+from orchestrator.algorithms.contract import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.minibatches import minibatches
 from tests.plain import language_model

@@ -1,4 +1,4 @@
-"""Trains with the rollout engine's log-probs as the old ones (ppo.old_logprobs: rollout)."""
+"""Trains with the rollout engine's log-probs as the old ones (algorithm.old_logprobs: rollout)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import KLConfig
+from orchestrator.algorithms.contract import KLConfig
 from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.minibatches import minibatches
 from tests.unit.naive import RESPONSES

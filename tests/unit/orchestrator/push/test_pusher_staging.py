@@ -53,7 +53,7 @@ async def learner(
     )
     rank = ThreadRank(60)
     ranks = RankGroup("policy", [rank])
-    await ranks.start(PolicyTrainer, config.scheduled_policy, config.ppo, Distribution(1.0), timeout_s=60)
+    await ranks.start(PolicyTrainer, config.scheduled_policy, config.algorithm, Distribution(1.0), timeout_s=60)
     assert rank.rank is not None
     policy, replica = Policy(ranks, config, lambda given: given), OneReplica(backend)
     await replica.update_weights(5, claim=common_pb2.Claim(ttl_s=60))

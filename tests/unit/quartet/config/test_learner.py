@@ -158,15 +158,17 @@ def test_scorers_nest(model: str) -> None:
 def test_a_policys_cosine_ends_with_its_run_and_a_critics_is_told_when(model: str) -> None:
     cosine = {"learning_rate": 1e-4, "schedule": "cosine"}
     section = {"name": "run", "data": {"path": "prompts"}, "policy": {"model": model, "optimizer": cosine}}
-    run = OrchestratorConfig.parse(section | {"steps": 3, "batch_size": 100, "ppo": {"epochs": 2}}, "orchestrator")
+    run = OrchestratorConfig.parse(
+        section | {"steps": 3, "batch_size": 100, "algorithm": {"epochs": 2}}, "orchestrator"
+    )
     assert run.optimizer_steps == run.critic_optimizer_steps == 3 * 2 * 4
     more = OrchestratorConfig.parse(
-        section | {"steps": 3, "batch_size": 100, "ppo": {"epochs": 2, "critic_epochs": 5}}, "orchestrator"
+        section | {"steps": 3, "batch_size": 100, "algorithm": {"epochs": 2, "critic_epochs": 5}}, "orchestrator"
     )
     assert (more.optimizer_steps, more.critic_optimizer_steps) == (3 * 2 * 4, 3 * 5 * 4)
     assert run.scheduled_policy.optimizer.total_steps == 24
     late = section | {"policy": {"model": model, "optimizer": cosine | {"warmup_steps": 300}}}
     with pytest.raises(ConfigError, match=r"policy.optimizer.warmup_steps \(300\) must be less than the run's 24"):
-        OrchestratorConfig.parse(late | {"steps": 3, "batch_size": 100, "ppo": {"epochs": 2}}, "orchestrator")
+        OrchestratorConfig.parse(late | {"steps": 3, "batch_size": 100, "algorithm": {"epochs": 2}}, "orchestrator")
     with pytest.raises(ConfigError, match=r"optimizer.total_steps is required by schedule: cosine"):
         CriticConfig.parse({"model": model, "optimizer": cosine}, "critic.args")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import LoraConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -166,7 +166,7 @@ def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
     policy_folder: Path, checkpointing: bool, forwards: int
 ) -> None:
     config = PolicyConfig(model=str(policy_folder), optimizer=OPTIMIZER, gradient_checkpointing=checkpointing)
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=3), Distribution(1.0))
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=3), Distribution(1.0))
     prompts, responses = pairs(3)
     ran: list[int] = []
     layer = trainer._learner.module.model.layers[0]  # type: ignore[index, union-attr]

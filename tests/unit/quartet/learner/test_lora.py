@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
@@ -27,7 +27,7 @@ LORA = LoraConfig(rank=RANK, alpha=6)
 
 def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
     config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-2), **options)
-    return PolicyTrainer(config, PPOConfig(), Distribution(0.7))
+    return PolicyTrainer(config, PPO(), Distribution(0.7))
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen2", False)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner import memory
@@ -57,7 +57,7 @@ def trainer_of(folder: Path, config: PreTrainedConfig, *, policy: bool, tokens: 
     numbers = [np.full(LENGTH - PROMPT, -3.0, np.float32)] * count
     if policy:
         learner = PolicyConfig(**given)
-        trainer = PolicyTrainer(learner, PPOConfig(epochs=1, minibatch_size=count), Distribution())
+        trainer = PolicyTrainer(learner, PPO(epochs=1, minibatch_size=count), Distribution())
         batch = PolicyBatch(prompts, responses, numbers, numbers, numbers, numbers, 0.0)
         return learner, lambda: trainer.train(batch, 0)
     section = CriticConfig(**given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import LoraConfig, PolicyConfig
 from quartet.learner.snapshot import Snapshot
@@ -77,7 +77,7 @@ async def test_it_does_without_copies_too(
 
 def make_policy(folder: Path, **layout: Any) -> PolicyTrainer:
     config = PolicyConfig(model=str(folder), optimizer=OPTIMIZER, **layout)
-    return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(1.0))
+    return PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(1.0))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_another_layout_is_refused_by_name(policy_folder: Path, snapshot: Path) 
 def test_the_optimizer_goes_on_as_it_is_configured_now(policy_folder: Path, snapshot: Path) -> None:
     changed = OPTIMIZER.model_copy(update={"learning_rate": 4e-3, "weight_decay": 0.5, "eps": 1e-5})
     config = PolicyConfig(model=str(policy_folder), optimizer=changed)
-    trainer = PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=5), Distribution(1.0))
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=5), Distribution(1.0))
     trainer.snapshots.restore(str(snapshot))
     [group] = trainer._learner._engine.optimizer.param_groups
     # One third of the rate, in the first of two steps of warm-up.

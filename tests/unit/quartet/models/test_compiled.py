@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
@@ -117,8 +117,8 @@ def test_a_policy_trains_the_same(options: dict[str, Any], tmp_path: Path, monke
         config = PolicyConfig(
             model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-3), compile_layers=compiled, **options
         )
-        ppo = PPOConfig.parse({"epochs": 1, "minibatch_size": 6, "kl": {"coef": 0}}, "ppo")
-        trainer = PolicyTrainer(config, ppo, Distribution())
+        algorithm = parse_algorithm({"epochs": 1, "minibatch_size": 6, "kl": {"coef": 0}})
+        trainer = PolicyTrainer(config, algorithm, Distribution())
         measured.append([trainer.train(batch, seed=step) for step in range(3)])
         assert (counters["stats"]["unique_graphs"] > 0) == compiled
         counters.clear()

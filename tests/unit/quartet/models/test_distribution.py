@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution, end_ids
@@ -114,7 +114,7 @@ def test_the_gradient_of_a_token_without_mass_is_that_of_its_logit_less_the_norm
 
 def learner_logprobs(folder: Path, distribution: Distribution, **options: bool) -> list[Floats]:
     config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4), **options)  # type: ignore[arg-type]
-    return PolicyTrainer(config, PPOConfig(), distribution).logprobs(PROMPTS, RESPONSES)
+    return PolicyTrainer(config, PPO(), distribution).logprobs(PROMPTS, RESPONSES)
 
 
 def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: Path) -> None:

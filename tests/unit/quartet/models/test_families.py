@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
@@ -44,7 +44,7 @@ def refusal(name: str) -> str:
 
 def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
     config = PolicyConfig(model=str(folder), optimizer=OPTIMIZER, **options)
-    return PolicyTrainer(config, PPOConfig(epochs=1, minibatch_size=6), Distribution())
+    return PolicyTrainer(config, PPO(epochs=1, minibatch_size=6), Distribution())
 
 
 def train(trainer: PolicyTrainer) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models import head as heads
@@ -135,8 +135,8 @@ def test_a_policy_trains_as_with_logits(
     for tile in (1, 1 << 22):
         monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-3), **options)
-        ppo = PPOConfig.parse({"epochs": 1, "minibatch_size": 6, "entropy_coef": 0.1, "kl": {"coef": 0}}, "ppo")
-        trainer = PolicyTrainer(config, ppo, DISTRIBUTION)
+        algorithm = parse_algorithm({"epochs": 1, "minibatch_size": 6, "entropy_coef": 0.1, "kl": {"coef": 0}})
+        trainer = PolicyTrainer(config, algorithm, DISTRIBUTION)
         measured.append([trainer.train(batch, seed=step) for step in range(3)])
     for one, other in zip(*measured, strict=True):
         for name in ("loss", "entropy", "grad_norm"):

@@ -64,19 +64,19 @@ def test_a_critic_starts_from_the_reward_model(
     assert args(raw, "critic")["model"] == args(raw, "reward")["scorer"]["model"] == str(reward_folder)
     run = raw["orchestrator"]
     # 36 of 40 prompts, of three tokens; the models take 128.
-    assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (32, 8)
+    assert (run["batch_size"], run["algorithm"]["minibatch_size"]) == (32, 8)
     assert (run["data"]["max_prompt_length"], run["sampling"]["max_new_tokens"]) == (8, 64)
     # 4 held-out prompts
     assert run["evaluation"] == {"samples_per_prompt": 8, "max_prompts": 256}
     assert (run["data"]["prompt_split"], run["data"]["eval_split"]) == ("train[:90%]", "train[90%:]")
     assert run["policy"]["packing"] is True
-    assert run["ppo"]["normalise_scores"] is False  # the reward model's own mean and deviation
+    assert run["algorithm"]["normalise_scores"] is False  # the reward model's own mean and deviation
     assert run["host_gib"] == 24
     frozen = args(raw, "reward")["scorer"], args(raw, "reference")
     assert [(each["packing"], each["batch_tokens"]) for each in frozen] == [(True, 2048)] * 2
     assert run["policy"]["env_vars"]["OMP_NUM_THREADS"] == "1"
     assert run["policy"]["env_vars"]["MALLOC_MMAP_MAX_"] == "0"
-    assert run["ppo"]["old_logprobs"] == "rollout"
+    assert run["algorithm"]["old_logprobs"] == "rollout"
 
 
 def test_a_file_is_six_facts_and_the_rest_as_comments(
@@ -135,7 +135,7 @@ def test_a_split_of_its_own_is_held_out(policy_folder: Path, tmp_path: Path) -> 
 def test_a_single_prompt_is_trained_on_and_nothing_held_out(policy_folder: Path, tmp_path: Path) -> None:
     one = write_prompts(tmp_path / "one.jsonl", [{"prompt": "w4"}])
     run = written(tmp_path, Wanted(str(policy_folder), FUNCTION, one))["orchestrator"]
-    assert (run["batch_size"], run["ppo"]["minibatch_size"]) == (1, 1)
+    assert (run["batch_size"], run["algorithm"]["minibatch_size"]) == (1, 1)
     assert preflight(Deployment.load(tmp_path / "mine.yaml", check_services=True)).held_out is None
 
 
@@ -156,7 +156,7 @@ def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str
     assert sum(shares) + run["policy"]["num_gpus"] == pytest.approx(1)
     assert (run["policy"]["dtype"], run["policy"]["zero_stage"], run["gpu_gib"]) == ("bfloat16", 1, 79)
     assert run["policy"]["gradient_checkpointing"] == "auto"
-    assert run["ppo"]["old_logprobs"] == "learner"
+    assert run["algorithm"]["old_logprobs"] == "learner"
     assert args(raw, "reference")["batch_tokens"] == run["policy"]["micro_batch_tokens"] > 2048
     assert "MALLOC_MMAP_MAX_" not in run["policy"]["env_vars"]
 

@@ -79,10 +79,10 @@ def test_what_is_required_is_enough(facts: dict[str, Any], tmp_path: Path) -> No
     run = deployment.orchestrator
     # The models take 128 tokens; the reward model has its own mean and deviation.
     assert (run.data.max_prompt_length, run.sampling.max_new_tokens) == (64, 64)
-    assert run.ppo.normalise_scores is False
+    assert run.algorithm.normalise_scores is False
     assert args(deployment.raw, "critic")["optimizer"]["learning_rate"] == pytest.approx(5e-4)
     assert args(deployment.raw, "critic")["model"] == facts["reward"]
-    assert (run.policy.dtype, run.ppo.old_logprobs) == ("float32", "rollout")
+    assert (run.policy.dtype, run.algorithm.old_logprobs) == ("float32", "rollout")
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8])
@@ -140,7 +140,7 @@ def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     preflight(function)
     assert args(function.raw, "reward")["scorer"] == {"kind": "function", "function": "tests.scorers:count"}
     assert args(function.raw, "critic")["model"] == facts["model"]
-    assert function.orchestrator.ppo.normalise_scores is True
+    assert function.orchestrator.algorithm.normalise_scores is True
     for address in ("10.0.0.7:19000", "grpc://10.0.0.7:19000"):
         elsewhere = loaded(facts | {"reward": address}, tmp_path)
         preflight(elsewhere)
@@ -158,9 +158,9 @@ def test_algorithms_start_what_they_need(facts: dict[str, Any], tmp_path: Path) 
     plain = loaded(facts | {"algorithm": {"kind": "reinforce++", "learning_rate": 1e-4}}, tmp_path)
     assert plain.applications == ("rollout", "reward", "reference")
     corrected = facts["algorithm"] | {"correction": "icepop"}
-    assert loaded(facts | {"algorithm": corrected}, tmp_path).orchestrator.ppo.old_logprobs == "learner"
+    assert loaded(facts | {"algorithm": corrected}, tmp_path).orchestrator.algorithm.old_logprobs == "learner"
     ahead = loaded(facts | {"orchestrator": {"loop": {"max_staleness": 2}}}, tmp_path)
-    assert ahead.orchestrator.ppo.old_logprobs == "learner"
+    assert ahead.orchestrator.algorithm.old_logprobs == "learner"
 
 
 def test_overrides_are_merged_into_what_is_derived(facts: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def test_options_of_serve_are_those_of_its_schema() -> None:
         ({"reward": 3}, "reward: should be text, got 3"),
         ({"reward": {"kind": "oracle"}}, "services.reward.scorer.kind: should be one of "),
         ({"algorithm": {"kind": "ppo"}}, "algorithm.learning_rate: required"),
-        ({"algorithm": {"kind": "grow", "learning_rate": 1.0}}, "algorithm.kind: should be one of ppo, rloo, "),
+        ({"algorithm": {"kind": "grow", "learning_rate": 1.0}}, "algorithm.kind: should be one of 'ppo', 'rloo', "),
         ({"algorithm": {"kind": "ppo", "learning_rate": 1.0, "klc": 1}}, "algorithm.klc: unknown field; known: "),
         (
             {"algorithm": {"kind": "ppo", "learning_rate": 1.0, "kl": {"coef": "x"}}},
@@ -238,7 +238,10 @@ def test_options_of_serve_are_those_of_its_schema() -> None:
         ({"orchestrator": {"looop": {}}}, "orchestrator.looop: unknown field; known: "),
         ({"orchestrator": {"loop": {"dept": 1}}}, "orchestrator.loop.dept: unknown field; known: "),
         ({"orchestrator": {"steps": 3}}, "orchestrator.steps: is stated by steps; set that, and leave this out"),
-        ({"orchestrator": {"ppo": {"epochs": 1}}}, "orchestrator.ppo: is stated by algorithm; set that, "),
+        (
+            {"orchestrator": {"algorithm": {"epochs": 1}}},
+            "orchestrator.algorithm: is stated by algorithm; set that, ",
+        ),
         ({"orchestrator": {"policy": {"dtype": "float32"}}}, "orchestrator.policy.dtype: is stated by dtype; "),
         ({"model": "no/such"}, "model: should be a model's folder, but no/such does not exist"),
         ({"model": "../../x@main"}, "model: should be a folder or ORG/NAME@REVISION, got '../../x@main'"),

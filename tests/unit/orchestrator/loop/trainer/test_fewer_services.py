@@ -8,9 +8,9 @@ from tests.unit.step_metrics import STEP_METRICS, steady
 
 
 async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "kl": {"coef": 0}, "whiten_advantages": False}
-    with_one = Stage(policy_folder, ppo=ppo)
-    without = Stage(policy_folder, ppo=ppo, services={"reference": None})
+    algorithm = {"minibatch_size": 1, "kl": {"coef": 0}, "whiten_advantages": False}
+    with_one = Stage(policy_folder, algorithm=algorithm)
+    without = Stage(policy_folder, algorithm=algorithm, services={"reference": None})
     for stage in (with_one, without):
         await stage.run()
     assert "logprobs" not in without.journal.names()
@@ -21,8 +21,8 @@ async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy
 
 
 async def test_a_run_without_a_critic_trains_the_policy_alone(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "advantages": "rloo", "samples_per_prompt": 2, "whiten_advantages": False}
-    stage = Stage(policy_folder, batch_size=4, ppo=ppo, services={"critic": None})
+    algorithm = {"minibatch_size": 1, "kind": "rloo", "samples_per_prompt": 2, "whiten_advantages": False}
+    stage = Stage(policy_folder, batch_size=4, algorithm=algorithm, services={"critic": None})
     await stage.run()
     assert {"values", "train critic"}.isdisjoint(stage.journal.names())
     assert [state.first_critic_step for state in stage.checkpoints.states] == [None] * 4
@@ -38,7 +38,7 @@ async def test_a_run_without_a_critic_trains_the_policy_alone(policy_folder: Pat
 
 async def test_a_run_without_a_critic_goes_on_from_its_journal(policy_folder: Path) -> None:
     section: dict[str, Any] = {
-        "ppo": {"minibatch_size": 1, "advantages": "reinforce++"},
+        "algorithm": {"minibatch_size": 1, "kind": "reinforce++"},
         "services": {"critic": None},
     }
     straight, again = Stage(policy_folder, **section), Stage(policy_folder, **section)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.algorithm.rewards import RunningNormaliser
+from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.clients import Services
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.collector import Collector
@@ -91,8 +91,14 @@ class Run:
     """One run over a journal in `folder`; at its end the digests of the learners' weights, and what was logged."""
 
     def __init__(self, policy_folder: Path, folder: Path, **section: Any) -> None:
-        ppo = {"minibatch_size": 2, "epochs": 2, "normalise_scores": True, "kl": KL}
-        settings: dict[str, Any] = {"steps": STEPS, "batch_size": 4, "prompts_per_call": 3, "seed": 7, "ppo": ppo}
+        algorithm = {"minibatch_size": 2, "epochs": 2, "normalise_scores": True, "kl": KL}
+        settings: dict[str, Any] = {
+            "steps": STEPS,
+            "batch_size": 4,
+            "prompts_per_call": 3,
+            "seed": 7,
+            "algorithm": algorithm,
+        }
         settings["policy"] = {"model": str(policy_folder), "optimizer": OPTIMIZER}
         self.config = make_config(policy_folder, **settings | {"loop": {"mismatch_limit": 100.0}} | section)
         self.policy_folder, self.folder = policy_folder, folder
@@ -104,7 +110,7 @@ class Run:
     async def policy(self) -> AsyncIterator[tuple[Policy, PolicyTrainer]]:
         rank = ThreadRank(60)
         ranks = RankGroup("policy", [rank])
-        arguments = self.config.scheduled_policy, self.config.ppo, Distribution(1.0)
+        arguments = self.config.scheduled_policy, self.config.algorithm, Distribution(1.0)
         await ranks.start(PolicyTrainer, *arguments, timeout_s=60)
         assert rank.rank is not None
         yield Policy(ranks, self.config, lambda given: given), rank.rank.part(PolicyTrainer)
@@ -153,16 +159,16 @@ class Run:
                 batch = Batch.of(collected)
                 old = await policy.logprobs(batch.columns.prompts, batch.columns.responses)
                 batch = Batch.of(collected.with_sampled(old_logprobs=np.concatenate(old)))
-                estimate = estimate_advantages(batch, batch.padded(old), config.ppo, kl_coef, normaliser)
+                estimate = estimate_advantages(batch, batch.padded(old), config.algorithm, kl_coef, normaliser)
                 trained = batch.for_policy(estimate.advantages, kl_coef)
                 assert estimate.returns is not None
                 columns = batch.columns.with_sampled(returns=estimate.returns)
                 update = Update(step + 1, config.seed * 1_000_003 + step + 1, trained, columns)
                 for each in (PolicyLearner(policy), values_of):
                     await each.train(update)
-                distance = measure_distance(batch, old, config.ppo, step + 1)
+                distance = measure_distance(batch, old, config.algorithm, step + 1)
                 assert distance.kl is not None
-                kl_coef = make_controller(config.ppo, kl_coef).update(distance.kl, len(batch)).coef
+                kl_coef = make_controller(config.algorithm, kl_coef).update(distance.kl, len(batch)).coef
                 normaliser = estimate.normaliser
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
         return self
@@ -213,10 +219,10 @@ async def test_a_run_that_leaves_out_old_tokens_ends_with_the_same_weights_from_
 ) -> None:
     """All tokens are two versions behind at step 3; later on the first ones of each response."""
     section = {"steps": 6, "loop": {"max_staleness": 2, "mismatch_limit": 100.0}}
-    ppo = {"minibatch_size": 2, "epochs": 2, "kl": KL, "max_token_staleness": 1}
+    algorithm = {"minibatch_size": 2, "epochs": 2, "kl": KL, "max_token_staleness": 1}
     runs = []
     for _ in range(2):
-        run = Run(policy_folder, tmp_path, **section, ppo=ppo)
+        run = Run(policy_folder, tmp_path, **section, algorithm=algorithm)
         run.rollout, run.progress = Overtaken(), FakeProgress(silent=False)
         runs.append(await run.finish())
     straight, again = runs

@@ -52,7 +52,10 @@ ON_POLICY = {"minibatch_size": 2, "epochs": 1, "kl": {"placement": "loss", "esti
 
 
 async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_folder: Path) -> None:
-    spared, asked = Stage(policy_folder, ppo=ON_POLICY), Stage(policy_folder, ppo=ON_POLICY | {"minibatch_size": 1})
+    spared, asked = (
+        Stage(policy_folder, algorithm=ON_POLICY),
+        Stage(policy_folder, algorithm=ON_POLICY | {"minibatch_size": 1}),
+    )
     for stage in (spared, asked):
         await stage.run()
     names = spared.journal.names()
@@ -73,7 +76,7 @@ async def test_one_optimizer_step_on_policy_computes_the_old_logprobs(policy_fol
 
 
 async def test_with_the_engines_logprobs_the_first_minibatch_measures_the_mismatch(policy_folder: Path) -> None:
-    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "epochs": 2, "old_logprobs": "rollout"})
+    stage = Stage(policy_folder, algorithm={"minibatch_size": 1, "epochs": 2, "old_logprobs": "rollout"})
     stage.policy.known = 1
     await stage.run()
     assert stage.journal.names().count("trained logprobs") == 3
@@ -94,8 +97,8 @@ async def test_what_runs_ahead_or_shares_a_gpu_has_its_old_logprobs_by_the_batch
         assert stage.journal.names().count("old logprobs") == 3
         for batch, _ in stage.policy.batches:
             assert batch.old_logprobs is not None
-    assert not make_config(policy_folder, batch_size=2, ppo=ON_POLICY).early_logprobs
-    assert make_config(policy_folder, batch_size=3, ppo=ON_POLICY).early_logprobs
+    assert not make_config(policy_folder, batch_size=2, algorithm=ON_POLICY).early_logprobs
+    assert make_config(policy_folder, batch_size=3, algorithm=ON_POLICY).early_logprobs
 
 
 async def test_a_run_goes_on_where_the_services_are(policy_folder: Path) -> None:
@@ -142,8 +145,8 @@ async def test_without_an_evaluator_nothing_is_evaluated(policy_folder: Path) ->
 
 async def test_what_policy_and_critic_train_on(policy_folder: Path) -> None:
     kl = {"coef": 0.2, "estimator": "k1"}
-    ppo = {"minibatch_size": 1, "epochs": 3, "kl": kl, "whiten_advantages": False, "gae_lambda": 1}
-    stage = Stage(policy_folder, ppo=ppo, timeouts={"train_s": 21})
+    algorithm = {"minibatch_size": 1, "epochs": 3, "kl": kl, "whiten_advantages": False, "gae_lambda": 1}
+    stage = Stage(policy_folder, algorithm=algorithm, timeouts={"train_s": 21})
     await stage.run()
     (batch, seed), critic = stage.policy.batches[0], stage.fakes.critic.trained[0]
     order = [int(prompt[0]) for prompt in batch.prompts]
@@ -170,7 +173,7 @@ async def test_an_adaptive_coefficient_counts_from_the_next_step(policy_folder: 
     # KL per response: 0.25 per token over 1 and 2 tokens, 0.375 on average: 87.5 % below 3, clipped to -20 %.
     # Two samples at a horizon of 4: a factor of 1 - 0.2 * 2 / 4 = 0.9 per step.
     kl = {"coef": 0.2, "target": 3, "horizon": 4}
-    stage = Stage(policy_folder, ppo={"minibatch_size": 1, "kl": kl})
+    stage = Stage(policy_folder, algorithm={"minibatch_size": 1, "kl": kl})
     await stage.run()
     expected = pytest.approx([0.2, 0.18, 0.162])
     assert [batch.kl_coef for batch, _ in stage.policy.batches] == expected
@@ -179,8 +182,8 @@ async def test_an_adaptive_coefficient_counts_from_the_next_step(policy_folder: 
 
 
 async def test_the_normaliser_remembers_the_scores_of_earlier_steps(policy_folder: Path) -> None:
-    ppo = {"minibatch_size": 1, "normalise_scores": True, "kl": {"coef": 0}}
-    stage = Stage(policy_folder, ppo=ppo)
+    algorithm = {"minibatch_size": 1, "normalise_scores": True, "kl": {"coef": 0}}
+    stage = Stage(policy_folder, algorithm=algorithm)
     await stage.run()
     # Scores 10 and 11 every step: mean 10.5, unbiased variance (0.5^2 * n) / (n - 1) for n = 2, 4, 6.
     for trained, n in zip(stage.fakes.critic.trained, (2, 4, 6), strict=True):

@@ -13,8 +13,8 @@ from tests.unit.fake_run import SAVE_TO, Stage
 
 async def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(policy_folder: Path) -> None:
     kl = {"coef": 0.2, "target": 3, "horizon": 4}
-    ppo = {"minibatch_size": 1, "kl": kl, "normalise_scores": True}
-    straight, again = Stage(policy_folder, ppo=ppo), Stage(policy_folder, ppo=ppo)
+    algorithm = {"minibatch_size": 1, "kl": kl, "normalise_scores": True}
+    straight, again = Stage(policy_folder, algorithm=algorithm), Stage(policy_folder, algorithm=algorithm)
     await straight.run(policy_version=6, critic_step=9)
     checkpoint = straight.checkpoints.states[1]
     assert (checkpoint.step, checkpoint.policy_version, checkpoint.critic_step) == (1, 8, 10)

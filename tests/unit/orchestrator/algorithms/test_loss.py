@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from orchestrator.algorithm.kl import KLKind, kl_estimate
-from orchestrator.algorithm.loss import PolicyLoss, importance_weights, mismatch, policy_loss, surrogate
+from orchestrator.algorithms.kl import KLKind, kl_estimate
+from orchestrator.algorithms.loss import PolicyLoss, importance_weights, mismatch, policy_loss, surrogate
 from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient

@@ -1,4 +1,4 @@
-"""orchestrator.algorithm by hand, against the slow reference, and by its laws: KL, rewards, their normaliser."""
+"""orchestrator.algorithms by hand, against the slow reference, and by its laws: KL, rewards, their normaliser."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
-from orchestrator.algorithm.rewards import RunningNormaliser, carry_back, shape_rewards
+from orchestrator.algorithms.kl import AdaptiveKL, FixedKL, KLKind, kl_estimate
+from orchestrator.algorithms.rewards import RunningNormaliser, carry_back, shape_rewards
 from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.algorithm.off_policy import correction_weights, dis_loss, measures, segments_of
+from orchestrator.algorithms.off_policy import correction_weights, dis_loss, measures, segments_of
 
 # Two responses, of three tokens and of one. Ratios of the learner to the engine: 2, 0.25, 1.2; 8.
 MASK = torch.tensor([[True, True, True], [True, False, False]])

@@ -1,15 +1,40 @@
-"""PPO and its KL penalty."""
+"""The contract of an algorithm: its needs, the groups that it admits, the credit that it gives, and its settings.
 
+A new one is a class in a file beside this one and a row in `registry`; each setting has a docstring, which the user
+reads:
+
+    class Centred(Algorithm):
+
+        needs_samples_per_prompt = 2
+
+        kind: Literal["centred"] = "centred"
+        samples_per_prompt: Count = 8
+        scale: PositiveFloat = 1.0
+
+        def credit(self, responses: "Responses") -> Credit:
+            outcomes = responses.outcomes(self.samples_per_prompt)
+            centred = outcomes - outcomes.mean(dim=1, keepdim=True)
+            return Credit(responses.at_all_tokens(self.scale * centred))
+
+Loop, configuration, checks and `quartet init` read everything else from it.
+"""
+
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quartet.config.base import Config, Count, Fraction
+from quartet.config.base import Config, Count
 from quartet.wire.codec import Bools, Floats, Ints
 
+if TYPE_CHECKING:  # torch takes a second that an error in a file need not wait for
+    from torch import Tensor
+
+    from orchestrator.algorithms.responses import Responses
+
 CLIP_EPS, IMPORTANCE_CAP = 0.2, 2.0
-"""Defaults of PPOConfig.clip_eps_low and clip_eps_high, and of importance_cap."""
+"""Defaults of Algorithm.clip_eps_low and clip_eps_high, and of importance_cap."""
 BANDED = ("icepop", "geometric", "dis")
 """Corrections by a band of ratios; the others cap their weights."""
 
@@ -62,33 +87,33 @@ class Group:
     """True where the length limit cut the response off, [G]."""
 
 
-class PPOConfig(Config):
-    """The algorithm."""
+class Credit(NamedTuple):
+    """The credit of B responses of at most T tokens."""
 
-    advantages: Literal["gae", "rloo", "reinforce++"] = "gae"
-    """The estimate of advantages. gae: from the critic's values. The others train no critic, and a run with them
-    needs none in `applications:`. rloo: a response's reward less the mean of the other responses to its prompt;
-    reinforce++: the rewards to go, with the batch's mean as the baseline. Sources are in docs/algorithm.md."""
+    advantages: "Tensor"
+    """[B, T], zero at tokens that are not trained on."""
+    returns: "Tensor | None" = None
+    """What the critic learns, [B, T], zero at the same tokens; None without a critic."""
+
+
+class Algorithm(Config):
+    """The settings that all algorithms share; each adds its own."""
+
+    needs_critic: ClassVar[bool] = False
+    """True if it takes a critic's values, so that a run trains one."""
+    needs_samples_per_prompt: ClassVar[int] = 1
+    """Least `samples_per_prompt`."""
+
+    kind: str
+    """Name of the algorithm in the file: each has its own."""
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; batch_size counts responses and must be a multiple of it."""
-    gamma: Fraction = 1.0
-    """Discount per token."""
-    gae_lambda: Fraction = 0.95
-    """Bias against variance in generalised advantage estimation; used by gae alone."""
-    gae_lambda_alpha: PositiveFloat | None = None
-    """Takes the policy's lambda from a response's length: 1 - 1 / (alpha T), at least 0, for T tokens, so that the
-    score reaches the first tokens of a long response as well as of a short one. 1.5 in SAO. Null: gae_lambda."""
-    critic_gae_lambda: Fraction | None = None
-    """Lambda of the returns that the critic learns. 1, as in SAO: what was earned, without the critic's own values.
-    Null: gae_lambda."""
     kl: KLConfig = KLConfig()
     """The KL penalty."""
     score_clip: PositiveFloat | None = 10.0
     """Scores are clipped to plus or minus this, after normalisation. Null turns it off."""
     normalise_scores: bool = False
     """Subtract the running mean of the scores and divide by their running standard deviation."""
-    whiten_advantages: bool = True
-    """Zero mean and unit variance over all response tokens of the batch."""
     clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = CLIP_EPS
     """Distance below 1 beyond which a ratio gets no gradient."""
     clip_eps_high: PositiveFloat = CLIP_EPS
@@ -100,9 +125,6 @@ class PPOConfig(Config):
     cost (policy/sampled_entropy)."""
     epochs: Count = 2
     """Passes over each batch, for every learner."""
-    critic_epochs: Count | None = None
-    """Passes over each batch for the critic, if others than `epochs`: more let it keep up with the policy. With
-    minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner. What remains of a batch is a smaller last minibatch of each
     epoch, in which each token counts as in the others."""
@@ -133,22 +155,27 @@ class PPOConfig(Config):
 
     @property
     def epochs_of_critic(self) -> int:
-        """Passes over each batch for the critic."""
-        return self.critic_epochs or self.epochs
+        """Passes over each batch for the critic, if there is one."""
+        return self.epochs
 
     @property
-    def needs_critic(self) -> bool:
-        """True if advantages are estimated from a critic's values."""
-        return self.advantages == "gae"
+    def needs_reference(self) -> bool:
+        """True if a reference's log-probs are part of the training."""
+        return self.kl.coef > 0
 
     @property
     def max_discarded(self) -> int:
-        """Most groups that may be discarded for each one that a batch takes."""
+        """Most groups that may be discarded for each one that a batch takes; 0 where none is."""
         return 0
 
     def admit(self, group: Group) -> bool:
-        """True if the group may be trained on; else it is discarded, and another prompt takes its place."""
+        """True if the group may be trained on; else it is discarded, and another prompt takes its place. It follows
+        from the group alone, so that a restart decides the same."""
         return True
+
+    @abstractmethod
+    def credit(self, responses: "Responses") -> Credit:
+        """The advantages of a batch, and the returns for the critic if there is one. A pure function."""
 
     @property
     def corrects(self) -> bool:
@@ -192,22 +219,10 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _advantages_have_what_they_need(self) -> Self:
-        name = self.advantages
-        if name == "rloo" and self.samples_per_prompt < 2:
+    def _groups_are_large_enough(self) -> Self:
+        if self.samples_per_prompt < (least := self.needs_samples_per_prompt):
             raise ValueError(
-                "advantages rloo compares the responses to one prompt, so samples_per_prompt must be 2 or more, "
-                f"got {self.samples_per_prompt}"
+                f"kind {self.kind} compares the responses to one prompt, so samples_per_prompt must be {least} or "
+                f"more, got {self.samples_per_prompt}"
             )
-        if name == "rloo" and self.gamma < 1:
-            raise ValueError(
-                f"advantages rloo takes a response as one action, so gamma must be 1, got {self.gamma:g}"
-            )
-        if name == "reinforce++" and not self.whiten_advantages:
-            raise ValueError(
-                "advantages reinforce++ has the batch's mean as baseline; whiten_advantages must be true"
-            )
-        for field in ("critic_epochs", "critic_gae_lambda", "gae_lambda_alpha"):
-            if getattr(self, field) is not None and not self.needs_critic:
-                raise ValueError(f"{field} is for a critic, and advantages {name} has none; leave it out, or use gae")
         return self

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.kl import LOG_RATIO_LIMIT, kl_estimate
+from orchestrator.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 from quartet.models.numerics import check_masked, masked_mean, partial_mean
 
 

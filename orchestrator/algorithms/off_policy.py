@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestrator.algorithm.kl import kl_estimate
-from orchestrator.algorithm.loss import PolicyLoss, importance_weights, ratio
+from orchestrator.algorithms.kl import kl_estimate
+from orchestrator.algorithms.loss import PolicyLoss, importance_weights, ratio
 from quartet.models.numerics import check_masked, masked_mean, partial_mean
 
 Correction = Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"]

@@ -58,27 +58,10 @@ def length_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * mask.sum(dim=1).clamp(min=1).double())).clamp(min=0)
 
 
-def rloo(rewards: Tensor, mask: Tensor, *, group: int) -> Tensor:
-    """Each response's reward less the mean of the prompt's others, at all its tokens. [B, T], zero off the mask.
-
-    REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): a response is one action
-    with the reward R_i, the sum over its tokens, and A_i = R_i - the mean of the other R_j. The `group` rows of
-    one prompt follow each other. With group 3 and R = 1, 2, 6 the means are 4, 3.5, 1.5 and A = -3, -1.5, 4.5.
-    ValueError if group < 2 or B is not a multiple of it.
-    """
-    check_masked(mask, rewards=rewards)
-    if group < 2 or len(mask) % group:
-        raise ValueError(f"group must be 2 or more and divide the {len(mask)} responses, got {group}")
-    totals = torch.where(mask, rewards, 0.0).sum(dim=1).view(-1, group)
-    others = (totals.sum(dim=1, keepdim=True) - totals) / (group - 1)
-    return torch.where(mask, (totals - others).view(-1, 1), 0.0)
-
-
 def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """The discounted sum of the rewards from each token to the end. [B, T], zero off the mask.
 
-    Whitened over the batch, these are the advantages of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): the batch's
-    mean is the baseline. Rewards 1, 0, 4 with gamma 1/2 give 2, 2, 4. ValueError if gamma is outside 0..1.
+    Rewards 1, 0, 4 with gamma 1/2 give 2, 2, 4. ValueError if gamma is outside 0..1.
     """
     summed, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)
     return summed

@@ -1,11 +1,11 @@
-"""orchestrator.algorithm by hand, against the slow reference, and by its laws: advantages and their whitening."""
+"""orchestrator.algorithms by hand, against the slow reference, and by its laws: advantages and their whitening."""
 
 import math
 
 import pytest
 import torch
 
-from orchestrator.algorithm.advantages import gae, length_lambdas, rewards_to_go, rloo, whiten
+from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
 from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles
@@ -90,34 +90,6 @@ def test_gae_refuses_bad_input() -> None:
         gae(one, one, mask, gamma=1.0, gae_lambda=torch.ones(1))
     with pytest.raises(ValueError, match=r"values is \[2\], should be \[2, 1\]"):
         gae(one, one[:, 0], mask, gamma=1.0, gae_lambda=1.0)
-
-
-def test_leave_one_out_by_hand() -> None:
-    # Totals 1, 2, 6 of the first prompt and 4, 0, 0.5 of the second. Means of the others: 4, 3.5, 1.5; 0.25, 2.25, 2.
-    rewards = doubles([[0.5, 0.5], [2, NAN], [-1, 7], [4, NAN], [1, -1], [0.5, NAN]])
-    mask = response_mask(torch.tensor([2, 1, 2, 1, 2, 1]), 2)
-    wanted = [[-3.0, -3.0], [-1.5, 0.0], [4.5, 4.5], [3.75, 0.0], [-2.25, -2.25], [-1.5, 0.0]]
-    close(rloo(rewards, mask, group=3), wanted)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("group", [2, 4])
-def test_leave_one_out_against_the_reference(seed: int, group: int) -> None:
-    lengths = (ref.random_lengths(seed) * 8)[: 2 * group]
-    rewards = ref.random_rows(seed, lengths)
-    actual = rloo(ref.pad(rewards), ref.mask_of(rewards), group=group)
-    close(actual, ref.pad(ref.rloo(rewards, group), fill=0.0))
-    # What one response gains the others of its prompt lose.
-    close(actual[:, 0].view(-1, group).sum(dim=1), torch.zeros(2))
-
-
-def test_leave_one_out_needs_whole_groups_of_two_or_more() -> None:
-    one, mask = torch.ones(6, 1), torch.ones(6, 1, dtype=torch.bool)
-    for group in (1, 4):
-        with pytest.raises(ValueError, match=f"group must be 2 or more and divide the 6 responses, got {group}"):
-            rloo(one, mask, group=group)
-    with pytest.raises(ValueError, match=r"rewards is \[6\], should be \[6, 1\]"):
-        rloo(one[:, 0], mask, group=2)
 
 
 def test_rewards_to_go_by_hand() -> None:

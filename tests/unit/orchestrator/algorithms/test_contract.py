@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.algorithm import PPOConfig
+from orchestrator.algorithms.registry import parse as parse_algorithm
 
 
 @pytest.mark.parametrize(
-    ("ppo", "needed"),
+    ("algorithm", "needed"),
     [
         ({"kl": {"coef": 0}}, False),
         ({"kl": {"placement": "loss", "estimator": "k3"}}, False),
@@ -20,7 +20,7 @@ from orchestrator.config.algorithm import PPOConfig
     ],
 )
 def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
-    ppo: dict[str, Any], needed: bool
+    algorithm: dict[str, Any], needed: bool
 ) -> None:
     """A batch has 8 samples here."""
-    assert PPOConfig.parse({"epochs": 1, "minibatch_size": 8} | ppo, "ppo").needs_old_logprobs(8) is needed
+    assert parse_algorithm({"epochs": 1, "minibatch_size": 8} | algorithm).needs_old_logprobs(8) is needed

@@ -1,0 +1,7 @@
+"""Algorithms, one class in one file and one row in `registry` each, and their arithmetic as pure functions.
+
+The configuration imports the classes, so that neither they nor `contract` load torch at their import. No other
+package names one of them.
+
+May import quartet. commands, config, deployment, experience, loop and policy import it.
+"""

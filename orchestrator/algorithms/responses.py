@@ -1,0 +1,60 @@
+"""The responses of a batch as an algorithm gives them credit."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
+from orchestrator.algorithms.rewards import carry_back
+
+
+@dataclass(frozen=True)
+class Responses:
+    """B responses of at most T tokens, right-padded; those to one prompt follow each other. All are [B, T]."""
+
+    rewards: Tensor
+    """Reward of each token: the KL penalty if rewards hold it, and the score at the last. Zero off `sampled`."""
+    sampled: Tensor
+    """True at response tokens."""
+    mask: Tensor
+    """True at those that are trained on."""
+    values: Tensor | None
+    """The critic's values before the update; None without a critic."""
+
+    @cached_property
+    def earned(self) -> Tensor:
+        """The rewards, those of tokens that are not trained on carried to the last trained token before them."""
+        if bool((self.sampled == self.mask).all()):
+            return self.rewards
+        return carry_back(self.rewards, self.sampled, self.mask)
+
+    def gae(self, *, gamma: float, gae_lambda: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Generalised advantages and returns from the critic's values, see `advantages.gae`."""
+        assert self.values is not None
+        return gae(self.earned, self.values, self.mask, gamma=gamma, gae_lambda=gae_lambda)
+
+    def length_lambdas(self, alpha: float) -> Tensor:
+        """A lambda for each response by its length, [B], see `advantages.length_lambdas`."""
+        return length_lambdas(self.mask, alpha=alpha)
+
+    def to_go(self, *, gamma: float) -> Tensor:
+        """The discounted rewards from each token to the end, see `advantages.rewards_to_go`."""
+        return rewards_to_go(self.earned, self.mask, gamma=gamma)
+
+    def outcomes(self, group: int) -> Tensor:
+        """Each response as one action: the sum of its rewards, also of tokens that are not trained on. [B / group,
+        group], a prompt's responses in a row. ValueError unless `group` divides B."""
+        if len(self.rewards) % group:
+            raise ValueError(f"group must divide the {len(self.rewards)} responses, got {group}")
+        return torch.where(self.sampled, self.rewards, 0.0).sum(dim=1).view(-1, group)
+
+    def at_all_tokens(self, numbers: Tensor) -> Tensor:
+        """One number for each response, [B / group, group], at all its tokens that are trained on: [B, T]."""
+        return torch.where(self.mask, numbers.reshape(-1, 1), 0.0)
+
+    def whitened(self, advantages: Tensor) -> Tensor:
+        """The advantages with zero mean and unit variance over the trained tokens, see `advantages.whiten`; a single
+        token has no spread, so that its advantage is 0."""
+        return whiten(advantages, self.mask) if int(self.mask.sum()) > 1 else torch.zeros_like(advantages)
