@@ -164,7 +164,7 @@ class Algorithm(Config):
         return self.kl.coef > 0
 
     @property
-    def max_discarded(self) -> int:
+    def discard_limit(self) -> int:
         """Most groups that may be discarded for each one that a batch takes; 0 where none is."""
         return 0
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Discriminator, Tag
 
 from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.grpo import GRPO
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.reinforce_pp import ReinforcePP
 from orchestrator.algorithms.rloo import RLOO
@@ -17,6 +18,7 @@ Rows = (
     Annotated[PPO, Tag("ppo")]
     | Annotated[RLOO, Tag("rloo")]
     | Annotated[ReinforcePP, Tag("reinforce++")]
+    | Annotated[GRPO, Tag("grpo")]
 )  # fmt: skip
 """A row for each algorithm, with its kind."""
 

@@ -163,11 +163,11 @@ class Stream:
     @property
     def _too_many_discarded(self) -> bool:
         """True if no more groups may be asked for in place of those that were discarded."""
-        limit = self._config.algorithm.max_discarded * self._config.batch_size
+        limit = self._config.algorithm.discard_limit * self._config.batch_size
         return bool(self._discarded) and len(self._discarded) >= limit
 
     def _of_discarded(self, step: int) -> str:
-        groups, most = len(self._discarded) // self._each, self._config.algorithm.max_discarded
+        groups, most = len(self._discarded) // self._each, self._config.algorithm.discard_limit
         return (
             f"step {step}: {groups} groups of responses were discarded, {most} for each one of a batch "
             "(algorithm.max_discarded), and the batch is not complete: choose prompts of which the algorithm admits "

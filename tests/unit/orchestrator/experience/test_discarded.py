@@ -36,7 +36,7 @@ class Choosy(PPO):
     """Groups that may be discarded for each one of a batch."""
 
     @property
-    def max_discarded(self) -> int:
+    def discard_limit(self) -> int:
         return self.most
 
     def admit(self, group: Group) -> bool:

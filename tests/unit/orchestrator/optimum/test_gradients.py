@@ -18,11 +18,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from orchestrator.algorithms.contract import KLConfig
+from orchestrator.algorithms.registry import algorithms
+from orchestrator.algorithms.registry import parse as parse_algorithm
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from tests.trajectories import cut
 from tests.unit import known_optimum as known
-from tests.unit.expected_gradients import Learner, Tables, error, experiences, parse
+from tests.unit.expected_gradients import WHOLE, Learner, Tables, error, experiences, parse
 from tests.unit.known_optimum import BETA, COUNT, LENGTHS, MASK, MOST, PROMPTS, Claim, gradient_of, over_paths
 
 pytestmark = pytest.mark.processes  # for their length: a minute in all
@@ -209,6 +211,50 @@ def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], o
         )
     advantages: Floats = np.concatenate(means).astype(np.float32)
     return advantages
+
+
+@pytest.mark.parametrize("kind", algorithms())
+def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
+    """With the settings that a file has which names the kind alone, whatever scale and bias they have by design."""
+    needs = algorithms()[kind]
+    each = 1 if needs.needs_samples_per_prompt == 1 else 2
+    tables = problem.tables(perfect=needs.needs_critic)
+    algorithm = parse_algorithm({"kind": kind, "samples_per_prompt": each, "score_clip": None} | WHOLE)
+    learner = Learner(problem.folder, algorithm)
+    if each == 1:
+        batch, estimate = learner.estimate(experiences(tables))
+        advantages = estimate.advantages
+    else:
+        batch, advantages = learner.batch(experiences(tables)), leave_one_out(learner, tables, (0,) * MOST, None)
+    actual, exact = learner.expected(batch, advantages, likely(tables.behaviour)), problem.exact()
+    alike = float(actual @ exact / (actual.norm() * exact.norm()))
+    print(f"{kind}, by default: cosine {alike:.3f} with the exact gradient")
+    assert alike > 0.8
+
+
+def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem) -> None:
+    """A response's own reward is in the mean, which takes (G - 1) / G of the gradient: half of it in pairs."""
+    tables = problem.tables()
+    algorithm = parse(kind="grpo", samples_per_prompt=2, divide_by_deviation=False)
+    learner = Learner(problem.folder, algorithm)
+    advantages = leave_one_out(learner, tables, (0,) * MOST, None)
+    actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
+    report("grpo, not divided, pairs", 2 * actual, problem.exact())
+
+
+def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem) -> None:
+    """(R_i - R_j) / 2 over their deviation, which is the distance over the square root of two."""
+    tables = problem.tables()
+    learner = Learner(problem.folder, parse(kind="grpo", samples_per_prompt=2))
+    advantages = leave_one_out(learner, tables, (0,) * MOST, None)
+    actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
+    totals = torch.where(MASK, tables.token_rewards(), 0.0).sum(-1)
+    signs = (totals.unsqueeze(2) - totals.unsqueeze(1)).sign() / 2**0.5
+    means = (signs * likely(tables.behaviour).unsqueeze(1)).sum(-1, keepdim=True)
+    claim = over_paths(tables.logprobs, tables.behaviour, torch.where(MASK, means, 0.0))
+    found = error(actual, gradient_of(claim, problem.model))
+    print(f"grpo, divided, pairs: {found:.1e}")
+    assert found < 1e-3  # pairs of nearly the same reward, and what is added to their deviation
 
 
 HOLES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (1, 1, 1)), ((0,), (0, 1, 1)), ((1,), (1, 0, 1))]
