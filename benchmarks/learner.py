@@ -168,7 +168,9 @@ def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | 
 
     def side() -> None:
         chosen = parts or trainer._learner.passes(batch.prompts, batch.responses)
-        trainer._learner.step([trainer._micro(batch, rows, part, tokens, 1.0) for part in chosen], trainer._loss)
+        trainer._learner.step(
+            [trainer._micro(batch, rows, part, tokens, 1.0, None) for part in chosen], trainer._loss
+        )
 
     return side
 

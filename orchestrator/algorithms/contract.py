@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from quartet.config.base import Config, Count
+from quartet.learner.reductions import Reduction
 from quartet.wire.codec import Bools, Floats, Ints
 
 if TYPE_CHECKING:  # torch takes a second that an error in a file need not wait for
@@ -128,6 +129,10 @@ class Algorithm(Config):
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner. What remains of a batch is a smaller last minibatch of each
     epoch, in which each token counts as in the others."""
+    reduction: Reduction = "tokens"
+    """Mean of the policy's losses over a minibatch. tokens: over all its tokens. trajectories: over its responses, of
+    the mean over the tokens of each, so that a long response's tokens weigh less. A number: over its responses, of
+    the sum over the tokens of each divided by that number, usually sampling.max_new_tokens."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
     """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
     own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestrator.algorithms.contract import Algorithm, Credit, Group
 from quartet.config.base import Count
+from quartet.learner.reductions import Reduction
 
 if TYPE_CHECKING:
     from orchestrator.algorithms.responses import Responses
@@ -19,6 +20,11 @@ class GRPO(Algorithm):
 
     kind: Literal["grpo"] = "grpo"
     """A response's reward less the mean of all responses to its prompt, over their deviation; no critic."""
+    samples_per_prompt: Count = 8
+    """Responses to each prompt of a batch; batch_size counts responses and must be a multiple of it."""
+    reduction: Reduction = "trajectories"
+    """As for every kind; here each response of a minibatch counts the same, as published. DAPO has tokens, Dr. GRPO a
+    number."""
     divide_by_deviation: bool = True
     """Divide by the standard deviation of the prompt's rewards, as published. False, as in Dr. GRPO: prompts of which
     nearly all or nearly no responses are right then weigh no more than others."""

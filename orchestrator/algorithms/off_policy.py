@@ -84,9 +84,11 @@ def dis_loss(
     mask: Tensor,
     *,
     band: tuple[float, float] | None,
+    weights: Tensor | None = None,
     denominator: float | Tensor,
 ) -> PolicyLoss:
-    """-sum of r A, divided by `denominator`, over tokens whose r = exp(new_logprobs - logprobs) is inside the band.
+    """-sum of weight r A, divided by `denominator`, over tokens whose r = exp(new_logprobs - logprobs) is inside the
+    band. `weights` None means ones.
 
     Double-sided importance sampling of SAO (arXiv:2607.07508, eq. 3): the behaviour is the only policy that r is
     relative to, and tokens outside the band, or at its ends, have no gradient, whatever the sign of their advantage.
@@ -98,12 +100,13 @@ def dis_loss(
     check_masked(mask, new_logprobs=new_logprobs, logprobs=logprobs, advantages=advantages)
     r = ratio(new_logprobs, logprobs, mask)
     inside = (r > low) & (r < high)
+    objective = torch.where(inside, r * advantages, 0.0)
 
     def share(x: Tensor) -> Tensor:
         return partial_mean(x.detach(), mask, denominator)
 
     return PolicyLoss(
-        loss=-partial_mean(torch.where(inside, r * advantages, 0.0), mask, denominator),
+        loss=-partial_mean(objective if weights is None else objective * weights, mask, denominator),
         clip_fraction_low=share(r <= low),
         clip_fraction_high=share(r >= high),
         dual_clip_fraction=share(torch.zeros_like(r)),

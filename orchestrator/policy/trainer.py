@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from orchestrator.algorithms.contract import Algorithm
@@ -15,6 +16,7 @@ from quartet.config.learner import PolicyConfig
 from quartet.learner.learner import RankLearner, Snapshots
 from quartet.learner.lora import add_adapters
 from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
+from quartet.learner.reductions import factors, units
 from quartet.learner.shards import Pass
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal, load_tokenizer
@@ -59,6 +61,8 @@ class _Micro:
     advantages: torch.Tensor
     tokens: int
     """Tokens of the whole minibatch that are trained on."""
+    factors: torch.Tensor | None
+    """Factor of each token's loss by the reduction; None where all are 1."""
     weight: float
     """Weight of the minibatch's loss."""
     kl_coef: float
@@ -130,6 +134,7 @@ class PolicyTrainer:
             raise ValueError(f"{len(batch.prompts)} responses have no old_logprobs, and this update needs them")
         self._computed, self._lengths = [], [0] * len(batch.responses)
         means, first, counts = Means(), dict[str, float](), tokens_trained(batch.responses, batch.trained)
+        reduction = self._algorithm.reduction
         order = minibatches(
             len(batch.prompts), epochs=self._algorithm.epochs, size=self._algorithm.minibatch_size, seed=seed
         )
@@ -138,12 +143,13 @@ class PolicyTrainer:
                 if not (tokens := sum(counts[i] for i in chosen)):
                     means.leave_out()
                     continue
-                weight = weight_of(chosen, counts, self._algorithm.minibatch_size)
+                weight = weight_of(chosen, units(reduction, counts), self._algorithm.minibatch_size)
+                scales = factors(reduction, [counts[i] for i in chosen])
                 self._keeping = batch.old_logprobs is None and not any(self._lengths)
                 if self._keeping:
                     first_rows = set(chosen)
                     self._lengths = [len(row) if i in first_rows else 0 for i, row in enumerate(batch.responses)]
-                measured = self._learner.step(self._micro_batches(batch, chosen, tokens, weight), self._loss)
+                measured = self._learner.step(self._micro_batches(batch, chosen, tokens, weight, scales), self._loss)
                 if measured and not first:
                     first = {"first_log_ratio_max": measured["log_ratio_max"]}
                 means.add(measured, weight)
@@ -159,11 +165,22 @@ class PolicyTrainer:
         self._computed = []
         return self._learner.shared(by_row, self._lengths)
 
-    def _micro_batches(self, batch: PolicyBatch, chosen: Sequence[int], tokens: int, weight: float) -> list[_Micro]:
+    def _micro_batches(
+        self, batch: PolicyBatch, chosen: Sequence[int], tokens: int, weight: float, scales: Sequence[float] | None
+    ) -> list[_Micro]:
         prompts, responses = [batch.prompts[i] for i in chosen], [batch.responses[i] for i in chosen]
-        return [self._micro(batch, chosen, each, tokens, weight) for each in self._learner.passes(prompts, responses)]
+        passes = self._learner.passes(prompts, responses)
+        return [self._micro(batch, chosen, each, tokens, weight, scales) for each in passes]
 
-    def _micro(self, batch: PolicyBatch, chosen: Sequence[int], one: Pass, tokens: int, weight: float) -> _Micro:
+    def _micro(
+        self,
+        batch: PolicyBatch,
+        chosen: Sequence[int],
+        one: Pass,
+        tokens: int,
+        weight: float,
+        scales: Sequence[float] | None,
+    ) -> _Micro:
         rows = [chosen[i] for i in one.rows]
         pairs = self._learner.tensors([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
 
@@ -180,12 +197,14 @@ class PolicyTrainer:
             ref_logprobs=None if batch.ref_logprobs is None else spread(batch.ref_logprobs),
             advantages=spread(batch.advantages),
             tokens=tokens,
+            factors=None if scales is None else _constant([scales[i] for i in one.rows], pairs),
             weight=weight,
             kl_coef=batch.kl_coef,
         )
 
     def _loss(self, micro: _Micro) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """PPO's loss of one micro-batch, every term a sum over tokens divided by the minibatch's token count."""
+        """The loss of one micro-batch: every term a sum over tokens, each with its factor, divided by the minibatch's
+        token count. Metrics are means over tokens."""
         algorithm, mask = self._algorithm, micro.mask
         measured: dict[str, torch.Tensor] = {}
         new_logprobs, entropies = self._distribution.asked_of(
@@ -199,10 +218,10 @@ class PolicyTrainer:
         result = self._policy_loss(micro, new_logprobs, old_logprobs)
         loss = result.loss
         if algorithm.entropy_coef > 0:
-            loss = loss - algorithm.entropy_coef * measured["entropy"]
+            loss = loss - algorithm.entropy_coef * _reduced(entropies, micro)
         if algorithm.kl.placement == "loss" and micro.kl_coef > 0 and micro.ref_logprobs is not None:
             kl = kl_estimate(new_logprobs, micro.ref_logprobs, algorithm.kl.estimator, mask)
-            loss = loss + micro.kl_coef * masked_sum(kl, mask) / micro.tokens
+            loss = loss + micro.kl_coef * _reduced(kl, micro)
         measured |= {
             "loss": loss,
             "sampled_entropy": -masked_sum(new_logprobs.detach(), mask) / micro.tokens,
@@ -226,6 +245,7 @@ class PolicyTrainer:
                 micro.advantages,
                 mask,
                 band=algorithm.importance_band,
+                weights=micro.factors,
                 denominator=micro.tokens,
             )
         weights = correction_weights(
@@ -246,10 +266,21 @@ class PolicyTrainer:
             clip_eps_low=algorithm.clip_eps_low,
             clip_eps_high=algorithm.clip_eps_high,
             dual_clip=algorithm.dual_clip,
-            weights=weights,
+            weights=weights if micro.factors is None else weights * micro.factors,
             denominator=micro.tokens,
         )
 
     def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         self._learner.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         load_tokenizer(self._config.model).save_pretrained(folder)
+
+
+def _reduced(values: torch.Tensor, micro: _Micro) -> torch.Tensor:
+    """The reduction of one value per token: the micro-batch's share of the minibatch's."""
+    return masked_sum(values if micro.factors is None else values * micro.factors, micro.mask) / micro.tokens
+
+
+def _constant(numbers: Sequence[float], pairs: PairTensors) -> torch.Tensor:
+    """One number per response, at each of its tokens."""
+    rows = zip(numbers, pairs.lengths, strict=True)
+    return pairs.spread([np.full(length, number, np.float32) for number, length in rows])

@@ -21,6 +21,7 @@ def make_trainer(
     rate: float = 1.0,
     epochs: int = 1,
     size: int = 4,
+    packing: bool = False,
     **algorithm: Any,
 ) -> PolicyTrainer:
     """AdamW whose epsilon dwarfs the gradient: its first step is `rate` times the gradient."""
@@ -29,6 +30,7 @@ def make_trainer(
         model=str(folder),
         optimizer=optimizer,
         micro_batch_tokens=micro_batch_tokens,
+        packing=packing,
     )
     return PolicyTrainer(config, PPO(epochs=epochs, minibatch_size=size, **algorithm), Distribution(TEMPERATURE))
 

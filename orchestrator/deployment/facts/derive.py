@@ -324,7 +324,7 @@ class _Derivation:
         section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}
         section["data"] = prompts | {"max_prompt_length": lambda: self._prompt}
         section["sampling"] = {"max_new_tokens": lambda: self._response}
-        section["algorithm"] = self._usual() | self._algorithm
+        section["algorithm"] = {"kind": facts.algorithm.kind} | self._usual() | self._algorithm
         ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
         policy = self._learner(facts.model, "model", ranks)
         policy["optimizer"] = {"learning_rate": facts.algorithm.learning_rate}

@@ -235,7 +235,7 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
 def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem) -> None:
     """A response's own reward is in the mean, which takes (G - 1) / G of the gradient: half of it in pairs."""
     tables = problem.tables()
-    algorithm = parse(kind="grpo", samples_per_prompt=2, divide_by_deviation=False)
+    algorithm = parse(kind="grpo", samples_per_prompt=2, divide_by_deviation=False, reduction="tokens")
     learner = Learner(problem.folder, algorithm)
     advantages = leave_one_out(learner, tables, (0,) * MOST, None)
     actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
@@ -245,7 +245,7 @@ def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: P
 def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem) -> None:
     """(R_i - R_j) / 2 over their deviation, which is the distance over the square root of two."""
     tables = problem.tables()
-    learner = Learner(problem.folder, parse(kind="grpo", samples_per_prompt=2))
+    learner = Learner(problem.folder, parse(kind="grpo", samples_per_prompt=2, reduction="tokens"))
     advantages = leave_one_out(learner, tables, (0,) * MOST, None)
     actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
     totals = torch.where(MASK, tables.token_rewards(), 0.0).sum(-1)
@@ -255,6 +255,22 @@ def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem) ->
     found = error(actual, gradient_of(claim, problem.model))
     print(f"grpo, divided, pairs: {found:.1e}")
     assert found < 1e-3  # pairs of nearly the same reward, and what is added to their deviation
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("reduction", ["trajectories", 3])
+def test_reductions_weigh_responses_as_they_say(problem: Problem, reduction: str | int, packing: bool) -> None:
+    """The sum over the tokens of a response divided by their number, or by three, in the mean over responses."""
+    tables = problem.tables()
+    learner = Learner(problem.folder, parse(gae_lambda=1.0, reduction=reduction), packing=packing)
+    batch, estimate = learner.estimate(experiences(tables))
+    actual = learner.expected(batch, estimate.advantages, likely(tables.behaviour))
+    actual = actual * len(batch) / int(batch.mask.sum())  # from the sum over tokens to that over responses
+    lengths = LENGTHS.double() if reduction == "trajectories" else torch.full((COUNT,), 3.0, dtype=torch.float64)
+    advantages = torch.where(MASK, tables.to_go() - tables.values, 0.0)
+    claim = over_paths(tables.logprobs, tables.behaviour, advantages / lengths[None, :, None])
+    name = f"reduction {reduction}" + ", packed" * packing
+    report(name, actual, gradient_of(claim, problem.model))
 
 
 HOLES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (1, 1, 1)), ((0,), (0, 1, 1)), ((1,), (1, 0, 1))]

@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.algorithms.contract import BANDED, KLConfig
 from orchestrator.policy.trainer import PolicyBatch
+from quartet.learner.reductions import Reduction
 from quartet.models import distribution as modelled
 from quartet.models import head, tiles
 from quartet.models.numerics import shannon
@@ -33,7 +34,9 @@ def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_bat
         assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None) -> torch.Tensor:
+def loss_by_hand(
+    model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | None, reduction: Reduction = "tokens"
+) -> torch.Tensor:
     """PPO's loss over the whole batch: clip 0.2, importance weights capped at 2, over all ten tokens."""
     logprobs = distributions(model, TEMPERATURE)
     assert batch.old_logprobs is not None
@@ -46,13 +49,19 @@ def loss_by_hand(model: Any, batch: PolicyBatch, entropy_coef: float, kl: str | 
         )
         ratio = (new - old).exp()
         objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        total = total - ((old - sampled).exp().clamp(max=2) * objective).sum()
-        total = total + entropy_coef * (every.exp() * every).sum()
+        of_row = -((old - sampled).exp().clamp(max=2) * objective).sum()
+        of_row = of_row + entropy_coef * (every.exp() * every).sum()
         if kl == "k2":
-            total = total + batch.kl_coef * ((new - ref) ** 2 / 2).sum()
+            of_row = of_row + batch.kl_coef * ((new - ref) ** 2 / 2).sum()
         if kl == "k3":
-            total = total + batch.kl_coef * ((ref - new).exp() - 1 - (ref - new)).sum()
-    return total / TOKENS
+            of_row = of_row + batch.kl_coef * ((ref - new).exp() - 1 - (ref - new)).sum()
+        denominators = {"tokens": TOKENS, "trajectories": len(new) * len(batch.responses)}
+        total = total + of_row / denominators.get(str(reduction), len(batch.responses) * int_of(reduction))
+    return total
+
+
+def int_of(reduction: Reduction) -> int:
+    return reduction if isinstance(reduction, int) else 1
 
 
 CASES = [
@@ -83,6 +92,53 @@ def test_loss_and_gradient_equal_those_by_hand(
     assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-4)
     torch.testing.assert_close(before - weights(trainer), wanted, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
+@pytest.mark.parametrize("reduction", ["trajectories", 3])
+def test_every_term_of_the_loss_has_the_reduction(
+    policy_folder: Path, batch: PolicyBatch, reduction: Reduction, micro_batch_tokens: int
+) -> None:
+    """Its metrics are means over tokens whatever the reduction."""
+    model = language_model(policy_folder)
+    expected = loss_by_hand(model, batch, 0.2, "k3", reduction)
+    wanted = torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(expected, list(model.parameters()))])
+    given: dict[str, Any] = {"entropy_coef": 0.2, "kl": KLConfig(placement="loss", estimator="k3")}
+    trainer, plain = (
+        make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, reduction=each, **given)
+        for each in (reduction, "tokens")
+    )
+    before = weights(trainer)
+    metrics, others = trainer.train(batch, seed=0), plain.train(batch, seed=0)
+    assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
+    torch.testing.assert_close(before - weights(trainer), wanted, atol=1e-5, rtol=1e-3)
+    assert float((weights(trainer) - weights(plain)).abs().max()) > 1e-3
+    for name in metrics.keys() - {"loss", "grad_norm"}:
+        assert metrics[name] == pytest.approx(others[name]), name
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("correction", ["tis", "dis"])
+@pytest.mark.parametrize("reduction", ["trajectories", 3])
+def test_a_reduction_is_the_same_however_a_batch_is_cut(
+    policy_folder: Path, batch: PolicyBatch, reduction: Reduction, correction: str, packing: bool
+) -> None:
+    """With a response of which no token is trained on, and one that is trained on in part."""
+    trained = [np.ones(len(row), bool) for row in batch.responses]
+    trained[0][:] = False
+    trained[-1][0] = False
+    marked = replace(batch, trained=trained)
+    moved = []
+    for tokens in (1, 12, 1000):
+        trainer = make_trainer(
+            policy_folder, micro_batch_tokens=tokens, reduction=reduction, correction=correction, packing=packing
+        )
+        before = weights(trainer)
+        trainer.train(marked, seed=0)
+        moved.append(before - weights(trainer))
+    assert float(moved[0].abs().max()) > 1e-3
+    for each in moved[1:]:
+        torch.testing.assert_close(each, moved[0], atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
