@@ -94,7 +94,7 @@ class Credit(NamedTuple):
     advantages: "Tensor"
     """[B, T], zero at tokens that are not trained on."""
     returns: "Tensor | None" = None
-    """What the critic learns, [B, T], zero at the same tokens; None without a critic."""
+    """Targets of the critic, [B, T], zero at the same tokens; None without a critic."""
 
 
 class Algorithm(Config):

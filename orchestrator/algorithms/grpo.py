@@ -23,8 +23,8 @@ class GRPO(Algorithm):
     samples_per_prompt: Count = 8
     """Responses to each prompt of a batch; batch_size counts responses and must be a multiple of it."""
     reduction: Reduction = "trajectories"
-    """As for every kind; here each response of a minibatch counts the same, as published. DAPO has tokens, Dr. GRPO a
-    number."""
+    """Mean of the policy's losses over a minibatch, as for every kind. trajectories, as published: each response
+    counts the same. DAPO has tokens, Dr. GRPO a number."""
     divide_by_deviation: bool = True
     """Divide by the standard deviation of the prompt's rewards, as published. False, as in Dr. GRPO: prompts of which
     nearly all or nearly no responses are right then weigh no more than others."""

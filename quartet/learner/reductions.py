@@ -22,7 +22,7 @@ Reduction = Literal["tokens", "trajectories"] | Annotated[int, Field(ge=1)]
 
 
 def units(reduction: Reduction, counts: Sequence[int]) -> Sequence[int]:
-    """What each response adds to the denominator: its trained tokens, or 1 if it has any. [B] -> [B]."""
+    """Share of each response in the denominator: its trained tokens, or 1 if it has any. [B] -> [B]."""
     return counts if reduction == "tokens" else [int(count > 0) for count in counts]
 
 

@@ -113,12 +113,6 @@ def test_a_blend_is_compared_part_by_part_with_the_weights(kept: TrainState) -> 
         resume(state, infos())
 
 
-def test_a_checkpoint_from_before_they_were_kept_says_nothing_of_them(kept: TrainState) -> None:
-    old = TrainState(step=3, first_version=1, first_critic_step=0, kl_coef=0.1)
-    state, notes = resume(old, infos())
-    assert (notes, state.services) == ([], kept.services)
-
-
 def test_scores_of_another_scorer_are_not_taken_from_the_journal(tmp_path: Path, policy_folder: Path) -> None:
     from tests.unit.orchestrator.experience.test_journal import PROMPTS, collected, prompt
 

@@ -99,7 +99,7 @@ def test_loss_and_gradient_equal_those_by_hand(
 def test_every_term_of_the_loss_has_the_reduction(
     policy_folder: Path, batch: PolicyBatch, reduction: Reduction, micro_batch_tokens: int
 ) -> None:
-    """Its metrics are means over tokens whatever the reduction."""
+    """Metrics are means over tokens whatever the reduction."""
     model = language_model(policy_folder)
     expected = loss_by_hand(model, batch, 0.2, "k3", reduction)
     wanted = torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(expected, list(model.parameters()))])
