@@ -71,16 +71,21 @@ PARTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 def page() -> str:
     """The page's text."""
     told: dict[type[BaseModel], str] = {}
+    rows: dict[str, str] = {}
     lines = [INTRODUCTION]
     for title, place, section in PARTS:
         lines.append(f"\n## {title}\n")
-        lines += _section(section, place, told)
+        lines += _section(section, place, told, rows)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(section: type[BaseModel], place: str, told: dict[type[BaseModel], str]) -> Iterator[str]:
-    """A section's table and those of the sections in it, each told once."""
+def _section(
+    section: type[BaseModel], place: str, told: dict[type[BaseModel], str], rows: dict[str, str]
+) -> Iterator[str]:
+    """A section's table and those of the sections in it, each told once; and of several kinds of a section the keys
+    that mean the same in another. `rows` holds what was told: a row with its place, and of which kind it was."""
     told[section] = place
+    shared: dict[str, list[str]] = {}
     yield f"{' '.join((section.__doc__ or '').split())}\n"
     yield "| key | value | meaning |\n|---|---|---|"
     inner: list[tuple[type[BaseModel], str]] = []
@@ -92,10 +97,18 @@ def _section(section: type[BaseModel], place: str, told: dict[type[BaseModel], s
             meaning += f" Its keys are those of `{told[nested[0]]}`."
         inner += [(each, f"{place}.{name}".lstrip(".")) for each in new]
         told |= {each: f"{place}.{name}".lstrip(".") for each in new}
-        yield f"| `{name}` | {_value(field, bool(nested))} | {meaning.replace('|', chr(92) + '|')} |"
+        value = _value(field, bool(nested))
+        # A section in a key is not told twice, which is no difference between kinds.
+        told_before = rows.setdefault(f"{place} {name} {value} {field.description}", _kind(section))
+        if _kind(section) and told_before != _kind(section):
+            shared.setdefault(told_before, []).append(f"`{name}`")
+            continue
+        yield f"| `{name}` | {value} | {meaning.replace('|', chr(92) + '|')} |"
+    for kind, names in shared.items():
+        yield f"\nAs{kind}: {', '.join(names)}."
     for each, where in inner:
         yield f"\n### `{where}`{_kind(each)}\n"
-        yield from _section(each, where, told)
+        yield from _section(each, where, told, rows)
 
 
 def _kind(section: type[BaseModel]) -> str:
