@@ -29,17 +29,24 @@ from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.policy.sampled import sampled_from
+from protos import rollout_pb2
 from quartet.config.base import ConfigError
 from quartet.models.loading import load_tokenizer
+from quartet.wire.backoff import Deadline
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import Ints
-from quartet.wire.errors import DeadlineExceeded, Internal
+from quartet.wire.errors import DeadlineExceeded, Internal, Unavailable
 from quartet.wire.identity import tokenizer_hash
+from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig
 from services.rollout.offline import pack_request, unpack_samples
 from services.rollout.sample import Sample, Sampling
 
 CURRENT = "current"
+ALIKE_S = 10
+"""Longest wait for all rollout replicas to serve the same weights, which they do but for moments of a push."""
+LOOK_S = 1
+"""Seconds between two looks at that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +109,54 @@ async def evaluate_model(
         check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
         if offline is not None:
             services = replace(services, rollout=offline)  # type: ignore[arg-type]
+        oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
         # One call for all prompts, so that an offline engine starts only once.
         everything = config.model_copy(update={"prompts_per_call": len(requests)})
         collector = Collector(services, config if offline is None else everything, sampled.end_ids)
         collected = await collector.collect(requests, version=None, critic_step=None)
+        if offline is None and (older := int(collected.columns["versions"].min())) < oldest:
+            raise ConfigError(
+                f"some samples are of weights of version {older}, though all rollout replicas had {oldest} at first: "
+                "one has started meanwhile; evaluate again"
+            )
     finally:
         await connected.close()
     rows = await evaluate_samples(collected, tokenizer, judges, config.evaluation.judge_s)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
     return Evaluation(f"{model} on {split}", infos["reward"].scorer.name, rows, path)
+
+
+async def served(rollout: RolloutClient, config: OrchestratorConfig, alike_s: float = ALIKE_S) -> int:
+    """The version that all rollout replicas serve, once none of them is behind in a push.
+
+    Raises:
+        ConfigError: they serve different weights for `alike_s`, as one does that has started since the last run.
+        Unavailable: none answers.
+    """
+    deadline = Deadline(alike_s)
+    while True:
+        reports = await rollout.update_weights(config.timeouts.info_s, discover=rollout_pb2.Discover())
+        # One whose engine does not answer gets no requests either.
+        held = {(report.timeline, report.policy_version) for report in reports if report.ok}
+        if len(held) == 1:
+            return held.pop()[1]
+        if deadline.passes_within(LOOK_S):
+            break
+        await asyncio.sleep(LOOK_S)
+    told = "; ".join(f"{report.replica}: {_weights(report)}" for report in reports if report.ok)
+    if not told:
+        raise Unavailable("no rollout replica answers")
+    raise ConfigError(
+        f"the rollout replicas serve different weights ({told}), as a replica that starts while no run trains has "
+        f"those of its model. Evaluate a model's folder, such as --model "
+        f"{config.save or RUNS / config.name / 'policy'}, or go on with the run, which pushes its weights to all"
+    )
+
+
+def _weights(report: rollout_pb2.WeightReport) -> str:
+    return f"version {report.policy_version}" if report.timeline else "its model's own"
 
 
 async def ask(services: Services, timeout_s: float, *, with_rollout: bool) -> dict[str, Any]:

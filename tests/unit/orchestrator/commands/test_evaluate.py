@@ -10,7 +10,7 @@ import yaml
 from transformers import GenerationConfig
 
 from orchestrator.clients import Services
-from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, rollout_config
+from orchestrator.commands.evaluate import OfflineRollout, ask, evaluate_model, rollout_config, served
 from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
@@ -158,3 +158,41 @@ def test_what_is_wrong_in_the_rollout_section_is_named(
     deployment = load(tmp_path, policy_folder, [ROLLOUT | section])
     with pytest.raises(ConfigError, match=re.escape(message)):
         OfflineRollout(str(policy_folder), deployment, make_tokenizer())
+
+
+class FakeReplicas:
+    def __init__(self, *looks: list[tuple[int, int]]) -> None:
+        """Timeline and version of each replica at each look."""
+        self._looks = list(looks)
+
+    async def update_weights(self, timeout_s: float, **phase: Any) -> list[rollout_pb2.WeightReport]:
+        [name] = phase
+        assert name == "discover"  # which changes nothing
+        look = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        return [
+            rollout_pb2.WeightReport(
+                replica=f"r{number}", ok=timeline >= 0, timeline=timeline, policy_version=version
+            )
+            for number, (timeline, version) in enumerate(look)
+        ]
+
+
+async def test_replicas_that_serve_different_weights_are_refused(policy_folder: Path, tmp_path: Path) -> None:
+    config = load(tmp_path, policy_folder, []).orchestrator
+    newcomer: Any = FakeReplicas([(3, 41), (0, 0)])
+    with pytest.raises(ConfigError, match="r0: version 41; r1: its model's own") as caught:
+        await served(newcomer, config, alike_s=0.01)
+    assert "--model runs/run/policy" in str(caught.value)
+    # Equal versions of two timelines are other weights.
+    with pytest.raises(ConfigError, match="different weights"):
+        await served(FakeReplicas([(3, 41), (2, 41)]), config, alike_s=0.01)  # type: ignore[arg-type]
+
+
+async def test_a_push_that_is_under_way_and_a_dead_engine_are_waited_for_and_passed_over(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    config = load(tmp_path, policy_folder, []).orchestrator
+    assert await served(FakeReplicas([(3, 41), (3, 42)], [(3, 42), (3, 42)]), config) == 42  # type: ignore[arg-type]
+    assert await served(FakeReplicas([(-1, 0), (3, 42)]), config) == 42  # type: ignore[arg-type]
+    with pytest.raises(Unavailable):
+        await served(FakeReplicas([(-1, 0)]), config, alike_s=0.01)  # type: ignore[arg-type]
