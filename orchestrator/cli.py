@@ -187,7 +187,9 @@ def train(
                 accept_changed_services=accept_changed_services,
             )
         )
-    except KeyboardInterrupt:
+    # Python 3.11 ends with the second where a failure was mended in the very moment of another (its
+    # TaskGroup then still counts as cancelled): a run that goes on after losses does that.
+    except (KeyboardInterrupt, asyncio.CancelledError):
         _say(how_to_resume(deployment))
         raise typer.Exit(_INTERRUPTED) from None
     policy = deployment.orchestrator.save or folder / "policy"

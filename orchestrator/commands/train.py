@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,9 +69,24 @@ def connected_ray() -> Iterator[None]:
         raise ConfigError("no Ray cluster: run `quartet up` here first, or set RAY_ADDRESS")
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     try:
-        yield
+        with _ended_like_interrupted():
+            yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """Context in which SIGTERM, with which batch systems and containers end a program, is taken as Ctrl-C is. Opened
+    after `ray.init`, whose own handler writes stack traces and ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread may set handlers: those of a script are the script's
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 async def train(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,45 @@ def test_a_user_who_interrupts_hears_how_to_go_on(
     monkeypatch.setattr("orchestrator.commands.train.train", interrupt)
     done = CliRunner().invoke(app, [command, str(deployment.path)])
     assert done.exit_code == 130
+
+
+INTERRUPTED = """
+import asyncio, sys
+sys.argv = ["quartet", "train", "ppo.yaml"]
+from orchestrator import cli
+from orchestrator.commands import train
+
+async def mended(*_, **__):
+    asyncio.current_task().cancel()  # as a group does whose failures are mended one in the moment of another
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        pass
+    with train._ended_like_interrupted():
+        print("trains", flush=True)
+        await asyncio.sleep(60)
+
+train.train = mended
+cli.main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_has_mended_a_loss_ends_by_a_signal_with_advice(tmp_path: Path, number: signal.Signals) -> None:
+    load(Path(__file__).parents[3] / "deploy/ppo.yaml", tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-P", "-c", INTERRUPTED]
+    with subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "trains\n"
+        run.send_signal(number)
+        _, told = run.communicate(timeout=60)
+    assert run.returncode == 130, told
+    assert told.startswith("interrupted before the first checkpoint")
+    assert "Traceback" not in told
 
 
 @pytest.mark.processes
