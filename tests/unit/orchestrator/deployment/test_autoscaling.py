@@ -1,4 +1,4 @@
-"""The `autoscaling_config` that README recommends, given to Serve's own autoscaler while a run samples and trains."""
+"""The `autoscaling_config` that docs/services.md recommends, given to Serve's own autoscaler while a run samples and trains."""
 
 import random
 import re
@@ -120,8 +120,8 @@ def changes(targets: list[int]) -> list[int]:
 
 
 def recommended() -> dict[str, Any]:
-    """The values in README, as a reader copies them."""
-    text = (Path(__file__).parents[4] / "README.md").read_text()
+    """The values on the page, as a reader copies them."""
+    text = (Path(__file__).parents[4] / "docs/services.md").read_text()
     [block] = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.S) if "look_back_period_s" in block]
     scaling: dict[str, Any] = yaml.safe_load(block)["autoscaling_config"]
     return scaling
