@@ -1,4 +1,4 @@
-"""The `autoscaling_config` that docs/services.md recommends, under Serve's own autoscaler while a run samples and trains."""
+"""The `autoscaling_config` of docs/services.md under Serve's own autoscaler, while a run samples and trains."""
 
 import random
 import re
