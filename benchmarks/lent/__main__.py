@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.lent", description="Measures a GPU that is lent for minutes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    names = ", ".join(stage.name for stage in STAGES)
+    names = "; ".join(stage.name for stage in STAGES)
 
     doing = commands.add_parser("run", help="go through the plan, or go on with it", epilog=f"Stages: {names}.")
     doing.add_argument("--seconds", type=float, default=570.0, help="time of this command (570)")

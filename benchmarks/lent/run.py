@@ -1,7 +1,9 @@
 """Goes through the plan in the time of one command, and goes on where an earlier command was cut off."""
 
+import fcntl
 import importlib
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -9,7 +11,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -65,16 +68,24 @@ def run(command: Command, stages: Sequence[Stage] = STAGES) -> int:
         1 if a stage failed or was too slow in this command, else 0.
 
     Raises:
-        ValueError: an option names a stage that the plan does not have, or another device.
+        ValueError: an option names a stage that the plan does not have, or another device, or leaves no time.
+        RuntimeError: another command uses the folder.
     """
     began = time.monotonic()
+    if not LEAST_S < command.seconds < math.inf:
+        raise ValueError(f"--seconds {command.seconds:g}: should be more than {LEAST_S:g}, which are left at the end")
     if command.device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"--device {command.device}: it is auto, cuda or cpu")
     by_name = {stage.name: stage for stage in stages}
     for name in (*command.only, *command.again):
         if name not in by_name:
-            raise ValueError(f"{name!r} is not a stage; these are: {', '.join(by_name)}")
+            raise ValueError(f"{name!r} is not a stage; these are: {'; '.join(by_name)}")
     signal.signal(signal.SIGTERM, _leave)
+    with _alone(command.folder):
+        return _go_through(command, stages, by_name, began)
+
+
+def _go_through(command: Command, stages: Sequence[Stage], by_name: Mapping[str, Stage], began: float) -> int:
     folders = [command.folder, *([command.copy] if command.copy else [])]
     ledger = Ledger([folder / NAME for folder in folders])
     for mark in ledger.marks():  # of a command that was killed
@@ -92,6 +103,25 @@ def run(command: Command, stages: Sequence[Stage] = STAGES) -> int:
     # Those that were cut off come last: they may well hang again.
     outcomes = [runner.attempt(stage) for stage in sorted(wanted, key=lambda its: tries[its.name][0] > 0)]
     return int(any(outcome in (FAILED, TOO_SLOW) for outcome in outcomes))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other commands out of the folder: each ends what stages in it have left. RuntimeError if one is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:  # not inherited by stages, so that it ends with this process
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RuntimeError(
+                f"--folder {folder}: the command with process id {file.read()} uses it; wait for its end, or name "
+                "another folder"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 class Runner:

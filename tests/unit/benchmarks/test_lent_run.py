@@ -149,13 +149,18 @@ def test_a_stage_that_was_cut_off_comes_last_and_is_tried_once_more(folder: Path
     assert outcomes(folder)[2:] == [("good", "done")]
 
 
-def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
+def hanging(folder: Path) -> subprocess.Popen[bytes]:
+    """A command of its own, whose stage hangs."""
     program = (
         "from pathlib import Path; from benchmarks.lent import run; from benchmarks.lent.stages import Stage;"
         f"run.run(run.Command(60, Path({str(folder)!r})), [Stage('hang', 'lent_hang', (), (), 1, 60)])"
     )
     path = f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    return subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+
+
+def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
+    process = hanging(folder)
     eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
     mark = records(folder, "begun")[0]["mark"]
     eventually(lambda: len(marked(mark)) == 2)
@@ -169,13 +174,26 @@ def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
     assert [one["what"] for one in records(folder, "figure")] == ["row", "row"]
 
 
+def test_a_second_command_leaves_the_stages_of_the_first_alone(folder: Path) -> None:
+    process = hanging(folder)
+    try:
+        eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
+        written, mark = (folder / NAME).read_bytes(), records(folder, "begun")[0]["mark"]
+        eventually(lambda: len(marked(mark)) == 2)
+        with pytest.raises(
+            RuntimeError, match=rf"^--folder {folder}: the command with process id {process.pid} uses"
+        ):
+            run(Command(60, folder), [stage("good")])
+        assert len(marked(mark)) == 2
+        assert (folder / NAME).read_bytes() == written
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert run(Command(60, folder), [stage("good")]) == 0
+
+
 def test_a_command_that_is_asked_to_end_ends_its_stage_and_says_so(folder: Path) -> None:
-    program = (
-        "from pathlib import Path; from benchmarks.lent import run; from benchmarks.lent.stages import Stage;"
-        f"run.run(run.Command(60, Path({str(folder)!r})), [Stage('hang', 'lent_hang', (), (), 1, 60)])"
-    )
-    path = f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    process = hanging(folder)
     eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
@@ -197,11 +215,17 @@ def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"only": ("god",)}, "'god' is not a stage; these are: good"), ({"device": "tpu"}, "--device tpu: it is auto")],
+    [
+        ({"only": ("god",)}, "'god' is not a stage; these are: good; bad"),
+        ({"device": "tpu"}, "--device tpu: it is auto"),
+        ({"seconds": -5.0}, "--seconds -5: should be more than 5"),
+        ({"seconds": float("nan")}, "--seconds nan: should be more than 5"),
+    ],
 )
 def test_a_wrong_option_is_named(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(Command(60, folder, **options), [stage("good")])
+        run(replace(Command(60, folder), **options), [stage("good"), stage("bad")])
+    assert not (folder / NAME).exists()
 
 
 def test_the_report_puts_figures_beside_those_expected(tmp_path: Path) -> None:
