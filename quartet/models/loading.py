@@ -1,13 +1,23 @@
 """Loading Hugging Face models and tokenizers. Code that lies in their folders is never run, nor asked about."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    is_flash_attn_2_available,
+    logging,
+)
 
 from quartet.config.base import ConfigError
 from quartet.models.attention import packed, padded
@@ -92,7 +102,26 @@ def check_whole(kind: Any, path: str) -> nn.Module:
     """Raises ConfigError unless `path` holds all weights of a model of this class of transformers, in their shapes.
     Returns the model without its weights: only their names and shapes are read."""
     with _quiet():
-        return _whole(kind, path, device_map="meta")
+        return _whole(kind, path, _headers(path), device_map="meta")
+
+
+def _headers(path: str) -> dict[str, torch.Tensor] | None:
+    """The tensors of the safetensors files in `path` without their data; None if the weights are in another format.
+    transformers would map whole files, for which a machine needs as much free memory."""
+    root, names = Path(path), [SAFE_WEIGHTS_NAME]
+    found = {}
+    with reading(f"model: the weights of {path} cannot be read"):
+        if not (root / SAFE_WEIGHTS_NAME).exists():
+            if not (root / SAFE_WEIGHTS_INDEX_NAME).exists():
+                return None
+            names = sorted(set(json.loads((root / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].values()))
+        for name in names:
+            with safe_open(root / name, framework="pt", backend="pread") as file:
+                for key in file.keys():  # noqa: SIM118
+                    held = file.get_slice(key)
+                    dtype = str_to_torch_dtype[held.get_dtype()]
+                    found[key] = torch.empty(held.get_shape(), dtype=dtype, device="meta")
+    return found
 
 
 @contextmanager
@@ -109,13 +138,22 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _whole(kind: Any, path: str, **options: Any) -> nn.Module:
-    """The model in `path`. transformers would make up weights that are missing or have another shape."""
-    load_config(path)
+def _whole(kind: Any, path: str, headers: dict[str, torch.Tensor] | None = None, **options: Any) -> nn.Module:
+    """The model in `path`; with `headers`, of these tensors instead of those in its files. transformers would make up
+    weights that are missing or have another shape."""
+    config = load_config(path)
+    source: Any = kind
+    place: str | None = path
     with reading(f"model: {path} cannot be loaded as {kind.__name__}"):
-        model, told = kind.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False, **options
+        if headers is not None and getattr(config, "transformers_weights", None) is None:
+            with torch.device("meta"):
+                source = type(kind.from_config(config, trust_remote_code=False))
+            place, options = None, options | {"config": config, "state_dict": headers}
+        model, told = source.from_pretrained(
+            place, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False, **options
         )
+        if place is None and model.can_generate() and (Path(path) / GENERATION_CONFIG_NAME).exists():
+            GenerationConfig.from_pretrained(path)
     found: nn.Module = model
     if missing := sorted(told["missing_keys"]):
         raise ConfigError(

@@ -39,8 +39,9 @@ def _broken(file: Path) -> Iterator[str]:
         yield f"{file} is missing"
     elif file.suffix == ".safetensors":
         try:
-            # Compares the sizes in the header with the file's.
-            with safe_open(file, framework="pt"):
+            # Compares the sizes in the header with the file's, which is not mapped: that may take more memory than
+            # there is.
+            with safe_open(file, framework="pt", backend="pread"):
                 pass
         except (SafetensorError, OSError) as error:
             yield f"{file} is incomplete or no file of weights ({error}); copy it again"

@@ -1,6 +1,7 @@
 """Models that engine or learner would refuse, or compute something else with: `quartet check` names them."""
 
 import json
+import os
 import re
 from pathlib import Path
 from shutil import copytree
@@ -55,6 +56,22 @@ def test_weights_that_are_not_all_there(copy: Path, content: Any, said: str) -> 
         second.write_bytes(changed)
     (line,) = broken_weights(str(copy))
     assert line.startswith(f"{second} {said}")
+
+
+def test_weights_that_no_machine_can_map_are_checked_by_their_headers(copy: Path) -> None:
+    file, size = copy / "model.safetensors", 1 << 41
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, held = json.loads(content[8:start]), len(content) - start
+    header["unused"] = {"dtype": "U8", "shape": [size], "data_offsets": [held, held + size]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+    os.truncate(file, file.stat().st_size + size)  # without blocks on the disk
+    assert list(broken_weights(str(copy))) == []
+    check_whole(AutoModelForCausalLM, str(copy))
+    os.truncate(file, file.stat().st_size - 1)
+    [line] = broken_weights(str(copy))
+    assert line.startswith(f"{file} is incomplete or no file of weights")
 
 
 def test_a_model_without_weights_is_named_once(raw: dict[str, Any], copy: Path, tmp_path: Path) -> None:
