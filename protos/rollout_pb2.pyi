@@ -63,45 +63,27 @@ class VersionSpan(_message.Message):
     end: int
     def __init__(self, policy_version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
-class Sample(_message.Message):
-    __slots__ = ("index", "response_ids", "logprobs", "finish_reason", "policy_version", "spans", "kept")
+class Segment(_message.Message):
+    __slots__ = ("index", "ids", "logprobs", "spans", "finish_reason")
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    RESPONSE_IDS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    KEPT_FIELD_NUMBER: _ClassVar[int]
     index: int
-    response_ids: bytes
+    ids: bytes
     logprobs: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish_reason: FinishReason
-    policy_version: int
-    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    kept: int
-    def __init__(self, index: _Optional[int] = ..., response_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., policy_version: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., kept: _Optional[int] = ...) -> None: ...
-
-class Part(_message.Message):
-    __slots__ = ("index", "response_ids", "logprobs", "spans")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    RESPONSE_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    SPANS_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    response_ids: bytes
-    logprobs: bytes
-    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    def __init__(self, index: _Optional[int] = ..., response_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("samples", "replica", "parts")
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("segments", "replica")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
     replica: str
-    parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class RolloutInfo(_message.Message):
     __slots__ = ("model", "policy_version", "replica", "running", "weights_checksum", "weight_backend", "workers", "checksums", "timeline")

@@ -54,7 +54,7 @@ class _Heard:
     async def __aiter__(self) -> AsyncIterator[Any]:
         async for message in self._stream:
             known = self._begun.setdefault(message.replica, set())
-            known |= {part.index for part in message.parts}
-            known -= {sample.index for sample in message.samples}
+            known |= {segment.index for segment in message.segments}
+            known -= {segment.index for segment in message.segments if segment.finish_reason}
             self._any.set()
             yield message

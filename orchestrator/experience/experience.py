@@ -10,6 +10,7 @@ import numpy as np
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns, Field, Schema
+from quartet.trajectory import Segment, Trajectory, columns_of
 from services.rollout.sample import FinishReason, Sample
 
 SCHEMA: Schema = {
@@ -41,22 +42,15 @@ SCHEMA: Schema = {
 
 def trajectories(requests: Sequence[SampleRequest], samples: Sequence[Sample]) -> Columns:
     """The samples as trajectories of their prompts and responses, with what the rollout service says about them."""
-    columns = Columns.of_pairs(
-        [request.prompt.prompt_ids for request in requests], [sample.response_ids for sample in samples]
-    )
-
-    def each(values: Iterable[Any], dtype: Any) -> Any:
-        return np.fromiter(values, dtype, len(samples))
-
-    return columns.with_rows(
-        number=each((request.number for request in requests), np.int64),
-        group=each((request.group for request in requests), np.int64),
-        row=each((request.prompt.row for request in requests), np.int64),
-        truncated=each((sample.finish_reason is FinishReason.LENGTH for sample in samples), np.bool_),
-        kept=each((sample.kept for sample in samples), np.int32),
-    ).with_sampled(
-        logprobs=np.concatenate([sample.logprobs for sample in samples]),
-        versions=np.concatenate([sample.versions for sample in samples]),
+    made = [
+        Trajectory(
+            request.number, request.group, request.prompt.row, (Segment(request.prompt.prompt_ids), sample.segment)
+        )
+        for request, sample in zip(requests, samples, strict=True)
+    ]
+    return columns_of(made).with_rows(
+        truncated=np.asarray([sample.finish_reason is FinishReason.LENGTH for sample in samples], np.bool_),
+        kept=np.asarray([sample.kept for sample in samples], np.int32),
     )
 
 
@@ -150,12 +144,4 @@ class Collected:
 
 def _nothing() -> Columns:
     """The columns of no samples."""
-    columns = Columns.of_pairs([], [])
-    required = {name: np.empty(0, its.dtype) for name, its in SCHEMA.items() if not its.optional}
-    for name, values in required.items():
-        columns = (
-            columns.with_rows(**{name: values})
-            if SCHEMA[name].kind == "row"
-            else columns.with_sampled(**{name: values})
-        )
-    return columns
+    return trajectories([], []).with_rows(score=np.empty(0, np.float32))

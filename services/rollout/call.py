@@ -65,9 +65,9 @@ class Call:
                     done += await running.finished(min(LINGER_S, heartbeat_s), all_of_them=True)
                 failed = [error for task in done if (error := task.exception())]
                 answer = self._answer([task.result() for task in done if not task.exception()])
-                if not (done or answer.samples or answer.parts):
+                if not (done or answer.segments):
                     beat()
-                if answer.samples or answer.parts or not done:
+                if answer.segments or not done:
                     yield answer  # even if another row failed: what is sampled need not be sampled again
                 if failed:
                     raise failed[0]
@@ -84,7 +84,7 @@ class Call:
         whole = {sample.index for sample in samples}
         parts = [part.to_wire() for part in self._parts if part.index not in whole]
         self._parts.clear()
-        return pb.GenerateResponse(samples=[sample.to_wire() for sample in samples], parts=parts)
+        return pb.GenerateResponse(segments=[*parts, *(sample.to_wire() for sample in samples)])
 
 
 def _seeds(data: bytes, prompts: int) -> list[int | None]:

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidReply, ResourceExhausted, ServiceError
 from quartet.wire.replies import reading
 from quartet.wire.splitting import PAIRS
-from services.rollout.sample import Part, Sample, following
-
-Row = TypeVar("Row", Part, Sample)
+from services.rollout.sample import Part, Sample, following, from_wire
 
 
 class Remaining:
@@ -45,10 +42,13 @@ class Remaining:
         self, response: pb.GenerateResponse, asked: Sequence[int], begun: dict[int, Part], call: str
     ) -> list[Sample]:
         """Records what has come; returns the samples, with the tokens that they had before the call."""
-        for part in _read(response.parts, Part, asked, call):
-            before = self._parts.get(part.index)
-            self._parts[part.index] = following(before, part) if before else part
-        samples = [_whole(begun, sample) for sample in _read(response.samples, Sample, asked, call)]
+        samples = []
+        for segment in _read(response.segments, asked, call):
+            if isinstance(segment, Sample):
+                samples.append(_whole(begun, segment))
+                continue
+            before = self._parts.get(segment.index)
+            self._parts[segment.index] = following(before, segment) if before else segment
         for sample in samples:
             self._missing.discard(sample.index)
             self._parts.pop(sample.index, None)
@@ -71,14 +71,13 @@ def _whole(begun: dict[int, Part], rest: Sample) -> Sample:
     return replace(following(part, rest), kept=len(part.response_ids)) if part else rest
 
 
-def _read(messages: Iterable[Any], kind: type[Row], asked: Sequence[int], call: str) -> list[Row]:
-    """Reads samples or parts, with the index of their prompt among the caller's, instead of among those of this
+def _read(messages: Iterable[pb.Segment], asked: Sequence[int], call: str) -> list[Sample | Part]:
+    """Reads samples and parts, with the index of their prompt among the caller's, instead of among those of this
     call."""
     read = []
     for message in messages:
         if not 0 <= message.index < len(asked):
-            raise InvalidReply(f"{call}: a sample of prompt {message.index}, but {len(asked)} were sent")
-        message.index = asked[message.index]
+            raise InvalidReply(f"{call}: a segment of prompt {message.index}, but {len(asked)} were sent")
         with reading(call):
-            read.append(kind.from_wire(message))
+            read.append(from_wire(message, asked[message.index]))
     return read

@@ -1,6 +1,5 @@
 """Sampling parameters, samples and parts of them of the rollout service, without torch, vLLM or Ray."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -8,12 +7,11 @@ from typing import TypeVar
 import numpy as np
 
 from protos import rollout_pb2 as pb
+from quartet.trajectory import Segment
+from quartet.trajectory import VersionSpans as VersionSpans
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
 from quartet.wire.errors import InvalidArgument
 
-VersionSpans = tuple[tuple[int, int, int], ...]
-"""(policy_version, start, end) of runs of tokens sampled by one version; ((7, 0, 5), (8, 5, 9)) means that version 7
-sampled tokens 0 to 4 and version 8 tokens 5 to 8."""
 MOST_STOPS = 256
 """Most stop tokens of one request; the engine keeps them with every prompt."""
 
@@ -111,46 +109,18 @@ class Sample:
     """Number of its first tokens that were kept from replicas that did not finish it."""
 
     @property
+    def segment(self) -> Segment:
+        """The response as a segment of its trajectory."""
+        return Segment(self.response_ids, self.logprobs, self.spans)
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights that sampled the last token."""
         return self.spans[-1][0]
 
-    @property
-    def oldest_version(self) -> int:
-        """Oldest version that sampled any of its tokens."""
-        return min(version for version, _, _ in self.spans)
-
-    @property
-    def versions(self) -> Ints:
-        """Version that sampled each token, [T]."""
-        versions = np.zeros(len(self.response_ids), np.int32)
-        for version, start, end in self.spans:
-            versions[start:end] = version
-        return versions
-
-    def to_wire(self) -> pb.Sample:
+    def to_wire(self) -> pb.Segment:
         """Converts to protobuf."""
-        return pb.Sample(
-            index=self.index,
-            response_ids=pack_ints(self.response_ids),
-            logprobs=pack_floats(self.logprobs),
-            finish_reason=_TO_WIRE[self.finish_reason],
-            policy_version=self.policy_version,
-            spans=_spans_to_wire(self.spans),
-            kept=self.kept,
-        )
-
-    @classmethod
-    def from_wire(cls, message: pb.Sample) -> "Sample":
-        """From protobuf."""
-        return cls(
-            index=message.index,
-            response_ids=unpack_ints(message.response_ids, "sample.response_ids"),
-            logprobs=unpack_floats(message.logprobs, "sample.logprobs"),
-            finish_reason=_FROM_WIRE[message.finish_reason],
-            spans=_spans_from_wire(message.spans),
-            kept=message.kept,
-        )
+        return _to_wire(self, _TO_WIRE[self.finish_reason])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +136,35 @@ class Part:
     spans: VersionSpans
     """Versions that sampled it, counted from its own first token."""
 
-    def to_wire(self) -> pb.Part:
+    def to_wire(self) -> pb.Segment:
         """Converts to protobuf."""
-        return pb.Part(
-            index=self.index,
-            response_ids=pack_ints(self.response_ids),
-            logprobs=pack_floats(self.logprobs),
-            spans=_spans_to_wire(self.spans),
-        )
+        return _to_wire(self, pb.FINISH_REASON_UNSPECIFIED)
 
-    @classmethod
-    def from_wire(cls, message: pb.Part) -> "Part":
-        """Reads protobuf. InvalidArgument unless there is a log-prob for each token."""
-        ids = unpack_ints(message.response_ids, "part.response_ids")
-        logprobs = unpack_floats(message.logprobs, "part.logprobs")
-        [logprobs] = split(logprobs, [len(ids)], "part.logprobs")
-        return cls(message.index, ids, logprobs, _spans_from_wire(message.spans))
+
+def from_wire(message: pb.Segment, index: int) -> Sample | Part:
+    """Reads protobuf, as a response to the prompt with this index. InvalidArgument unless there is a log-prob for
+    each token, and every version and the reason are ones that can be."""
+    ids, logprobs = unpack_ints(message.ids, "segment.ids"), unpack_floats(message.logprobs, "segment.logprobs")
+    [logprobs] = split(logprobs, [len(ids)], "segment.logprobs")
+    spans = tuple((span.policy_version, span.start, span.end) for span in message.spans)
+    for version, _, _ in spans:
+        if not 0 <= version < 1 << 31:
+            raise InvalidArgument(f"segment.spans: version {version}; must be 0 to {(1 << 31) - 1}")
+    if message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+        return Part(index, ids, logprobs, spans)
+    if message.finish_reason not in _FROM_WIRE:
+        raise InvalidArgument(f"segment.finish_reason: {message.finish_reason}; must be one of the enum")
+    return Sample(index, ids, logprobs, _FROM_WIRE[message.finish_reason], spans)
+
+
+def _to_wire(segment: Sample | Part, reason: pb.FinishReason) -> pb.Segment:
+    return pb.Segment(
+        index=segment.index,
+        ids=pack_ints(segment.response_ids),
+        logprobs=pack_floats(segment.logprobs),
+        spans=[pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in segment.spans],
+        finish_reason=reason,
+    )
 
 
 Rest = TypeVar("Rest", Part, Sample)
@@ -214,11 +197,3 @@ def _merged(spans: VersionSpans) -> VersionSpans:
             start = merged.pop()[1]
         merged.append((version, start, end))
     return tuple(merged)
-
-
-def _spans_to_wire(spans: VersionSpans) -> list[pb.VersionSpan]:
-    return [pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in spans]
-
-
-def _spans_from_wire(spans: Iterable[pb.VersionSpan]) -> VersionSpans:
-    return tuple((span.policy_version, span.start, span.end) for span in spans)

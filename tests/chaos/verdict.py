@@ -7,11 +7,12 @@ from pathlib import Path
 import msgpack
 from safetensors.torch import load_file
 
+from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
 from protos import rollout_pb2 as pb
+from quartet.columns import Columns
 from quartet.wire.backoff import Backoff, Deadline
 from quartet.wire.errors import ServiceError
-from services.rollout.sample import Sample
 from tests.chaos.run import BATCH, MEMBERS, ChaosRun
 from tests.commands import finished
 
@@ -44,13 +45,13 @@ def wrong_samples(folder: Path, steps: int, staleness: int) -> list[str]:
         if not path.exists():
             wrong.append(f"step {step}: not in the journal")
             continue
-        rows = msgpack.unpackb(path.read_bytes())["rows"]
-        used.update(row["number"] for row in rows)
+        columns = Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA)
+        used.update(columns["number"].tolist())
         trains = first + step - 1
-        for row in rows:
-            versions = [version for version, _, _ in Sample.from_wire(pb.Sample.FromString(row["sample"])).spans]
-            if min(versions) < trains - staleness or max(versions) > trains:
-                wrong.append(f"step {step}, sample {row['number']}: versions {versions} for version {trains}")
+        for number, row in zip(columns["number"].tolist(), columns.rows("versions"), strict=True):
+            versions = sorted(set(row.tolist()))
+            if versions[0] < trains - staleness or versions[-1] > trains:
+                wrong.append(f"step {step}, sample {number}: versions {versions} for version {trains}")
     for number in range(steps * BATCH):
         if used[number] != 1:
             wrong.append(f"prompt {number // MEMBERS}, member {number % MEMBERS}: used {used[number]} times")

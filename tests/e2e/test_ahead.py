@@ -6,7 +6,9 @@ import msgpack
 import pytest
 import yaml
 
+from orchestrator.experience.experience import SCHEMA
 from orchestrator.monitoring.metrics import read_metrics
+from quartet.columns import Columns
 from tests import runs
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S, Command
@@ -64,7 +66,7 @@ def test_a_run_that_is_killed_twice_uses_every_sample_once_and_within_the_bound(
         run.end()
     # All checkpoints are kept, and so are the journal's steps since the first.
     steps = [msgpack.unpackb(path.read_bytes()) for path in sorted((run.folder / "journal").glob("step-*"))]
-    numbers = [row["number"] for step in steps for row in step["rows"]]
+    numbers = [number for step in steps for number in Columns.unpack(step["columns"], SCHEMA)["number"].tolist()]
     assert sorted(numbers) == list(range(runs.STEPS * 16))
     lines = run.measured()
     assert [line["step"] for line in lines] == list(range(1, runs.STEPS + 1))

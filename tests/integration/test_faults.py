@@ -273,7 +273,8 @@ async def sampled_by(quartet: Quartet, replica: str) -> set[int]:
 
     async def seen() -> bool:
         answers = await quartet.stream("/quartet.v1.Rollout/Generate", request, pb.GenerateResponse, "rollout")
-        versions.update(s.policy_version for a in answers if a.replica == replica for s in a.samples)
+        ended = [s for a in answers if a.replica == replica for s in a.segments if s.finish_reason]
+        versions.update(segment.spans[-1].policy_version for segment in ended)
         return len(versions) > 2
 
     await eventually(seen, REPLACED_S)

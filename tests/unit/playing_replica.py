@@ -58,10 +58,8 @@ class FakeReplica(RolloutServicer):
                     await asyncio.Event().wait()
                 finally:
                     self.cancelled.set()
-            yield pb.GenerateResponse(
-                samples=[answer(each, prompts[each]).to_wire() for each in act if not isinstance(each, Part)],
-                parts=[each.to_wire() for each in act if isinstance(each, Part)],
-            )
+            segments = [each if isinstance(each, Part) else answer(each, prompts[each]) for each in act]
+            yield pb.GenerateResponse(segments=[segment.to_wire() for segment in segments])
 
     def serve(self) -> AbstractAsyncContextManager[grpc.aio.Channel]:
         return served(add_RolloutServicer_to_server, self)

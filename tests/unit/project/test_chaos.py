@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -15,6 +14,8 @@ from services.rollout.sample import FinishReason, Sample
 from tests.chaos.plan import KINDS, LED, MOMENTS, faults
 from tests.chaos.run import BATCH
 from tests.chaos.verdict import wrong_samples, wrong_steps
+from tests.unit.experiences import Experience, collected
+from tests.unit.fakes import make_prompts
 
 STEPS, FIRST = 4, 7
 """Steps of a run, and the version that trains on the first."""
@@ -54,14 +55,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def row(number: int, version: int) -> dict[str, Any]:
+def row(number: int, version: int) -> Experience:
     ids = np.asarray([5, 6], np.int32)
     sample = Sample(0, ids, np.zeros(2, np.float32), FinishReason.LENGTH, ((version, 0, 2),))
-    return {"number": number, "sample": sample.to_wire().SerializeToString()}
+    return Experience(number, make_prompts(1)[0], sample, 0.0, np.zeros(2, np.float32), np.zeros(2, np.float32))
 
 
-def write(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    (folder / "journal" / f"step-{step:06d}.msgpack").write_bytes(msgpack.packb({"rows": rows}))
+def write(folder: Path, step: int, rows: list[Experience]) -> None:
+    raw = {"columns": collected(rows).columns.pack()}
+    (folder / "journal" / f"step-{step:06d}.msgpack").write_bytes(msgpack.packb(raw))
 
 
 def edited(line: int, **fields: float) -> Callable[[Path], None]:

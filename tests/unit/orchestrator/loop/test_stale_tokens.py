@@ -160,7 +160,7 @@ def naive(batch: list[Experience], old: list[Any], algorithm: PPO) -> tuple[list
     """Advantages and returns, token by token: A_t is the sum of discounted deltas of the trained tokens from t on."""
     advantages, returns = [], []
     for e, own in zip(batch, old, strict=True):
-        kept = [t for t, version in enumerate(e.sample.versions) if version >= OLDEST]
+        kept = [t for t, version in enumerate(e.sample.segment.versions) if version >= OLDEST]
         reward = [-0.1 * (own[t] - float(e.ref_logprobs[t])) for t in range(len(own))]
         reward[-1] += e.score
         earned = [sum(reward[t : ([*kept, len(own)])[i + 1]]) for i, t in enumerate(kept)]

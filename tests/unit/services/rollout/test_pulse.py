@@ -119,4 +119,4 @@ async def test_samples_that_come_late_are_heard_from_an_engine_that_answers() ->
     loop = asyncio.get_running_loop()
     loop.call_later(60, engine.finish, 0)
     answers = [answer async for answer in start(engine, 1, beat=asked.pulse.beat)]
-    assert [sample.index for answer in answers for sample in answer.samples] == [0]
+    assert [each.index for answer in answers for each in answer.segments] == [0]

@@ -43,7 +43,7 @@ async def test_what_a_lost_replica_had_sampled_is_not_sampled_again() -> None:
     assert samples[1].spans == ((2, 0, 3), (3, 3, 5))
     assert samples[3].response_ids.tolist() == [9, 4, 26, 4]
     assert samples[3].spans == ((2, 0, 1), (3, 1, 4))
-    assert (samples[1].oldest_version, samples[1].policy_version) == (2, 3)
+    assert samples[1].policy_version == 3
     assert [samples[index].response_ids.tolist() for index in (0, 2)] == [[20, 1], [24, 3]]
 
 
@@ -59,7 +59,7 @@ async def test_tokens_of_versions_that_may_not_serve_are_sampled_again() -> None
 def test_tokens_of_another_timeline_are_sampled_again() -> None:
     remaining = Remaining(2)
     assert remaining.begun([0, 1], (3, None), lease=1) == {}
-    answer = pb.GenerateResponse(parts=[part(0, 5).to_wire(), part(0, 6).to_wire()])
+    answer = pb.GenerateResponse(segments=[part(0, 5).to_wire(), part(0, 6).to_wire()])
     assert remaining.receive(answer, [0, 1], {}, "rollout.Generate") == []
     assert remaining.begun([0, 1], (3, None), lease=1)[0].response_ids.tolist() == [5, 6]
     # Any weights will do for a call that names no version.
@@ -69,7 +69,7 @@ def test_tokens_of_another_timeline_are_sampled_again() -> None:
 
 async def test_a_part_that_cannot_be_read_is_an_error_of_the_reply() -> None:
     short = Part(0, np.asarray([5, 6], np.int32), np.zeros(1, np.float32), ((3, 0, 2),))
-    unasked, few = "a sample of prompt 4, but 4 were sent", "part.logprobs: 1 values for 2"
+    unasked, few = "a segment of prompt 4, but 4 were sent", "segment.logprobs: 1 values for 2"
     for wrong, message in ((part(4, 5), unasked), (short, few)):
         with pytest.raises(InvalidReply, match=f"^rollout.Generate: {message}"):
             await sampled(FakeReplica([[[wrong]]]))

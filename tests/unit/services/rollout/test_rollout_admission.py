@@ -83,7 +83,7 @@ def ask(prompts: int, **fields: Any) -> pb.GenerateRequest:
 
 
 async def samples(rollout: Any, request: pb.GenerateRequest, context: Context) -> int:
-    return sum([len(response.samples) async for response in rollout.Generate(request, context)])
+    return sum([len(response.segments) async for response in rollout.Generate(request, context)])
 
 
 async def test_twenty_thousand_prompts_are_refused_before_any_is_looked_at(rollout: Any) -> None:

@@ -51,10 +51,10 @@ async def test_a_call_that_is_too_large_is_asked_in_halves_which_is_not_a_repeti
 async def test_a_sample_of_a_prompt_that_was_not_sent_is_refused() -> None:
     class Confused(FakeReplica):
         async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-            yield pb.GenerateResponse(samples=[answer(4, PROMPTS[0]).to_wire()])
+            yield pb.GenerateResponse(segments=[answer(4, PROMPTS[0]).to_wire()])
 
     async with Confused([]).serve() as channel:
-        with pytest.raises(InvalidReply, match=r"^rollout.Generate: a sample of prompt 4, but 4 were sent"):
+        with pytest.raises(InvalidReply, match=r"^rollout.Generate: a segment of prompt 4, but 4 were sent"):
             await collect(channel)
 
 

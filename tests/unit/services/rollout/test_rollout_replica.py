@@ -14,7 +14,7 @@ from quartet.wire.codec import pack_longs
 from quartet.wire.errors import InvalidArgument, Unavailable
 from quartet.wire.ragged import Ragged
 from services.rollout.call import Call
-from services.rollout.sample import FinishReason, Part, Sample, Sampling
+from services.rollout.sample import FinishReason, Part, Sample, Sampling, from_wire
 from tests.unit.batches import share
 from tests.unit.virtual_time import in_virtual_time
 
@@ -69,7 +69,7 @@ def start(engine: Any, count: int = 4, begun: Sequence[Sequence[int]] = (), **op
 
 
 async def indices(answers: Any) -> list[int]:
-    return sorted(sample.index for sample in (await anext(answers)).samples)
+    return sorted(finished(await anext(answers)))
 
 
 def part(index: int, *tokens: int) -> Part:
@@ -77,23 +77,29 @@ def part(index: int, *tokens: int) -> Part:
 
 
 def tokens(answer: Any) -> list[tuple[int, list[int]]]:
-    return [(each.index, Part.from_wire(each).response_ids.tolist()) for each in answer.parts]
+    parts = [each for each in answer.segments if not each.finish_reason]
+    return [(each.index, from_wire(each, each.index).response_ids.tolist()) for each in parts]
+
+
+def finished(answer: Any) -> list[int]:
+    """Indices of the responses that are finished."""
+    return [each.index for each in answer.segments if each.finish_reason]
 
 
 async def test_samples_are_handed_out_as_they_finish() -> None:
     engine = FakeEngine()
-    finished = start(engine)
-    first = asyncio.create_task(indices(finished))
+    stream = start(engine)
+    first = asyncio.create_task(indices(stream))
     await engine.begun(4)
     assert engine.asked == {index: ([10 + index], SAMPLING, index) for index in range(4)}
     engine.finish(2)
     assert await first == [2]
     engine.finish(0, 3)
-    assert await indices(finished) == [0, 3]
+    assert await indices(stream) == [0, 3]
     engine.finish(1)
-    assert await indices(finished) == [1]
+    assert await indices(stream) == [1]
     with pytest.raises(StopAsyncIteration):
-        await anext(finished)
+        await anext(stream)
     assert engine.cancelled == []
 
 
@@ -102,16 +108,16 @@ async def test_a_sample_waits_a_fifth_of_a_second_for_others_unless_it_is_the_la
     engine, clock = FakeEngine(), asyncio.get_running_loop()
     for index, ends in enumerate((0.1, 0.25, 0.4, 1.0, 1.05)):
         clock.call_at(ends, engine.finish, index)
-    heard = [(round(clock.time(), 3), [s.index for s in answer.samples]) async for answer in start(engine, 5)]
+    heard = [(round(clock.time(), 3), finished(answer)) async for answer in start(engine, 5)]
     assert heard == [(0.3, [0, 1]), (0.6, [2]), (1.05, [3, 4])]
 
 
 async def test_while_nothing_finishes_a_heartbeat_is_heard() -> None:
     engine = FakeEngine()
-    finished = start(engine, 1, heartbeat_s=0.05)
-    assert [await indices(finished), await indices(finished)] == [[], []]
+    stream = start(engine, 1, heartbeat_s=0.05)
+    assert [await indices(stream), await indices(stream)] == [[], []]
     engine.finish(0)
-    assert await indices(finished) == [0]
+    assert await indices(stream) == [0]
 
 
 async def test_parts_come_with_the_next_message_but_not_beside_their_own_sample() -> None:
@@ -126,7 +132,7 @@ async def test_parts_come_with_the_next_message_but_not_beside_their_own_sample(
     engine.report(part(2, 9))
     engine.finish(0)
     answer = await anext(answers)
-    assert ([sample.index for sample in answer.samples], tokens(answer)) == ([0], [(2, [9])])
+    assert (finished(answer), tokens(answer)) == ([0], [(2, [9])])
     await answers.aclose()
 
 
@@ -135,7 +141,7 @@ async def test_parts_come_with_the_heartbeat() -> None:
     engine, clock = FakeEngine(), asyncio.get_running_loop()
     clock.call_at(0.1, lambda: engine.report(part(0, 5)))
     clock.call_at(3.0, engine.finish, 0)
-    heard = [(round(clock.time(), 3), len(answer.parts)) async for answer in start(engine, 1)]
+    heard = [(round(clock.time(), 3), len(tokens(answer))) async for answer in start(engine, 1)]
     assert heard == [(2.0, 1), (3.0, 0)]
 
 
@@ -171,26 +177,26 @@ def test_tokens_of_a_request() -> None:
 
 async def test_a_failure_loses_nothing_that_is_finished_and_leaves_nothing_behind() -> None:
     engine = FakeEngine()
-    finished = start(engine)
-    first = asyncio.create_task(indices(finished))
+    stream = start(engine)
+    first = asyncio.create_task(indices(stream))
     await engine.begun(4)
     engine.fail(0, Unavailable("dropped"))
     engine.finish(2)
     engine.fail(3, Unavailable("dropped"))
     assert await first == [2]
     with pytest.raises(Unavailable, match="dropped"):
-        await anext(finished)
+        await anext(stream)
     assert engine.cancelled == [1]
 
 
 async def test_a_caller_that_leaves_early_cancels_the_rest() -> None:
     engine = FakeEngine()
-    finished = start(engine)
-    first = asyncio.create_task(indices(finished))
+    stream = start(engine)
+    first = asyncio.create_task(indices(stream))
     await engine.begun(4)
     engine.finish(1)
     assert await first == [1]
-    await finished.aclose()
+    await stream.aclose()
     assert sorted(engine.cancelled) == [0, 2, 3]
 
 

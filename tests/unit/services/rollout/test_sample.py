@@ -8,7 +8,7 @@ import pytest
 
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidArgument
-from services.rollout.sample import FinishReason, Sample, Sampling
+from services.rollout.sample import FinishReason, Part, Sample, Sampling, from_wire
 
 
 def test_sampling_round_trips() -> None:
@@ -63,16 +63,45 @@ def test_samples_round_trip_and_know_their_weights() -> None:
         kept=1,
     )
     message = sample.to_wire()
-    assert message.policy_version == sample.policy_version == 6
-    assert sample.oldest_version == 4
+    assert sample.policy_version == 6
+    assert sample.segment.versions.tolist() == [5, 6]
     assert message.finish_reason == pb.FINISH_REASON_STOP
-    back = Sample.from_wire(message)
-    assert (back.index, back.finish_reason, back.spans, back.kept) == (3, FinishReason.STOP, sample.spans, 1)
+    back = from_wire(message, 4)
+    assert isinstance(back, Sample)
+    assert (back.index, back.finish_reason, back.spans, back.kept) == (4, FinishReason.STOP, sample.spans, 0)
     assert (back.response_ids.tolist(), back.logprobs.tolist()) == ([7, 2], [-0.5, -1.5])
+
+
+def test_a_segment_without_a_reason_is_part_of_a_response() -> None:
+    part = Part(2, np.asarray([7], np.int32), np.asarray([-0.5], np.float32), ((5, 0, 1),))
+    back = from_wire(part.to_wire(), 2)
+    assert isinstance(back, Part)
+    assert (back.index, back.response_ids.tolist(), back.spans) == (2, [7], ((5, 0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"finish_reason": 9}, "segment.finish_reason: 9; must be one of the enum"),
+        (
+            {"spans": [{"policy_version": 1 << 31, "start": 0, "end": 1}]},
+            "segment.spans: version 2147483648;",
+        ),
+        ({"spans": [{"policy_version": -1, "start": 0, "end": 1}]}, "segment.spans: version -1; must be 0 to"),
+        ({"logprobs": b""}, "segment.logprobs: 0 values for 1 response tokens"),
+        ({"ids": b"123"}, "segment.ids: 3 bytes are not a whole number"),
+    ],
+)
+def test_segments_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    fine: dict[str, Any] = {"ids": bytes(4), "logprobs": bytes(4), "finish_reason": pb.FINISH_REASON_STOP}
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        from_wire(pb.Segment(**fine | fields), 0)
 
 
 def test_every_finish_reason_has_its_number() -> None:
     for reason, number in ((FinishReason.STOP, 1), (FinishReason.LENGTH, 2)):
         sample = Sample(0, np.zeros(1, np.int32), np.zeros(1, np.float32), reason, ((1, 0, 1),))
         assert sample.to_wire().finish_reason == number
-        assert Sample.from_wire(sample.to_wire()).finish_reason is reason
+        back = from_wire(sample.to_wire(), 0)
+        assert isinstance(back, Sample)
+        assert back.finish_reason is reason
