@@ -27,7 +27,7 @@ MALFORMED = {
     "nothing": (b"", ": empty; send at least one trajectory"),
     "no trajectories": (Columns.of_pairs([], []).pack(), ": empty; send at least one trajectory"),
     "not columns": (b"12345", ": 5 bytes that do not begin with a header"),
-    "cut off": (ONE[:-1], " bytes, but its header says"),
+    "cut off": (ONE[:-1], f": {len(ONE) - 1} bytes, but its header says {len(ONE)}"),
     "no prompt tokens": (
         _changed([2, 2], [True, False, False, True]),
         ".sampled: trajectory 0 begins with a sampled",

@@ -126,8 +126,10 @@ async def test_an_older_step_is_refused(quartet: Quartet) -> None:
     assert plain.furthest(await values(quartet), after) == 0.0
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-@pytest.mark.parametrize("method", ["Values", "Train"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("Values", kind) for kind in MALFORMED] + [("Train", kind) for kind in ("nothing", "not columns", "cut off")],
+)
 async def test_malformed_trajectories_are_refused_by_name(quartet: Quartet, method: str, kind: str) -> None:
     wrong, message = MALFORMED[kind]
     field = {"Values": "trajectories", "Train": "batch"}[method]

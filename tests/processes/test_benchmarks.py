@@ -22,6 +22,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "gpu.step": (*TINY, "--batch", "8", "--prompt", "16", "--new", "16", "--updates", "2", "--peer", TRL),
     "gpu.training": (*TINY, "--tokens", "512", "--length", "64"),
     "learner": ("step", "--rounds", "1"),
+    "loop_cost": ("--size", "16x16", "--steps", "1"),
     "pipeline": ("--case", "reward-bound", "--seconds", "0.5", "--rounds", "1", "--steps", "1"),
     "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
     "rollout": ("--rounds", "1", "--prompts", "4"),
@@ -29,10 +30,13 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "vs_trl": ("--case", "demo", "--rounds", "1", "--updates", "2"),
 }
 """Module below benchmarks -> its arguments."""
-QUICK = {"pipeline", "push", "staleness"}
-"""The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push."""
+QUICK = {"loop_cost", "pipeline", "push", "staleness"}
+"""The benchmarks in `make test`: one of each kind, a process by itself, an emulated quartet, processes that push, and
+the loop's own cost."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""
+SERVED = "emulated.answers"
+"""The services of loop_cost, which ends them."""
 PLAN = {"lent", "lent.install"}
 """The plan of a lent machine and its installer, which have tests of their own: test_lent.py, test_lent_pack.py."""
 NEEDS_GPU = {"vllm", "vllm, packed", "cuda-ipc"}
@@ -47,7 +51,7 @@ def commands() -> set[str]:
 
 
 def test_every_benchmark_is_in_the_list() -> None:
-    assert commands() - {PEER} - PLAN == set(SMALLEST)
+    assert commands() - {PEER, SERVED} - PLAN == set(SMALLEST)
 
 
 @pytest.fixture(scope="module")

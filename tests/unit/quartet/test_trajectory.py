@@ -15,7 +15,7 @@ def sampled(*ids: int, logprob: float = -0.5, version: int = 7) -> Segment:
 
 
 def test_three_segments_and_one_of_two_turns() -> None:
-    """What an environment answered is part of the trajectory, and is not trained on."""
+    """The answer of an environment is part of the trajectory, and is not trained on."""
     two_turns = (given(1, 2), sampled(3, 4), given(5), sampled(6, logprob=-1.0, version=8))
     columns = columns_of([Trajectory(17, 16, 3, two_turns), Trajectory(18, 18, 4, (given(9), sampled(9), given(9)))])
     assert columns.ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 9, 9]
