@@ -82,7 +82,10 @@ class Columns:
             raise ValueError(
                 f"sampled: trajectory {int(np.argmax(first))} begins with a sampled token; a given one must be first"
             )
-        for name, (kind, values) in self.columns.items():
+        self._check_columns(self.columns)
+
+    def _check_columns(self, columns: Mapping[str, tuple[Kind, Array]]) -> None:
+        for name, (kind, values) in columns.items():
             if name in STRUCTURE:
                 raise ValueError(f"{name}: is a column of every trajectory, and cannot be another")
             if values.dtype.name not in DTYPES:
@@ -143,8 +146,9 @@ class Columns:
     @cached_property
     def counts(self) -> NDArray[np.int32]:
         """[B] sampled tokens of each trajectory."""
-        ends = np.cumsum(self.sampled, dtype=np.int64)[self.starts + self.lengths - 1]
-        return np.diff(ends, prepend=0).astype(np.int32)
+        if not len(self):
+            return np.empty(0, np.int32)
+        return np.add.reduceat(self.sampled.view(np.uint8), self.starts, dtype=np.int32)
 
     @cached_property
     def owners(self) -> NDArray[np.int64]:
@@ -197,7 +201,7 @@ class Columns:
 
     def size(self, kind: Kind) -> int:
         """B, N or M."""
-        return {"row": len(self), "token": self.tokens, "sampled": len(self.sampled_at)}[kind]
+        return {"row": len(self), "token": self.tokens, "sampled": int(self.counts.sum(dtype=np.int64))}[kind]
 
     def with_rows(self, **columns: Array) -> "Columns":
         """With these columns of one number per trajectory, in place of those of their names."""
@@ -223,7 +227,13 @@ class Columns:
         return self._like({name: column for name, column in self.columns.items() if name not in names})
 
     def _like(self, columns: Mapping[str, tuple[Kind, Array]]) -> "Columns":
-        return Columns(self.ids, self.lengths, self.sampled, columns)
+        """The same trajectories with these columns; what was computed of the trajectories stays."""
+        self._check_columns(
+            {name: column for name, column in columns.items() if self.columns.get(name) is not column}
+        )
+        made = object.__new__(Columns)
+        made.__dict__.update(self.__dict__ | {"columns": columns})
+        return made
 
     def take(self, rows: Sequence[int] | Array) -> "Columns":
         """The trajectories with these indices, in this order: one gather for each array, views where the rows follow
@@ -294,7 +304,7 @@ class Columns:
     def buffers(self) -> list[bytes | memoryview]:
         """The bytes of `pack` in pieces, without a copy of the numbers."""
         arrays = self._arrays()
-        sizes = (len(self), self.tokens, len(self.sampled_at))
+        sizes = (len(self), self.tokens, self.size("sampled"))
         header = _header(sizes, [(name, kind, values.dtype.name) for name, kind, values in arrays])
         return [header, *(_little(values).data.cast("B") for _, _, values in arrays if len(values))]
 
