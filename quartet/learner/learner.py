@@ -19,6 +19,7 @@ from quartet.learner.tensor_parallel import (
     whole_shape,
 )
 from quartet.ranks.ranks import Ranks
+from quartet.seams.deepspeed import save_by
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 """Writes a model with these weights to a folder."""
@@ -38,7 +39,7 @@ class RankLearner(TrainedModule):
         """Takes over `module`, as TrainedModule does."""
         super().__init__(module, config, ranks)
         self._snapshot = Snapshot()
-        self._engine.checkpoint_engine = self._snapshot
+        save_by(self._engine, self._snapshot)
 
     def save(self, folder: str | Path, write: WriteModel, owner: str) -> Path:
         """Writes the weights, or their running mean if configured, from rank 0 through `write`; a temporary folder is

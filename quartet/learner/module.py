@@ -26,6 +26,7 @@ from quartet.models.compiled import compile_layers
 from quartet.models.device import default_device, on_device
 from quartet.models.sequences import PairTensors, length_batches, packed_batches, pair_tensors
 from quartet.ranks.ranks import Ranks, start_distributed
+from quartet.seams.deepspeed import without_comparison_of_batches, without_reduction
 from quartet.wire.codec import Floats, Ints
 
 NORM = "grad_norm"
@@ -67,12 +68,10 @@ class TrainedModule:
             lr_scheduler=lambda optimizer: scheduler(optimizer, config.optimizer),
         )[0]
         if self._ranks.world_size == 1 and config.zero_stage == 0:
-            # DeepSpeed would copy all gradients into one bucket and back, to average them over a single rank.
-            self._engine.enable_backward_allreduce = False
+            without_reduction(self._engine)
         if size > 1:
             check_divided(module)
-            # DeepSpeed would compare the first batch across ranks by pickling it; `passes` makes the batches equal.
-            self._engine.first_dataloader_check.remove()
+            without_comparison_of_batches(self._engine)  # `passes` makes them equal
         # The ranks with other sequences than this one. With tensor parallelism some ranks share their sequences.
         self._data = data_parallel(self._ranks, size) if size > 1 else self._ranks
         self._average = Average(trained, config.ema_decay) if config.ema_decay else None

@@ -1,6 +1,6 @@
 """Weights that DeepSpeed's AutoTP divides among ranks: which models it can divide, and each weight whole again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from quartet.config.base import ConfigError
 from quartet.ranks.ranks import Ranks
+from quartet.seams.deepspeed import divisible_styles, division_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Names, in a model's configuration, of the sizes along which its layers are divided."""
@@ -17,11 +18,9 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def check_divisible(module: nn.Module, size: int) -> None:
     """Raises ConfigError unless a transformers model can be divided among `size` ranks: it needs a plan that
     DeepSpeed can carry out (`base_model_tp_plan`), and heads and widths that are multiples of `size`."""
-    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
-
     config: Any = module.config
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or not SUPPORTED_STYLES.issuperset(plan.values()):
+    if not plan or not divisible_styles().issuperset(plan.values()):
         raise ConfigError(
             f"tensor_parallel.size: DeepSpeed has no plan by which to divide {config.model_type}; set it to 1"
         )
@@ -93,9 +92,7 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return (alike**2 + square).sqrt()
 
 
-def _division(parameter: nn.Parameter) -> dict[str, Any] | None:
+def _division(parameter: nn.Parameter) -> Mapping[str, Any] | None:
     """AutoTP's division of a parameter: along `partition_dim` of `logical_shape`, into `partition_sizes`."""
-    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-
-    division: dict[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
+    division = division_of(parameter)
     return None if division is None or division["replicated"] else division

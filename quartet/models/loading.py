@@ -23,6 +23,7 @@ from quartet.config.base import ConfigError
 from quartet.models.attention import packed, padded
 from quartet.models.head import answer_in_head
 from quartet.models.reading import check_sizes, reading
+from quartet.seams.torch import dropouts
 
 _KERNELS = ("_attn_implementation", "_experts_implementation")
 """Properties of a configuration that name code: part of transformers, or with a slash a repository of a hub."""
@@ -181,9 +182,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     PPO's ratio compares two passes over the same tokens: differences from dropout would look like a policy that has
     changed. The model's configuration keeps its rates, for further training of the saved model elsewhere.
     """
+    for dropout in dropouts(model):
+        dropout.p = 0.0  # type: ignore[assignment]
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
         # Some layers keep a rate themselves and pass it to torch's functions: dropout, attn_pdrop, layerdrop.
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:

@@ -12,6 +12,7 @@ from torch import distributed
 
 from quartet.models.device import default_device
 from quartet.ranks.rendezvous import reach_store, serve_store
+from quartet.seams.deepspeed import without_shared_memory_kernel
 
 Part = TypeVar("Part")
 
@@ -59,8 +60,7 @@ def start_distributed(ranks: Ranks) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Without this DeepSpeed's first start on a CPU compiles a shared-memory kernel for half a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    without_shared_memory_kernel()
     if not distributed.is_initialized():
         distributed.init_process_group(
             "nccl" if cuda else "gloo",

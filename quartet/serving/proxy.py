@@ -3,13 +3,13 @@ calls these functions by their names in the YAML file and in the environment."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet.config.base import ConfigError
+from quartet.seams import serve
 from quartet.security.port import GUARD, UNGUARDED, Port
 from quartet.serving.door.call import CallContext
 from quartet.serving.door.failed_calls import shorten_failed_calls
@@ -74,22 +74,13 @@ def end_with_caller(_servicer: Any, server: Any) -> None:
         ConfigError: the port stands open on every address, unguarded, as it does on a cluster that was started
             without Quartet's settings; or other functions stand before this one.
     """
-    from ray.serve._private.grpc_util import get_service_names
-    from ray.serve._private.proxy_request_response import gRPCStreamingType
-
     _routes(server)
     # Serve itself adds its own service before all others.
-    before = {name for name in get_service_names(server.generic_rpc_handlers) if not name.startswith("ray.serve.")}
+    before = {name for name in serve.service_names(server) if not name.startswith("ray.serve.")}
     if before:
         raise ConfigError(f"{_FIRST}; it comes after those of {', '.join(sorted(before))}")
     setattr(server, _ATTENDED, True)
-    make = server.service_handler_factory
-
-    def factory(service_method: str, streaming_type: Any) -> Any:
-        handler = make(service_method=service_method, streaming_type=streaming_type)
-        return _attended(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
-
-    server.service_handler_factory = factory
+    serve.wrap_streams(server, _attended)
 
 
 def _routes(server: Any) -> Routes:
@@ -127,9 +118,7 @@ def _attended(stream: StreamHandler) -> StreamHandler:
 def add_health(_servicer: Any, server: Any) -> None:
     """Adds grpc.health.v1 without `application` metadata, which health probers cannot send. For
     `grpc_servicer_functions`."""
-    from ray.serve._private.proxy_request_response import gRPCStreamingType
-
-    ask = server.service_handler_factory(f"/{health.SERVICE_NAME}/Check", gRPCStreamingType.UNARY_UNARY)
+    ask = serve.asks_replica(server, f"/{health.SERVICE_NAME}/Check")
     server.add_passthrough_service(health.SERVICE_NAME)
     health_pb2_grpc.add_HealthServicer_to_server(_Health(ask, _routes(server)), server)
 
@@ -159,20 +148,12 @@ def bind_to_host() -> list[Any]:
     Raises:
         ConfigError: this version of Serve opens its ports by other functions.
     """
-    from ray.serve._private import default_impl, http_util
-    from ray.serve._private.proxy import SOCKET_REUSE_PORT_ENABLED
 
-    def add_grpc_address(server: Any, address: str) -> None:
-        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=SOCKET_REUSE_PORT_ENABLED)
+    def open_grpc(server: Any, address: str, reuse: bool) -> None:
+        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=reuse)
         _start_attended_only(server)
 
-    # Names that Serve looks up when it opens a port. Its proxy's class is pickled by value, with the functions that
-    # it had imported, so that replacing those has no effect.
-    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
-        if not hasattr(module, name):
-            raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
-    default_impl.add_grpc_address = add_grpc_address
-    http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=NoServer)
+    serve.open_ports_by(open_grpc, NoServer)
     shorten_failed_calls()
     return []
 

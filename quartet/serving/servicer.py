@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
+from quartet.seams.serve import declare_context
 from quartet.security.identity import ANONYMOUS, caller_of
 from quartet.serving.share import Share, share_of
 from quartet.wire.errors import Internal, ServiceError
@@ -44,7 +45,7 @@ def translated(
         except Exception as error:
             raise _reported(error, method.__name__, grpc_context) from None
 
-    _declare_context(call)
+    declare_context(call)
     return call
 
 
@@ -65,7 +66,7 @@ def translated_stream(
         except Exception as error:
             raise _reported(error, method.__name__, grpc_context) from None
 
-    _declare_context(call)
+    declare_context(call)
     return call
 
 
@@ -82,11 +83,6 @@ def _with_identity(request: Any, context: Context) -> Any:
         caller = caller_of(context)
         request.lease.identity = "" if caller == ANONYMOUS else caller.name  # type: ignore[attr-defined]
     return request
-
-
-def _declare_context(call: Any) -> None:
-    """Declares the context in the decorated method's signature, because Serve passes it only to methods that do."""
-    del call.__wrapped__
 
 
 def _reported(error: Exception, method: str, context: Context) -> Exception:

@@ -8,6 +8,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from protos import rollout_pb2 as pb
+from quartet.seams.serve import answers_of_each
 from quartet.wire.errors import Unavailable
 
 GRACE_S = 2.0
@@ -22,8 +23,6 @@ _DECIDING = ("discover", "abort")
 async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.WeightReport]:
     """Makes every replica that Serve knows carry out a phase; returns the reports of those that answered.
 
-    Uses a private call, because Serve's own collection of a broadcast's results loses all of them if one is late.
-
     Raises:
         Unavailable: Serve does not know the replicas.
         TimeoutError: it does not name them within the phase's time.
@@ -31,11 +30,11 @@ async def broadcast(handle: Any, method: str, phase: pb.WeightPhase) -> list[pb.
     try:
         response = handle.broadcast(method, phase.SerializeToString())
         async with asyncio.timeout(phase.timeout_s):
-            results = await response._fetch_replica_results_async()
+            answers = await answers_of_each(response)
     except (RayServeException, RayError) as error:
         # As when Serve's controller is being replaced, and knows no replicas for a moment.
         raise Unavailable(f"Serve names no rollout replicas: {type(error).__name__}") from None
-    return await reports_of(phase, [result.get_async() for result in results])
+    return await reports_of(phase, answers)
 
 
 async def reports_of(phase: pb.WeightPhase, answers: Collection[Awaitable[bytes]]) -> list[pb.WeightReport]:

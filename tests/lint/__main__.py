@@ -5,9 +5,9 @@ python -m tests.lint
 
 import sys
 
-from tests.lint import dependencies, pages, prose, sizes
+from tests.lint import dependencies, pages, privates, prose, sizes
 
-CHECKS = (prose.check, pages.check, dependencies.check)
+CHECKS = (prose.check, pages.check, dependencies.check, privates.check)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The names of what a step measures."""
+"""Names, among those of what a step measures, that pages and the report rely on."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
 """Attention over padded and packed sequences.
 
-May import numerics. compiled, loading, sequences and orchestrator import it.
+May import numerics and seams. compiled, loading, sequences and orchestrator import it.
 """

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quartet.models.numerics import widen
+from quartet.seams.transformers import takes_attention
 
 BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embeddings whose frequencies depend on the longest position of a pass."""
@@ -134,7 +135,7 @@ def _inexact(model: Any, attention: str = "sdpa") -> str:
     sequence, no rotation that depends on the length of others, and no scores that this attention cannot cap."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     window = getattr(model.config, "sliding_window", None)
-    if set(kinds) != {"full_attention"} or window is not None or not model._supports_attention_backend:
+    if set(kinds) != {"full_attention"} or window is not None or not takes_attention(model):
         return "has layers without plain causal attention"
     if rope := _scaled_by_length(model.config):
         return f"has rotary frequencies ({rope}) that depend on the longest position of a pass"

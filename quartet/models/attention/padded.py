@@ -7,6 +7,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from quartet.seams.transformers import attention_of, takes_attention
+
 NAME = "padded_sdpa"
 """The name under which transformers knows the attention and its mask."""
 
@@ -31,7 +33,7 @@ def padded_mask(
 
 def use_in(model: Any) -> None:
     """Switches a transformers model from sdpa, if it has functions for attention that can be chosen."""
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if attention_of(model) == "sdpa" and takes_attention(model):
         model.set_attn_implementation(NAME)
 
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from quartet.seams.grpc import RefusesUnknownMethods
+from quartet.seams.serve import replace_core
 from quartet.security.authentication import Directory
 from quartet.security.file_limit import raise_file_limit
 from quartet.security.gate import Gate
@@ -16,7 +18,6 @@ from quartet.security.watched import Watched
 from quartet.serving.door.connections import Connections
 from quartet.serving.door.guard import Guard
 from quartet.serving.door.routes import Routes
-from quartet.serving.door.unknown_methods import RefusesUnknownMethods
 
 _ROUTES = "quartet_routes"
 PINGS = ("grpc.http2.min_ping_interval_without_data_ms", 10_000)
@@ -63,12 +64,10 @@ def open_port(
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:
-    """Gives the server another core, with an interceptor and options, which Serve's class does not let callers give.
-
-    Made as gRPC's own class makes its core. No servicer may have been added before.
-    """
+    """Gives the server another core, with an interceptor and options, made as gRPC's own class makes its core. No
+    servicer may have been added before."""
     loop = asyncio.get_running_loop()
-    server._server = RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls)
+    replace_core(server, RefusesUnknownMethods(loop, None, (), (guard,), tuple(options), concurrent_calls))
 
 
 def _options(limits: Limits, policy: AccessPolicy | None, files: int, reuse: bool) -> list[tuple[str, int]]:

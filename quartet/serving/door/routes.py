@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from quartet.seams.serve import running
 from quartet.wire.errors import InvalidArgument, NotFound, Unavailable
 
 PACKAGE = "quartet.v1."
@@ -26,8 +27,7 @@ class Routes:
     @classmethod
     def of(cls, server: Any) -> "Routes":
         """The routes of the Serve proxy to which a gRPC server belongs."""
-        router = server.service_handler_factory.__self__.proxy_router
-        return cls(lambda: [(endpoint.app_name, endpoint.name) for endpoint in router.endpoints])
+        return cls(running(server))
 
     def services(self) -> Mapping[str, str]:
         """Application -> full name of its service."""

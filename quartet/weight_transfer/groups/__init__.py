@@ -1,4 +1,4 @@
 """Process groups between the learner and the rollout workers, over gloo or NCCL.
 
-May import ranks. receiver and sender import it.
+May import ranks and seams. receiver and sender import it.
 """

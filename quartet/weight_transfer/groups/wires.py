@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store
 
 from quartet.ranks.nccl_settings import BLOCKING_WAIT, DEFAULTS, ERROR_HANDLING, GIVE_UP
+from quartet.seams.torch import gloo_group, nccl_group
 from quartet.weight_transfer.groups.group import Wire
 
 SETTINGS = {
@@ -49,10 +50,7 @@ def gloo_wire(host: str) -> Wire:
     """A gloo wire whose connections listen on `host`, this member's own address."""
 
     def form(store: Store, rank: int, world_size: int, timeout: timedelta) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        return ProcessGroupGloo(store, rank, world_size, options)
+        return gloo_group(store, rank, world_size, timeout, host)
 
     return Wire(form)
 
@@ -71,14 +69,8 @@ def nccl_wire(device: torch.device, stall_s: float) -> Wire:
 
 
 def _form_nccl(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    # So that forming the communicator can be aborted as well.
-    options.config.blocking = 0
     with _making, environment(SETTINGS):
-        return ProcessGroupNCCL(store, rank, world_size, options)
+        return nccl_group(store, rank, world_size, timeout)
 
 
 @contextmanager

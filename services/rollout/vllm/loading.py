@@ -4,14 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import (
-    LOADING_LAYERS,
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
 
+from quartet.seams import vllm
 from quartet.weight_transfer.manifest import Manifest
 
 
@@ -37,12 +31,12 @@ class Loading:
     def take_apart(self) -> None:
         """Opens all layers for new weights."""
         if self.broken:
-            self._close_layers()
+            self._drop_layers()
         self.broken = True
         # vLLM's CPU build computes with packed copies of the weights; each refers to its source.
-        self._packed = {m: m.cpu_linear for m in self._model.modules() if hasattr(m, "cpu_linear")}
+        self._packed = vllm.packed_copies(self._model)
         self._put_kernels_aside()
-        initialize_layerwise_reload(self._model)
+        vllm.open_layers(self._model)
 
     def load(self, manifest: Manifest, buckets: Iterable[tuple[range, torch.Tensor]]) -> None:
         """Loads buckets of a manifest, from memory of the host or the model's GPU. Layers with padding keep referring
@@ -65,8 +59,8 @@ class Loading:
     def put_together(self, check: Callable[[], None]) -> None:
         """Closes all layers; the model is complete. `check` raises if the weights changed while they were loaded; the
         model then needs a further push."""
-        empty = [name for name, layer in self._model.named_modules() if _got_nothing(layer)]
-        finalize_layerwise_reload(self._model, self._config)
+        empty = [name for name, layer in self._model.named_modules() if vllm.got_nothing(layer)]
+        vllm.close_layers(self._model, self._config)
         self._put_kernels_back()
         self._repack()
         self.stale = _sharing_nothing(self._model, empty)
@@ -78,19 +72,12 @@ class Loading:
         """Ends a push without its weights; True if the model still has its old weights. If not, the next push can
         still be loaded."""
         if self.broken:
-            self._close_layers()
+            self._drop_layers()
         return not self.broken
 
-    def _close_layers(self) -> None:
-        """Gives layers whose loading was interrupted their own memory back; vLLM would keep their temporary
-        tensors."""
-        for layer in self._model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                if info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
-                info.reset()
-        LOADING_LAYERS.clear()
+    def _drop_layers(self) -> None:
+        """Gives layers whose loading was interrupted their own memory back."""
+        vllm.drop_layers(self._model)
         self._put_kernels_back()
 
     def _put_kernels_aside(self) -> None:
@@ -98,31 +85,20 @@ class Loading:
         first load, and would copy them unpacked over the packed ones. GPU kernels read the experts as they are."""
         if self._device.type != "cpu":
             return
-        methods: list[Any] = [getattr(module, "quant_method", None) for module in self._model.modules()]
-        self._kernels = {m: m.moe_kernel for m in methods if getattr(m, "moe_kernel", None) is not None}
-        for method in self._kernels:
-            method.moe_kernel = None
+        self._kernels = vllm.expert_kernels(self._model)
+        vllm.set_kernels(dict.fromkeys(self._kernels).items())
 
     def _put_kernels_back(self) -> None:
         """Restores the kernels, which refer to the memory that the layers have kept; those that packing made refer to
         temporary tensors."""
-        for method, kernel in self._kernels.items():
-            method.moe_kernel = kernel
+        vllm.set_kernels(self._kernels.items())
         self._kernels = {}
 
     def _repack(self) -> None:
         """Renews the packed copies of layers that got no weights under their own name, such as a head that shares the
         embeddings' weights."""
-        for module, before in self._packed.items():
-            if module.cpu_linear is before and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)
+        vllm.pack_again(self._packed)
         self._packed = {}
-
-
-def _got_nothing(layer: Any) -> bool:
-    """True if the layer has weights and got none so far in this update."""
-    info = get_layerwise_info(layer)
-    return bool(info.can_load() and info.load_numel_total and not info.load_numel)
 
 
 def _sharing_nothing(model: torch.nn.Module, empty: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 from multiprocessing import connection
 
 from quartet.ranks.nccl_settings import reserve
-from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
+from quartet.seams.torch import allow_matrix_tiles
 
 
 def register() -> None:
@@ -18,10 +18,9 @@ def register() -> None:
 
     vLLM loads plugins several times in a process; further calls do nothing.
     """
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    from quartet.seams.vllm import register_engine
 
-    if "quartet" not in Factory._registry:
-        Factory.register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
+    register_engine("quartet", "services.rollout.vllm.transfer", "QuartetWeightTransferEngine")
     reserve(os.environ)
     end_with_parent()
     allow_matrix_tiles()

@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from quartet.seams.vllm import spans_so_far
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import Unavailable
 from services.rollout.sample import FinishReason, Part, Sample, Sampling, VersionSpans, cut, following
@@ -75,10 +76,7 @@ class Requests:
         """The spans of a response that is not finished; has to be called as soon as its output has come."""
         if response.finish_reason is not None:
             return _spans(response.weight_versions)
-        # Handed out with the end of a response, but noted whenever tokens come.
-        processor = self._llm.output_processor
-        [internal] = processor.external_req_ids[name]
-        return _spans(processor.request_states[internal]._weight_version_spans())
+        return _spans(spans_so_far(self._llm, name))
 
     async def end(self) -> None:
         """Ends all requests for responses, which report what they have. The engine is paused."""

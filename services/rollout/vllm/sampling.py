@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as GpuLogitsProcessor
 
 from quartet.models.loading import load_tokenizer
+from quartet.seams.vllm import replace_requests
 from quartet.wire.identity import vocabulary_size
 
 BEGUN_KEY = "begun"
@@ -60,8 +61,7 @@ def continue_seeds(runner: Any) -> None:
     vLLM's newer runner draws by seed and position, so that nothing is needed. The older one has only `requests`, each
     with a generator that draws once for every token.
     """
-    if hasattr(runner, "requests"):
-        runner.requests = RunnerRequests(runner.requests)
+    replace_requests(runner, RunnerRequests)
 
 
 def continued(state: Any, begun: int) -> torch.Generator:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from quartet.models.device import gpu_uuid
+from quartet.seams.vllm import forget_update
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.receiver import Joining, Receiver, make_receiver
 from services.rollout.vllm.loading import Loading
@@ -122,7 +123,6 @@ class WorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
-    _weight_update_active: bool
 
     def continue_seeds(self) -> None:
         """Makes this worker continue the seeds of responses that it did not begin."""
@@ -143,12 +143,11 @@ class WorkerExtension:
     def close_weight_update(self) -> None:
         """Closes a weight update that was left open, if there is one. The group stays, as it may be the next push's
         already."""
-        if getattr(self, "_weight_update_active", False):
-            self._weight_update_active = False
+        if forget_update(self):
             self.weight_transfer_engine.close()
 
     def abort_weight_update(self) -> bool:
         """Ends a push without its weights; True if the model still has its old weights. vLLM's own flag says no more
         than that an update is open: it clears it when an update fails, with half of the weights loaded."""
-        self._weight_update_active = False
+        forget_update(self)
         return bool(self.weight_transfer_engine.discard())

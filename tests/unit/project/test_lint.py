@@ -1,10 +1,11 @@
 """The checks of `make lint` find what they look for."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tests.lint import dependencies, pages, prose
+from tests.lint import dependencies, pages, privates, prose
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,28 @@ def test_imports_that_are_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     dependencies.imported.cache_clear()
     assert "pyproject.toml: ruamel is imported by shipped code, but not declared" in found
     assert "pyproject.toml: pyyaml is declared, but not imported" in found
+
+
+def test_private_names_of_other_libraries() -> None:
+    source = """
+import os
+from torch import nn
+from ray.serve._private import replica
+from vllm import _custom_ops
+from quartet.folders import _ours
+class Own:
+    def __init__(self):
+        self._kept = nn.modules._DropoutNd
+        os._exit(1)
+    def own(self, other):
+        return other._kept, nn._kept, other._theirs, getattr(other, "_more", None), other.__class__
+"""
+    tree = ast.parse(source)
+    assert {line.partition(": ")[2] for line in privates.privates(tree, privates.defined(tree))} == {
+        "from ray.serve._private import replica",
+        "from vllm import _custom_ops",
+        "nn._kept",
+        "nn.modules._DropoutNd",
+        "other._theirs",
+        "getattr(other, '_more', None)",
+    }

@@ -15,7 +15,7 @@ async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy
         await stage.run()
     assert "logprobs" not in without.journal.names()
     assert [batch.ref_logprobs for batch, _ in without.policy.batches] == [None] * 3
-    assert steady(without.log.lines[1]) == STEP_METRICS - {"kl/reference"}
+    assert steady(with_one.log.lines[1]) - steady(without.log.lines[1]) == {"kl/reference"}
     for (batch, _), (other, _) in zip(without.policy.batches, with_one.policy.batches, strict=True):
         assert [row.tolist() for row in batch.advantages] == [row.tolist() for row in other.advantages]
 
@@ -26,8 +26,9 @@ async def test_a_run_without_a_critic_trains_the_policy_alone(policy_folder: Pat
     await stage.run()
     assert {"values", "train critic"}.isdisjoint(stage.journal.names())
     assert [state.first_critic_step for state in stage.checkpoints.states] == [None] * 4
-    metrics = {name for name in STEP_METRICS - {"work/critic"} if not name.startswith("value/")}
-    assert steady(stage.log.lines[1]) == metrics
+    measured = steady(stage.log.lines[1])
+    assert measured >= {name for name in STEP_METRICS - {"work/critic"} if not name.startswith("value/")}
+    assert not [name for name in measured if name.startswith("value/") or name == "work/critic"]
     # Two prompts a step, two responses to each, which are the same and so neither better nor worse than the other.
     for batch, _ in stage.policy.batches:
         tokens = [int(prompt[0]) for prompt in batch.prompts]

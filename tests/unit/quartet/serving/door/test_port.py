@@ -18,11 +18,11 @@ from ray.serve._private.proxy_router import ProxyRouter
 from ray.serve.config import gRPCOptions
 
 from quartet.config.base import ConfigError
+from quartet.seams.grpc import RefusesUnknownMethods
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import digest
 from quartet.security.port import LOCAL_VARIABLE, Port
-from quartet.serving.door.unknown_methods import RefusesUnknownMethods
 from quartet.serving.proxy import bind_to_host
 from tests.unit.front_door import CALLERS, FUNCTIONS, Replicas, ask, channel_of, front_door, outcome
 

@@ -8,17 +8,13 @@ from typing import Any
 import vllm
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.outputs import CompletionOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from services.rollout.vllm import engine, loading, requests
+from services.rollout.vllm import engine, requests
 from services.rollout.vllm.transfer import QuartetWeightTransferEngine
 
 
@@ -47,10 +43,6 @@ async def _nothing() -> None:
 def fields(kind: Any) -> set[str]:
     """Names of what its objects have: attributes with a type, and methods."""
     return set().union(*(getattr(base, "__annotations__", {}) for base in kind.__mro__)) | set(dir(kind))
-
-
-def test_the_build_is_the_pinned_version() -> None:
-    assert vllm.__version__.split("+")[0] == "0.32.0"
 
 
 def test_the_engine_calls_nothing_that_vllms_lacks() -> None:
@@ -87,33 +79,14 @@ def test_the_transfer_engine_has_every_abstract_method_with_its_arguments() -> N
         assert len(inspect.signature(ours).parameters) == len(inspect.signature(theirs).parameters)
 
 
-def test_what_is_taken_from_the_loading_of_layers_exists() -> None:
-    (taken,) = (
-        node
-        for node in ast.parse(inspect.getsource(loading)).body
-        if isinstance(node, ast.ImportFrom) and str(node.module).endswith("reload.layerwise")
-    )
-    assert all(hasattr(layerwise, name.name) for name in taken.names)
-    assert {"can_load", "reset", "kernel_tensors", "load_numel", "load_numel_total"} <= fields(LayerReloadingInfo)
-
-
-def test_the_transfer_engine_is_registered_and_chosen_by_its_name() -> None:
-    assert "_registry" in fields(WeightTransferEngineFactory)
+def test_the_transfer_engine_is_chosen_by_its_name() -> None:
     assert "backend" in fields(WeightTransferConfig)
-    inspect.signature(WeightTransferEngineFactory.register_engine).bind("quartet", "module", "class")
 
 
 def test_responses_and_messages_have_the_fields_that_are_read() -> None:
     assert {"token_ids", "logprobs", "finish_reason", "weight_versions"} <= fields(CompletionOutput)
     assert {"new_token_ids", "new_logprobs", "prefill_stats", "finished"} <= fields(EngineCoreOutput)
     assert {"outputs", "finished_requests", "scheduler_stats"} <= fields(EngineCoreOutputs)
-
-
-def test_vllm_notes_where_versions_change_before_a_response_ends() -> None:
-    assert "_weight_version_spans" in fields(RequestState)
-    kept = inspect.getsource(OutputProcessor.__init__)
-    assert "self.external_req_ids" in kept
-    assert "self.request_states" in kept
 
 
 def test_vllms_scheduler_starts_requests_by_a_limit_of_their_own() -> None:

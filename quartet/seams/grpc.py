@@ -1,4 +1,4 @@
-"""gRPC's asynchronous server, made to survive calls of methods that do not exist."""
+"""Private names of gRPC: its asynchronous server, made to survive calls of methods that do not exist."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,9 @@ from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
+
+VERSIONS = ">=1.80,<1.86"
+"""Versions of grpcio."""
 
 
 class RefusesUnknownMethods(cygrpc.AioServer):  # type: ignore[misc]  # compiled, without types

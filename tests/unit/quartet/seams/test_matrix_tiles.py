@@ -8,7 +8,7 @@ import torch
 
 PROCESS = """
 import ctypes
-from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
+from quartet.seams.torch import allow_matrix_tiles
 
 def permitted():
     \"\"\"True if the kernel lets this process use the tiles' data (arch_prctl, ARCH_GET_XCOMP_PERM).\"\"\"
@@ -25,7 +25,7 @@ print(before, permitted())
 @pytest.mark.processes
 def test_the_process_may_use_the_tiles_where_the_processor_has_them() -> None:
     if not torch.cpu._is_amx_tile_supported():
-        from services.rollout.vllm.matrix_tiles import allow_matrix_tiles
+        from quartet.seams.torch import allow_matrix_tiles
 
         return allow_matrix_tiles()  # does nothing, and raises nothing
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True, timeout=120)

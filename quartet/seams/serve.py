@@ -1,0 +1,102 @@
+"""Private names of Ray Serve: its gRPC proxy has no options for an address, an interceptor or its HTTP port, a
+replica none for the address on which others reach it, and a broadcast loses all results if one is late."""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from quartet.config.base import ConfigError
+
+VERSIONS = ">=2.60,<2.61"
+"""Versions of Ray."""
+
+Handler = Callable[[Any, Any], Any]
+
+
+def open_ports_by(open_grpc: Callable[[Any, str, bool], None], http_server: type) -> None:
+    """Makes the proxy of this process open its gRPC port by `open_grpc`, given the server, the address and whether
+    other processes may share it, and serve HTTP by `http_server`, a class like uvicorn's Server.
+
+    Raises:
+        ConfigError: this version of Serve opens its ports by other functions.
+    """
+    from ray.serve._private import default_impl, http_util
+    from ray.serve._private.proxy import SOCKET_REUSE_PORT_ENABLED
+
+    # Names that Serve looks up when it opens a port. Its proxy's class is pickled by value, with the functions that
+    # it had imported, so that replacing those has no effect.
+    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
+        if not hasattr(module, name):
+            raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
+    default_impl.add_grpc_address = lambda server, address: open_grpc(server, address, SOCKET_REUSE_PORT_ENABLED)
+    http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=http_server)
+
+
+def replace_core(server: Any, core: Any) -> None:
+    """Gives Serve's gRPCGenericServer another core, which its class does not let callers give. No servicer may have
+    been added before."""
+    server._server = core
+
+
+def service_names(server: Any) -> set[str]:
+    """Full names of the services that were added to a gRPCGenericServer."""
+    from ray.serve._private.grpc_util import get_service_names
+
+    return set(get_service_names(server.generic_rpc_handlers))
+
+
+def wrap_streams(server: Any, wrap: Callable[[Handler], Handler]) -> None:
+    """Makes a gRPCGenericServer wrap the handlers that it makes from now on for methods with streams of replies."""
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    make = server.service_handler_factory
+
+    def factory(service_method: str, streaming_type: Any) -> Any:
+        handler = make(service_method=service_method, streaming_type=streaming_type)
+        return wrap(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
+
+    server.service_handler_factory = factory
+
+
+def asks_replica(server: Any, method: str) -> Handler:
+    """A handler by which the proxy of a gRPCGenericServer sends a request to a replica, as a call of `method`, given
+    as `/package.Service/Method`."""
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    handler: Handler = server.service_handler_factory(method, gRPCStreamingType.UNARY_UNARY)
+    return handler
+
+
+def running(server: Any) -> Callable[[], Iterable[tuple[str, str]]]:
+    """Lists (application, ingress deployment) of all that runs, as the proxy to which a new gRPCGenericServer belongs
+    knows it."""
+    router = server.service_handler_factory.__self__.proxy_router
+    return lambda: [(endpoint.app_name, endpoint.name) for endpoint in router.endpoints]
+
+
+def listen_on(host: str) -> None:
+    """Makes the replica of this process listen on `host`, and not on every address, for calls between deployments.
+
+    Serve opens that port after the deployment's constructor has returned, by a function that it has imported.
+    """
+    from ray.serve._private import replica
+
+    open_port = replica.add_port_to_grpc_server
+    address = f"[{host}]" if ":" in host else host
+
+    def add_port_to_grpc_server(server: Any, everywhere: str) -> int:
+        return int(open_port(server, f"{address}:{everywhere.rpartition(':')[2]}"))
+
+    replica.add_port_to_grpc_server = add_port_to_grpc_server
+
+
+async def answers_of_each(response: Any) -> Sequence[Awaitable[bytes]]:
+    """The answers to a handle's broadcast, one for each replica that Serve knows. Serve's own collection of them
+    loses all if one is late."""
+    return [result.get_async() for result in await response._fetch_replica_results_async()]
+
+
+def declare_context(call: Any) -> None:
+    """Declares the parameter `grpc_context` of a function that functools.wraps another: Serve passes the context only
+    to methods whose signature has it, and reads that of the wrapped one."""
+    del call.__wrapped__

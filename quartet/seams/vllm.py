@@ -1,0 +1,99 @@
+"""Private names of vLLM: the layerwise reload below its weight transfer, packed copies of weights on a CPU, spans of
+versions of responses that are not finished, and the registry of transfer engines.
+
+The classes that stand in for vLLM's own inside its engine (its scheduler, logits processors, worker extension) are in
+services/rollout/vllm.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+VERSIONS = "==0.32.*"
+
+
+def register_engine(name: str, module: str, kind: str) -> None:
+    """Registers a class as the weight-transfer engine of that name; further calls do nothing."""
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, kind)
+
+
+def open_layers(model: torch.nn.Module) -> None:
+    """Opens all layers for new weights, which are then loaded elsewhere and copied into place."""
+    initialize_layerwise_reload(model)
+
+
+def close_layers(model: torch.nn.Module, model_config: Any) -> None:
+    """Copies into place what is still open, and closes all layers."""
+    finalize_layerwise_reload(model, model_config)
+
+
+def drop_layers(model: torch.nn.Module) -> None:
+    """Gives layers whose loading was interrupted their own memory back; vLLM would keep their temporary tensors."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+    LOADING_LAYERS.clear()
+
+
+def got_nothing(layer: torch.nn.Module) -> bool:
+    """True if the layer is open, has weights and got none so far."""
+    info = get_layerwise_info(layer)
+    return bool(info.can_load() and info.load_numel_total and not info.load_numel)
+
+
+def packed_copies(model: torch.nn.Module) -> dict[Any, Any]:
+    """Layer -> the packed copy of its weights that vLLM's CPU build computes with."""
+    return {module: module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear")}
+
+
+def pack_again(copies: dict[Any, Any]) -> None:
+    """Renews the packed copies that are still the ones of `packed_copies`, from their layers' weights."""
+    for module, before in copies.items():
+        if module.cpu_linear is before and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def expert_kernels(model: torch.nn.Module) -> dict[Any, Any]:
+    """Method that runs a mixture of experts -> its kernel."""
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    return {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None}
+
+
+def set_kernels(kernels: Iterable[tuple[Any, Any]]) -> None:
+    """Gives methods their kernels; None: none yet, as before the first load."""
+    for method, kernel in kernels:
+        method.moe_kernel = kernel
+
+
+def spans_so_far(llm: Any, name: str) -> Any:
+    """The spans of versions of a request that is not finished, given by the name that its caller gave it. vLLM hands
+    them out with the end of a response, but notes them whenever tokens come."""
+    processor = llm.output_processor
+    [internal] = processor.external_req_ids[name]
+    return processor.request_states[internal]._weight_version_spans()
+
+
+def replace_requests(runner: Any, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replaces the requests of vLLM's older model runner; the newer one has none, and keeps what it has."""
+    if hasattr(runner, "requests"):
+        runner.requests = make(runner.requests)
+
+
+def forget_update(worker: Any) -> bool:
+    """Makes a worker count its weight update as closed, without closing it; True if one was open."""
+    was_open = bool(getattr(worker, "_weight_update_active", False))
+    worker._weight_update_active = False
+    return was_open
