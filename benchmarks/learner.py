@@ -31,7 +31,7 @@ from benchmarks.zero_bytes import STAGES, formula, measure
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.loss import importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner.minibatches import minibatches
 from quartet.learner.shards import Pass
@@ -40,6 +40,7 @@ from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.models.numerics import logprobs_of, masked_sum
 from quartet.models.sequences import pad_pairs, pad_rows
+from tests.learner_batches import PolicyBatch, train_policy
 from tests.response_logits import response_logits
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
@@ -62,7 +63,7 @@ def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
         trainer = PolicyTrainer(PolicyConfig(model=folder, optimizer=OPTIMIZER), algorithm, Distribution(1.0))
         plain = Plain(folder, algorithm)
         sides: dict[str, Side] = {
-            "learner": lambda: trainer.train(batch, SEED),
+            "learner": lambda: train_policy(trainer, batch, SEED),
             "plain PyTorch": lambda: plain.train(batch, SEED),
         }
         seconds = _take_turns(sides, rounds)
@@ -163,16 +164,10 @@ def batching(
 
 def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | None = None) -> Side:
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
-    trainer = PolicyTrainer(config, PPO(minibatch_size=len(batch.prompts)), Distribution(1.0))
-    rows, tokens = range(len(batch.prompts)), sum(len(response) for response in batch.responses)
-
-    def side() -> None:
-        chosen = parts or trainer._learner.passes(batch.prompts, batch.responses)
-        trainer._learner.step(
-            [trainer._micro(batch, rows, part, tokens, 1.0, None) for part in chosen], trainer._loss
-        )
-
-    return side
+    trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=len(batch.prompts)), Distribution(1.0))
+    if parts is not None:
+        trainer._learner.passes = lambda *_, **__: list(parts)  # type: ignore[method-assign]
+    return lambda: train_policy(trainer, batch, SEED)
 
 
 def _uneven(count: int) -> list[int]:

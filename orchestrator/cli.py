@@ -91,20 +91,15 @@ def keys(
 @app.command("init")
 def begin(
     file: Annotated[Path, typer.Argument(help="The YAML file to write, such as mine.yaml.")],
-    policy: Annotated[str, typer.Option(help="Folder of the Hugging Face model to train, or ORG/NAME@REVISION.")],
-    reward: Annotated[
-        str,
-        typer.Option(help="Folder of a reward model, its ORG/NAME@REVISION, or a function as package.module:name."),
-    ],
-    prompts: Annotated[
-        str, typer.Option(help="A .jsonl, .json or .parquet file, a folder of splits, or ORG/NAME@REVISION.")
-    ],
+    policy: Annotated[str, typer.Option(help="Folder of the Hugging Face model to train.")],
+    reward: Annotated[str, typer.Option(help="Folder of a reward model, or a function as package.module:name.")],
+    prompts: Annotated[str, typer.Option(help="A .jsonl, .json or .parquet file, or a folder of splits.")],
     input_key: Annotated[str | None, typer.Option(help="Column of the prompts, if it has no usual name.")] = None,
     label_key: Annotated[str | None, typer.Option(help="Column that a reward function gets as label.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest response, in tokens.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write the facts of a run, the rest as comments, for a policy, a reward and prompts of your own."""
+    """Write a commented YAML file for a policy, a reward and prompts of your own."""
     from orchestrator.commands.init.machine import Machine
     from orchestrator.commands.init.write import Wanted, init
 

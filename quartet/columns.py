@@ -108,6 +108,10 @@ class Columns:
         ids = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32, copy=False)
         return cls.of(ids, np.asarray(lengths, np.int32).reshape(-1, 2).sum(1, dtype=np.int32), sampled)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was computed from the arrays, for another process."""
+        return type(self), (self.ids, self.lengths, self.sampled, dict(self.columns))
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -28,13 +28,14 @@ from orchestrator.learners.policy import PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.loop.state import TrainState
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.wire.errors import Internal
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from tests import disk_faults
+from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy
 from tests.unit.rows import noise, pairs
 
 POLICY, CRITIC = PolicyLearner.name, CriticLearner.name
@@ -104,9 +105,9 @@ class Scene:
     def _train(self, step: int) -> None:
         prompts, responses = pairs(5)
         rows, advantages = noise(responses, 1), noise(responses, 2)
-        self._policy.train(PolicyBatch(prompts, responses, rows, rows, rows, advantages, 0.0), seed=step)
+        train_policy(self._policy, PolicyBatch(prompts, responses, rows, rows, rows, advantages, 0.0), seed=step)
         batch = CriticBatch(prompts, responses, values=rows, returns=advantages)
-        self._critic.train(batch, epochs=1, minibatch_size=5, seed=step)
+        train_critic(self._critic, batch, epochs=1, minibatch_size=5, seed=step)
         self._weights[step] = _weights(self._policy, self._critic)
 
     async def _next(self, folder: Path, step: int) -> None:

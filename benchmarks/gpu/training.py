@@ -27,12 +27,13 @@ from benchmarks.gpu.results import Cell, Results, alone, seconds
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.loss import importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.models.numerics import logprobs_of, masked_sum
 from quartet.models.sequences import PairTensors, concatenate_pairs
+from tests.learner_batches import PolicyBatch, train_policy
 from tests.response_logits import response_logits
 
 MODULE = "benchmarks.gpu.training"
@@ -83,7 +84,7 @@ def _learner(folder: str, batch: PolicyBatch, where: torch.device, **fields: Any
     settings: dict[str, Any] = {"dtype": "bfloat16", "zero_stage": 1, "packing": True, "micro_batch_tokens": 1 << 20}
     config = PolicyConfig.parse(settings | fields | {"model": folder, "optimizer": {"learning_rate": 1e-6}}, "policy")
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=len(batch.prompts)), Distribution())
-    return lambda: trainer.train(batch, 0)
+    return lambda: train_policy(trainer, batch, 0)
 
 
 def _plain(folder: str, batch: PolicyBatch, where: torch.device, *, checkpointing: bool) -> Callable[[], object]:
@@ -192,7 +193,7 @@ def print_losses(folder: str) -> None:
     config = PolicyConfig(model=folder, optimizer=OptimizerConfig(learning_rate=1e-4), packing=True)
     batch = made(config_vocabulary(folder), 4, 64)
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=4), Distribution())
-    print(json.dumps([trainer.train(batch, step)["loss"] for step in range(5)]))
+    print(json.dumps([train_policy(trainer, batch, step)["loss"] for step in range(5)]))
 
 
 def config_vocabulary(folder: str) -> int:

@@ -26,6 +26,7 @@ from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
+from quartet.columns import Columns
 from quartet.wire.errors import Unavailable, leaves
 
 STEPS = 10
@@ -68,13 +69,13 @@ class Learner:
         """Trains, and records the tokens of the responses."""
         assert update.step == len(self.history) + 1
         await self._chance.spend(f"train {self.name}")
-        self.history.append([row.tolist() for row in update.batch.responses])
+        self.history.append([row.tolist() for row in update.columns.responses])
         return {"loss": 0.0}
 
-    async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
+    async def logprobs(self, trajectories: Columns) -> Any:
         """Log-probs of its own."""
         await self._chance.spend("logprobs")
-        return [np.full(len(row), -1.0, np.float32) for row in responses]
+        return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
     async def save(self, folder: str) -> str:
         """Writes nothing."""

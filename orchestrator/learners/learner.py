@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator.policy.ranks import PolicyError
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.columns import Columns
 from services.critic.client import CriticReset
 
@@ -21,11 +20,12 @@ class Update:
     """The PPO step that this is, from 1."""
     seed: int
     """Seed of the minibatches' order."""
-    batch: PolicyBatch
-    """Prompts, responses and advantages."""
     columns: Columns
-    """The samples. In a run with a critic they have its values before the update as `values`, and the `returns` that
-    these should be; `trained` is True at the tokens that are trained on, which without it are all."""
+    """The samples, with the columns that the learners read: those of ClippedPolicy, and in a run with a critic its
+    values before the update and the `returns` that these should be; `trained` is True at the tokens that are trained
+    on, which without it are all."""
+    kl_coef: float
+    """Coefficient of the KL penalty in the policy's loss; used when that is where the penalty is."""
 
 
 class Learner(Protocol):

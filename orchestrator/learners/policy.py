@@ -16,7 +16,7 @@ class PolicyLearner:
 
     async def train(self, update: Update) -> dict[str, float]:
         """Trains on the batch's advantages."""
-        return await self._policy.train(update.batch, update.seed)
+        return await self._policy.train(update.columns, update.kl_coef, update.seed)
 
     async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
         """Copies the state and the model; without copies, writes them at once."""

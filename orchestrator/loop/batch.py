@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from orchestrator.experience.experience import Collected
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.columns import Columns
 from quartet.models.sequences import pad_rows
 from quartet.wire.codec import Floats
@@ -104,22 +103,3 @@ class Batch:
     def packed(self, padded: Tensor) -> Any:
         """[M] the numbers of [B, T] at sampled tokens, as a column of this batch has them."""
         return self.columns.unpadded(padded.numpy())
-
-    def for_policy(self, advantages: Floats, kl_coef: float) -> PolicyBatch:
-        """The batch for the policy's update, with its advantages, [M]. All tokens are trained on unless some are
-        masked."""
-        columns = self.columns.with_sampled(advantages=advantages)
-
-        def rows(name: str) -> list[Any] | None:
-            return columns.rows(name) if name in columns else None
-
-        return PolicyBatch(
-            prompts=columns.prompts,
-            responses=columns.responses,
-            logprobs=columns.rows("logprobs"),
-            old_logprobs=rows("old_logprobs"),
-            ref_logprobs=rows("ref_logprobs"),
-            advantages=columns.rows("advantages"),
-            kl_coef=kl_coef,
-            trained=rows("trained") if self.masked else None,
-        )

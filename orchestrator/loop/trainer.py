@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.evaluation.evaluator import Evaluator
 from orchestrator.experience.beside import Beside
@@ -30,7 +28,8 @@ from orchestrator.loop.publishing import Publishing, Pusher
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
-from quartet.wire.codec import Floats, Ints
+from quartet.columns import Columns
+from quartet.wire.codec import Floats
 from quartet.wire.errors import NotFinite
 
 SKIPPED = "skipped_in_a_row"
@@ -40,8 +39,8 @@ SKIPPED = "skipped_in_a_row"
 class TrainedPolicy(Protocol):
     """The methods that the loop uses of the policy alone."""
 
-    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
-        """Log-probs under the current weights."""
+    async def logprobs(self, trajectories: Columns) -> Floats:
+        """Log-probs under the current weights, [M]."""
 
     async def trained_logprobs(self) -> list[Floats]:
         """Log-probs of the last batch that came without old ones, under the weights before its update: of all
@@ -198,8 +197,7 @@ class Trainer:
         """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
         own = batch.columns.get("old_logprobs")
         if own is None and self._config.algorithm.needs_old_logprobs(len(batch)):
-            asked = self._policy.logprobs(batch.columns.prompts, batch.columns.responses)
-            own = np.concatenate(await self._waits.on("policy").timing("logprobs", asked))
+            own = await self._waits.on("policy").timing("logprobs", self._policy.logprobs(batch.columns))
         return own
 
     async def _distance(self, batch: Batch, version: int) -> Distance:
@@ -217,7 +215,6 @@ class Trainer:
         algorithm = self._config.algorithm
         kl_coef = make_controller(algorithm, state.kl_coef).coef
         estimate = estimate_advantages(batch, old_logprobs_of(batch, algorithm), algorithm, kl_coef, state.normaliser)
-        trained = batch.for_policy(estimate.advantages, kl_coef)
         step = state.step + 1
         if not batch.mask.any():
             self._record.note(
@@ -225,10 +222,9 @@ class Trainer:
                 f"({algorithm.max_token_staleness}), so that nothing is trained on"
             )
         seed = self._config.seed * 1_000_003 + step
-        columns = batch.columns
-        if estimate.returns is not None:
-            columns = columns.with_sampled(returns=estimate.returns)
-        return Update(step, seed, trained, columns), estimate
+        returns = {} if estimate.returns is None else {"returns": estimate.returns}
+        columns = batch.columns.with_sampled(advantages=estimate.advantages, **returns)
+        return Update(step, seed, columns, kl_coef), estimate
 
     async def _update(self, update: Update, report: StepReport) -> dict[str, float]:
         """Trains all learners at the same time, as none needs another's new weights; their metrics."""

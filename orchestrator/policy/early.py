@@ -1,20 +1,17 @@
 """The policy learner's log-probs of samples, computed as they are finished while others are still sampled."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from quartet.columns import Columns
-from quartet.wire.codec import Floats, Ints
+from quartet.wire.codec import Floats
 
 
 class LogprobSource(Protocol):
     """The method of the policy learner that is used here."""
 
-    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
-        """Log-probs under the current weights; [T] for each pair."""
+    async def logprobs(self, trajectories: Columns) -> Floats:
+        """Log-probs under the current weights, [M]."""
 
 
 class EarlyLogprobs:
@@ -47,7 +44,7 @@ class EarlyLogprobs:
         """Asks the learner for all of these in one call. If it fails, they still wait, and the next of them calls
         again. Nothing is done with the answer of one that was cancelled meanwhile."""
         all_of_them = Columns.concatenate([asked.trajectories for asked in together])
-        logprobs = np.concatenate(await self._policy.logprobs(all_of_them.prompts, all_of_them.responses))
+        logprobs = await self._policy.logprobs(all_of_them)
         for asked in together:
             count = asked.trajectories.size("sampled")
             asked.logprobs, logprobs = logprobs[:count], logprobs[count:]

@@ -1,29 +1,48 @@
 """The policy learner as Ray actors, with asynchronous methods that each have a deadline."""
 
 import contextlib
-from collections.abc import Awaitable, Sequence
-from typing import Protocol, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.policy.clipped import ClippedPolicy
 from orchestrator.policy.sampled import sampled_from
 from orchestrator.policy.sending import WeightSending
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
+from quartet.columns import Columns
 from quartet.learner.learner import Snapshots
 from quartet.models.distribution import Distribution
-from quartet.ranks.group import RankGroup, RanksLost
+from quartet.ranks.group import Answer, Arguments, Method, RankGroup, RanksLost
 from quartet.ranks.ray_rank import ray_ranks
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.weight_transfer.place import Place
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 
-Answer = TypeVar("Answer")
 Value = TypeVar("Value")
 
-LEAVE_S = 5.0
-"""Seconds that the ranks may take to end in order."""
+DEADLINES: Mapping[Method[..., Any], Callable[[OrchestratorConfig], float]] = {
+    PolicyTrainer.logprobs: lambda config: config.timeouts.train_s,
+    PolicyTrainer.score: lambda config: config.weights.timeout_s,
+    PolicyTrainer.train: lambda config: config.timeouts.train_s,
+    PolicyTrainer.trained_logprobs: lambda config: config.timeouts.train_s,
+    WeightSending.place: lambda config: config.weights.timeout_s,
+    WeightSending.rendezvous: lambda config: config.weights.timeout_s,
+    WeightSending.manifest: lambda config: config.weights.timeout_s,
+    WeightSending.join: lambda config: config.weights.stall_s + 5,
+    WeightSending.gather: lambda config: config.weights.timeout_s,
+    WeightSending.send: lambda config: config.weights.timeout_s + 1,
+    WeightSending.abandon: lambda config: config.weights.control_s,
+    WeightSending.add_newcomers: lambda config: config.weights.timeout_s,
+    WeightSending.leave: lambda _: 5.0,
+    Snapshots.take_snapshot: lambda config: config.checkpoint.timeout_s,
+    Snapshots.write_snapshot: lambda config: config.checkpoint.timeout_s,
+    Snapshots.restore: lambda config: config.checkpoint.timeout_s,
+    Snapshots.save: lambda config: config.timeouts.train_s,
+}
+"""Seconds that the ranks may take for each of their methods."""
 
 
 class PolicyError(RuntimeError):
@@ -47,10 +66,7 @@ class Policy:
 
     def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: StoreOnce = in_object_store) -> None:
         self._ranks = ranks
-        self._timeouts = config.timeouts
-        self._weights = config.weights
-        self._checkpoint = config.checkpoint
-        self._count = config.policy.ranks
+        self._config = config
         self._share = share
         self.memberships = 0
         """Highest number of a push group that was asked for, see WeightSource."""
@@ -78,37 +94,31 @@ class Policy:
             raise ResourceExhausted(str(error)) from None
         return policy
 
-    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+    async def logprobs(self, trajectories: Columns) -> Floats:
         """Log-probs under the current weights, as PolicyTrainer.logprobs."""
-        given = self._share(prompts), self._share(responses)
-        return await self._told(self._ranks.call(PolicyTrainer.logprobs, self._timeouts.train_s, *given))
+        return await self._all(PolicyTrainer.logprobs, self._share(trajectories.select()))
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs over the whole vocabulary, as PolicyTrainer.score."""
-        call = self._ranks.call(PolicyTrainer.score, self._weights.timeout_s, self._share(sequences))
-        return await self._told(call)
+        return await self._all(PolicyTrainer.score, self._share(sequences))
 
-    async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+    async def train(self, batch: Columns, kl_coef: float, seed: int) -> dict[str, float]:
         """Trains on one batch, as PolicyTrainer.train."""
-        call = self._ranks.call(PolicyTrainer.train, self._timeouts.train_s, self._share(batch), seed)
-        return await self._told(call)
+        return await self._all(PolicyTrainer.train, self._share(ClippedPolicy.select(batch)), kl_coef, seed)
 
     async def trained_logprobs(self) -> list[Floats]:
         """Log-probs that the last update computed, as PolicyTrainer.trained_logprobs."""
-        return await self._told(self._ranks.call(PolicyTrainer.trained_logprobs, self._timeouts.train_s))
+        return await self._all(PolicyTrainer.trained_logprobs)
 
     async def places(self) -> list[Place]:
         """The place of each sending rank, see WeightSending.place."""
-        weights = self._weights
-        return await self._told(self._ranks.some(weights.senders, WeightSending.place, weights.timeout_s))
+        return await self._senders(WeightSending.place)
 
     async def rendezvous(self, backend: str) -> list[int]:
         """The port of each sending rank, see WeightSending.rendezvous."""
-        weights = self._weights
-        call = self._ranks.beside(
-            weights.senders,
+        weights = self._config.weights
+        return await self._beside(
             WeightSending.rendezvous,
-            weights.timeout_s,
             backend,
             host=weights.host,
             bucket_bytes=weights.bucket_mib << 20,
@@ -116,73 +126,85 @@ class Policy:
             senders=weights.senders,
             on_gpu=weights.stage == "gpu",
         )
-        return await self._told(call)
 
     async def manifest(self) -> bytes:
         """The packed manifest, see WeightSending.manifest."""
-        weights = self._weights
-        size = weights.bucket_mib << 20
-        call = self._ranks.some(weights.senders, WeightSending.manifest, weights.timeout_s, size)
-        return (await self._told(call))[0]
+        return (await self._senders(WeightSending.manifest, self._config.weights.bucket_mib << 20))[0]
 
     async def join(self, membership: int, world_size: int) -> None:
         """Forms the push group, see WeightSending.join."""
-        weights = self._weights
-        call = self._ranks.beside(weights.senders, WeightSending.join, weights.stall_s + 5, membership, world_size)
-        await self._told(call)
+        await self._beside(WeightSending.join, membership, world_size)
 
     async def gather(self, push: int) -> None:
         """Takes the weights of this push, see WeightSending.gather."""
-        await self._told(self._ranks.call(WeightSending.gather, self._weights.timeout_s, push))
+        await self._all(WeightSending.gather, push)
 
     async def send(self, push: int) -> str:
         """Sends the weights of this push; the checksum. See WeightSending.send."""
-        weights = self._weights
-        call = self._ranks.beside(weights.senders, WeightSending.send, weights.timeout_s + 1, push)
-        return checksum({number: digest for digests in await self._told(call) for number, digest in digests.items()})
+        sent = await self._beside(WeightSending.send, push)
+        return checksum({number: digest for digests in sent for number, digest in digests.items()})
 
     async def abandon(self, membership: int) -> None:
         """Ends the transfer to a membership, see WeightSending.abandon."""
-        weights = self._weights
-        await self._told(self._ranks.beside(weights.senders, WeightSending.abandon, weights.control_s, membership))
+        await self._beside(WeightSending.abandon, membership)
 
     async def add_newcomers(self, membership: int, world_size: int) -> None:
         """Sends the weights of the last push to newcomers, see WeightSending.add_newcomers."""
-        weights = self._weights
-        call = self._ranks.beside(
-            weights.senders, WeightSending.add_newcomers, weights.timeout_s, membership, world_size
-        )
-        await self._told(call)
+        await self._beside(WeightSending.add_newcomers, membership, world_size)
 
     async def take_snapshot(self, folder: str, step: int, copies: bool) -> None:
         """Copies the state after `step`, see Snapshots.take_snapshot."""
-        timeout_s = self._checkpoint.timeout_s
-        await self._told(self._ranks.call(Snapshots.take_snapshot, timeout_s, folder, step, copies))
+        await self._all(Snapshots.take_snapshot, folder, step, copies)
 
     async def write_snapshot(self) -> None:
         """Writes the snapshot to disk, see Snapshots.write_snapshot."""
-        await self._told(self._ranks.beside(self._count, Snapshots.write_snapshot, self._checkpoint.timeout_s))
+        await self._beside(Snapshots.write_snapshot)
 
     async def restore(self, folder: str) -> None:
         """Restores a snapshot, see Snapshots.restore."""
         try:
-            await self._told(self._ranks.call(Snapshots.restore, self._checkpoint.timeout_s, folder))
+            await self._all(Snapshots.restore, folder)
         except InvalidArgument as error:
             raise InvalidArgument(f"orchestrator.policy: {error}") from None
 
     async def save(self, folder: str) -> str:
         """Writes the model, see Snapshots.save."""
-        return await self._told(self._ranks.call(Snapshots.save, self._timeouts.train_s, folder))
+        return await self._all(Snapshots.save, folder)
 
     async def close(self) -> None:
         """Ends the actors, in order if they still answer."""
         with contextlib.suppress(PolicyError, ServiceError):
-            await self._told(self._ranks.beside(self._weights.senders, WeightSending.leave, LEAVE_S))
+            await self._beside(WeightSending.leave)
         self.stop()
 
     def stop(self) -> None:
         """Ends the actors."""
         self._ranks.stop()
+
+    async def _all(
+        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Answer:
+        """Calls a method on all ranks in turn; rank 0's answer."""
+        return await self._told(self._ranks.call(method, self._seconds(method), *arguments, **options))
+
+    async def _senders(
+        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> list[Answer]:
+        """Calls a method on the sending ranks in turn; the answer of each."""
+        count = self._config.weights.senders
+        return await self._told(self._ranks.some(count, method, self._seconds(method), *arguments, **options))
+
+    async def _beside(
+        self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> list[Answer]:
+        """Calls a method beside the one in progress, on the sending ranks, or on all for a part that each has; the
+        answer of each."""
+        config = self._config
+        count = config.policy.ranks if method is Snapshots.write_snapshot else config.weights.senders
+        return await self._told(self._ranks.beside(count, method, self._seconds(method), *arguments, **options))
+
+    def _seconds(self, method: Method[Arguments, Answer]) -> float:
+        return DEADLINES[method](self._config)
 
     async def _told(self, call: Awaitable[Answer]) -> Answer:
         try:

@@ -1,4 +1,6 @@
-"""One trainable model under DeepSpeed: layouts, minibatches, LoRA, running means, snapshots.
+"""One trainable model under DeepSpeed, and the loop that trains it by an objective.
 
-May import config, folders, models, ranks, seams and wire. orchestrator and services import it.
+Beside them layouts, minibatches, LoRA, running means and snapshots.
+
+May import columns, config, folders, models, ranks, seams and wire. objectives, orchestrator and services import it.
 """

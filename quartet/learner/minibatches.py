@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from quartet.wire.codec import Bools, Ints
-
 
 def minibatches(samples: int, *, epochs: int, size: int, seed: int) -> Iterator[list[int]]:
     """Indices of each minibatch. Every epoch (pass over the batch) is a new permutation; its last minibatch may be
@@ -18,11 +16,6 @@ def minibatches(samples: int, *, epochs: int, size: int, seed: int) -> Iterator[
         shuffled = order.permutation(samples).tolist()
         for start in range(0, samples, size):
             yield shuffled[start : start + size]
-
-
-def tokens_trained(responses: Sequence[Ints], trained: Sequence[Bools] | None) -> list[int]:
-    """Tokens of each response that are trained on: those that `trained` marks, or all if it is None."""
-    return [len(response) for response in responses] if trained is None else [int(row.sum()) for row in trained]
 
 
 def weight_of(chosen: Sequence[int], lengths: Sequence[int], size: int) -> float:
@@ -48,12 +41,15 @@ class Means:
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}
         self._weight, self._skipped, self._empty = 0.0, 0, 0
+        self.first: Mapping[str, float] = {}
+        """The numbers of the first step that was taken."""
 
     def add(self, measured: Mapping[str, float], weight: float = 1.0) -> None:
         """Adds one step's numbers with their weight; an empty mapping stands for a skipped step."""
         if not measured:
             self._skipped += 1
             return
+        self.first = self.first or measured
         self._weight += weight
         for name, value in measured.items():
             if name.endswith("_max"):

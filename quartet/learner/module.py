@@ -174,19 +174,22 @@ class TrainedModule:
         """Raises NotFinite on all ranks unless all weights are finite. Every rank calls it."""
         check_weights(self.module, self._ranks, self.device)
 
-    def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Pass]:
-        """Divides pairs among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens, equally
-        many on all ranks."""
+    def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, group: int = 1) -> list[Pass]:
+        """Divides sequences among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens,
+        equally many on all ranks. Those of a group, which follow each other, stay together."""
         ranks, limit = self._data, self._config.micro_batch_tokens
         batches = packed_batches if self._config.packing else length_batches
-        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size)[ranks.rank]
+        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size, group=group)[
+            ranks.rank
+        ]
 
-    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> PairTensors:
-        """The model's input for the pairs of one pass: packed or padded, on this rank's device."""
-        return pair_tensors(prompts, responses, self.device, packing=self._config.packing, last=False)
+    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, last: bool = False) -> PairTensors:
+        """The model's input for the sequences of one pass: packed or padded, on this rank's device. With `last` it
+        holds the last token of each response, from which nothing is predicted."""
+        return pair_tensors(prompts, responses, self.device, packing=self._config.packing, last=last)
 
-    def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> list[Floats]:
-        """Collects the rows of all ranks; every rank calls it.
+    def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> Floats:
+        """Collects the rows of all ranks, end to end; every rank calls it.
 
         Args:
             rows: index -> row, of this rank; row `i` has `lengths[i]` values. Each index is on one copy of the model.
@@ -197,8 +200,8 @@ class TrainedModule:
         for index, row in rows.items():
             flat[ends[index] - lengths[index] : ends[index]] = row
         # All ranks but one hold zeros, so that the sum is exactly that rank's value.
-        values = self._data.sums(on_device(flat, self.device)).cpu().numpy()
-        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        collected: Floats = self._data.sums(on_device(flat, self.device)).cpu().numpy()
+        return collected
 
     def shapes(self) -> dict[str, torch.Tensor]:
         """Name -> parameter as a tensor without data (`meta`), whole even if ranks hold it in pieces."""

@@ -25,13 +25,21 @@ def shards(
     *,
     max_tokens: int,
     world_size: int,
+    group: int = 1,
 ) -> list[list[Pass]]:
     """The passes of each rank, equally many for all; each sequence counts in one pass of one rank.
 
     Sequences are dealt out in the order of their length, so that all ranks get about as many tokens, and their n-th
     passes hold sequences of similar length. A rank that has fewer passes repeats the shortest sequence without
     counting it. Without sequences the lists are empty. `batches` divides a rank's sequences into passes.
+
+    Each `group` of sequences, which follow each other, stays together; as many as its longest ones would be.
     """
+    if group > 1:
+        firsts = range(0, len(prompts), group)
+        asked, answered = ([max(rows[i : i + group], key=len) for i in firsts] for rows in (prompts, responses))
+        of_groups = shards(asked, answered, batches, max_tokens=max_tokens // group, world_size=world_size)
+        return [[_with_members(one, group) for one in passes] for passes in of_groups]
     order = sorted(range(len(prompts)), key=lambda i: (len(responses[i]), len(prompts[i])))
     dealt: list[list[Pass]] = []
     for rank in range(world_size):
@@ -41,3 +49,8 @@ def shards(
     most = max(len(passes) for passes in dealt)
     idle = Pass(tuple(order[:1]), counts=False)
     return [passes + [idle] * (most - len(passes)) for passes in dealt]
+
+
+def _with_members(one: Pass, group: int) -> Pass:
+    """The pass of whole groups as one of their sequences."""
+    return Pass(tuple(group * index + member for index in one.rows for member in range(group)), one.counts)

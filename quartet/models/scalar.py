@@ -41,17 +41,20 @@ class ScalarModel(nn.Module):
         """Turns on gradient checkpointing in the body."""
         self.body.gradient_checkpointing_enable()  # type: ignore[operator]
 
-    def values(self, pairs: PairTensors) -> torch.Tensor:
-        """[R, C]: in each column the value of the prefix before its response token."""
-        return self(pairs)[:, pairs.predictors]
 
-    def scores(self, pairs: PairTensors) -> torch.Tensor:
-        """[B]: the output at each response's last token, which `pairs` have to hold."""
-        scalars = self(pairs)
-        if pairs.boundaries is not None:
-            return scalars[0, pairs.boundaries[1:].long() - 1]
-        last = pairs.action_mask.sum(1) - 1
-        return scalars[:, -pairs.width :].gather(1, last[:, None])[:, 0]
+def values_of(model: Any, pairs: PairTensors) -> torch.Tensor:
+    """[R, C]: in each column the value of the prefix before its response token, by a ScalarModel."""
+    values: torch.Tensor = model(pairs)[:, pairs.predictors]
+    return values
+
+
+def scores_of(model: Any, pairs: PairTensors) -> torch.Tensor:
+    """[B]: a ScalarModel's output at each response's last token, which `pairs` have to hold."""
+    scalars: torch.Tensor = model(pairs)
+    if pairs.boundaries is not None:
+        return scalars[0, pairs.boundaries[1:].long() - 1]
+    last = pairs.action_mask.sum(1) - 1
+    return scalars[:, -pairs.width :].gather(1, last[:, None])[:, 0]
 
 
 def _width(config: Any) -> int:

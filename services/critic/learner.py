@@ -175,7 +175,9 @@ class CriticModel:
         """The values of pairs, as CriticTrainer.values gives them. Call it while holding `turn`, so that the critic
         is not trained between the check of its state and the result."""
         prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
-        return await self._ask(CriticTrainer.values, prompts, responses)
+        trajectories = Columns.of_pairs(prompts, responses)
+        values = await self._ask(CriticTrainer.values, trajectories)
+        return trajectories.with_sampled(values=values).rows("values")
 
     def stage(self, lease: common_pb2.Lease, step: int, row: int, part: Columns) -> None:
         """Holds a part of the batch of `step`, as StagedBatch.add does."""

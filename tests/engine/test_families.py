@@ -15,7 +15,7 @@ import torch
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.sampled import sampled_from
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.learner.lora import weights_of
 from quartet.wire.codec import Floats
@@ -25,6 +25,7 @@ from services.rollout.sample import Sample, Sampling
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.families import FAMILIES
+from tests.learner_batches import PolicyBatch, logprob_rows, train_policy
 from tests.models import EOS, WORDS
 from tests.pushing import TrainerSource, make_prover, make_pusher
 from tests.unit.fakes import make_config
@@ -58,7 +59,7 @@ class Agreement:
 
     def by_learner(self, samples: list[Sample]) -> list[Floats]:
         """The learner's log-probs of what the engine sampled."""
-        logprobs: list[Floats] = self.learner.logprobs(self.prompts, [s.response_ids for s in samples])
+        logprobs: list[Floats] = logprob_rows(self.learner, self.prompts, [s.response_ids for s in samples])
         return logprobs
 
     def by_reference(self, samples: list[Sample], **distribution: Any) -> list[Floats]:
@@ -101,11 +102,11 @@ class Agreement:
     def train(self, samples: list[Sample]) -> float:
         """Some steps at a rate that moves every weight; the first log-ratio."""
         responses = [sample.response_ids for sample in samples]
-        old = self.learner.logprobs(PROMPTS, responses)
+        old = logprob_rows(self.learner, PROMPTS, responses)
         rng = np.random.default_rng(0)
         advantages = [rng.standard_normal(len(row)).astype(np.float32) for row in old]
         batch = PolicyBatch(PROMPTS, responses, [s.logprobs for s in samples], old, old, advantages, 0.0)
-        first, *_ = [self.learner.train(batch, seed)["first_log_ratio_max"] for seed in range(STEPS)]
+        first, *_ = [train_policy(self.learner, batch, seed)["first_log_ratio_max"] for seed in range(STEPS)]
         return first
 
 

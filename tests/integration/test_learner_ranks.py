@@ -13,13 +13,13 @@ import ray
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.ranks import Policy, PolicyError
-from orchestrator.policy.trainer import PolicyBatch
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from tests import plain
 from tests.cluster import Quartet, eventually
 from tests.computing import computing
+from tests.learner_batches import PolicyBatch
 from tests.pushing import TIMEOUT_S, hold_critic, push
 from tests.trajectories import cut, of
 
@@ -53,11 +53,11 @@ def make_batch(logprobs: list[np.ndarray]) -> PolicyBatch:
 
 async def test_two_ranks_compute_train_and_push_as_one(quartet: Quartet, learner: Policy) -> None:
     expected = cut(await quartet.reference.logprobs(PAIRS, temperature=1.0, timeout_s=60), RESPONSES)
-    before = await learner.logprobs(PROMPTS, RESPONSES)
+    before = cut(await learner.logprobs(PAIRS), RESPONSES)
     assert plain.furthest(before, expected) < 1e-4
-    metrics = await learner.train(make_batch(before), seed=0)
+    metrics = await learner.train(make_batch(before).columns, 0.0, seed=0)
     assert metrics["ratio_mean"] == pytest.approx(1, abs=0.5)
-    assert plain.furthest(await learner.logprobs(PROMPTS, RESPONSES), before) > 0.01
+    assert plain.furthest(cut(await learner.logprobs(PAIRS), RESPONSES), before) > 0.01
     reports = await quartet.services.rollout.update_weights(TIMEOUT_S, discover=pb.Discover())
     version = 1 + max(report.policy_version for report in reports)
     report = await push(quartet.services.rollout, learner, version)
@@ -74,7 +74,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     )
     actor: Any = learner._ranks._ranks[1]._actor  # type: ignore[attr-defined]
     pid = await actor.__ray_call__.remote(lambda _: os.getpid())
-    training = asyncio.ensure_future(learner.train(many, seed=0))
+    training = asyncio.ensure_future(learner.train(many.columns, 0.0, seed=0))
     await computing(pid, 120)
     assert not training.done()
     began = time.monotonic()
@@ -83,7 +83,7 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
         await training
     assert time.monotonic() - began < 60
     with pytest.raises(PolicyError, match="rank 1 of 2 died"):
-        await learner.logprobs(PROMPTS, RESPONSES)
+        await learner.logprobs(PAIRS)
 
 
 @pytest.mark.exhaustive  # two more critics on Serve; the layout itself: tests/unit/quartet/learner

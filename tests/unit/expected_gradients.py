@@ -22,6 +22,7 @@ from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.learner.minibatches import minibatches
 from quartet.models.distribution import Distribution
 from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
@@ -125,7 +126,8 @@ class Learner:
         for index, key in enumerate(keys):
             first.setdefault(key, index)
         rows = list(first.values())
-        answer = self.trainer.logprobs([columns.prompts[i] for i in rows], [columns.responses[i] for i in rows])
+        asked = columns.select().take(rows)
+        answer = asked.with_sampled(logprobs=self.trainer.logprobs(asked)).rows("logprobs")
         known_rows = dict(zip(first, answer, strict=True))
         return np.concatenate([known_rows[key] for key in keys])
 
@@ -134,7 +136,7 @@ class Learner:
         `likely` [2, 259]. Advantages are multiplied with them, since the loss is linear in them."""
         weights = np.repeat((likely / len(PROMPTS)).flatten().tolist(), batch.columns.counts)
         scaled = (advantages.astype(np.float64) * weights).astype(np.float32)
-        self.trainer.train(batch.for_policy(scaled, kl_coef), seed=0)
+        self.trainer.train(batch.columns.with_sampled(advantages=scaled), kl_coef, seed=0)
         (gradient,) = self._gradients
         self._gradients = []
         return -gradient * int(batch.mask.sum())
@@ -143,15 +145,9 @@ class Learner:
         """The same where the loss has terms without advantages: each response is a minibatch of its own, and its
         gradient is multiplied with its probability."""
         assert self.algorithm.minibatch_size == 1
-        order: list[int] = []
-        micro = self.trainer._micro
-
-        def noted(given: Any, chosen: Sequence[int], *rest: Any) -> Any:
-            order.extend(chosen)
-            return micro(given, chosen, *rest)
-
-        self.trainer._micro = noted  # type: ignore[method-assign, assignment]
-        self.trainer.train(batch.for_policy(advantages, BETA), seed=0)
+        self.trainer.train(batch.columns.with_sampled(advantages=advantages), BETA, seed=0)
+        every = minibatches(len(batch), epochs=self.algorithm.epochs, size=1, seed=0)
+        order = [row for (row,) in every if batch.mask[row].any()]
         weights = (likely / len(PROMPTS)).flatten()
         total = sum(float(weights[row]) * g for row, g in zip(order, self._gradients, strict=True))
         assert isinstance(total, Tensor)

@@ -17,12 +17,13 @@ from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
-from orchestrator.policy.trainer import PolicyBatch
 from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.activity import parts_with
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Span, Spans
 from orchestrator.tracing.waits import Waits
+from quartet.columns import Columns
+from tests.learner_batches import PolicyBatch
 from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
 # Two prompts a step, one response each, tokens 10 and 11: one token and two.
@@ -41,22 +42,22 @@ class FakePolicy:
         self.skipped_in_a_row: list[int] = []
         """Said of one batch after the other."""
 
-    async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
+    async def logprobs(self, trajectories: Columns) -> Any:
         self.journal.note("old logprobs")
-        return [np.full(len(response), -1.25, np.float32) for response in responses]
+        return np.full(trajectories.size("sampled"), -1.25, np.float32)
 
     async def trained_logprobs(self) -> list[Any]:
         self.journal.note("trained logprobs")
         rows = [np.full(len(response), -1.25, np.float32) for response in self.batches[-1][0].responses]
         return [row if index < self.known else row[:0] for index, row in enumerate(rows)]
 
-    async def train(self, batch: PolicyBatch, seed: int) -> dict[str, float]:
+    async def train(self, batch: Columns, kl_coef: float, seed: int) -> dict[str, float]:
         self.journal.note("train policy")
         if self.meeting:
             await self.meeting.wait()
         if self.failure:
             raise self.failure
-        self.batches.append((batch, seed))
+        self.batches.append((PolicyBatch.of(batch, kl_coef), seed))
         skipped = {"skipped_in_a_row": float(self.skipped_in_a_row.pop(0))} if self.skipped_in_a_row else {}
         return {"loss": 0.5, "sampled_entropy": 1.5} | skipped
 

@@ -8,7 +8,7 @@ import torch
 
 from orchestrator.algorithms.contract import KLConfig
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner.ema import local_share
 from quartet.models.distribution import Distribution
@@ -16,7 +16,8 @@ from quartet.ranks.ranks import Ranks
 from quartet.wire.codec import Floats
 from quartet.wire.errors import NotFinite
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
+from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_critic, train_policy, value_rows
 from tests.unit.rows import marks, noise, pairs
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
@@ -39,7 +40,7 @@ class Bench:
         )
         trainer = PolicyTrainer(config, algorithm, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
-        old = trainer.logprobs(prompts, responses)
+        old = logprob_rows(trainer, prompts, responses)
         batch = PolicyBatch(
             prompts=prompts,
             responses=responses,
@@ -51,11 +52,11 @@ class Bench:
             trained=marks(responses) if marked else None,
         )
         steps = watched(trainer)
-        trainer.train(batch, seed=0)
+        train_policy(trainer, batch, seed=0)
         return {
             "steps": steps,
             "weights": joined(trainer),
-            "after": trainer.logprobs(prompts, responses),
+            "after": logprob_rows(trainer, prompts, responses),
             "before": old,
         }
 
@@ -68,24 +69,26 @@ class Bench:
         settings = PPO(epochs=1, kl=KLConfig(coef=0)).model_copy(update=algorithm or {})
         trainer = PolicyTrainer(config, settings, Distribution(0.7), self._ranks)
         prompts, responses = pairs(samples)
-        before, rows = trainer.logprobs(prompts, responses), noise(responses, 1)
+        before, rows = logprob_rows(trainer, prompts, responses), noise(responses, 1)
         marks = None if trained else [np.zeros(len(response), bool) for response in responses]
-        trainer.train(PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0, marks), seed=0)
+        train_policy(
+            trainer, PolicyBatch(prompts, responses, rows, None, rows, noise(responses, 3), 0.0, marks), seed=0
+        )
         return before, trainer.trained_logprobs()
 
     def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:
         """The same with the critic and its values."""
         trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)
         prompts, responses = pairs(samples)
-        before = trainer.values(prompts, responses)
+        before = value_rows(trainer, prompts, responses)
         trained = marks(responses) if marked else None
         batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4), trained=trained)
         steps = watched(trainer)
-        trainer.train(batch, epochs=1, minibatch_size=size, seed=0)
+        train_critic(trainer, batch, epochs=1, minibatch_size=size, seed=0)
         return {
             "steps": steps,
             "weights": joined(trainer),
-            "after": trainer.values(prompts, responses),
+            "after": value_rows(trainer, prompts, responses),
             "before": before,
         }
 
@@ -99,11 +102,11 @@ class Bench:
         batch = PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0)
         seen = [joined(trainer)]
         for step in range(5):
-            trainer.train(batch, seed=step)
+            train_policy(trainer, batch, seed=step)
             seen.append(joined(trainer))
         trainer.snapshots.save(str(folder))
         saved = joined(trainer)
-        trainer.train(batch, seed=5)
+        train_policy(trainer, batch, seed=5)
         return seen, saved, joined(trainer)
 
     def resumed(self, layout: dict[str, Any], folder: Path, which: str, copies: bool = True) -> tuple[Result, Result]:
@@ -140,9 +143,13 @@ class Bench:
             prompts, responses = pairs(5, seed=step)
             rows = noise(responses, 1)
             if isinstance(trainer, CriticTrainer):
-                trainer.train(CriticBatch(prompts, responses, rows, rows), epochs=1, minibatch_size=5, seed=step)
+                train_critic(
+                    trainer, CriticBatch(prompts, responses, rows, rows), epochs=1, minibatch_size=5, seed=step
+                )
             else:
-                trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0), seed=step)
+                train_policy(
+                    trainer, PolicyBatch(prompts, responses, rows, rows, rows, noise(responses, 3), 0.0), seed=step
+                )
         average = trainer._learner._average
         means = [mean.clone().numpy() for mean in average.means] if average else []
         return {"steps": steps, "weights": joined(trainer), "averages": means}
@@ -166,8 +173,10 @@ class Bench:
         rows, wrong = noise(responses, 1), noise(responses, 3)
         wrong[2][0] = value
         if isinstance(trainer, CriticTrainer):
-            return trainer.train(CriticBatch(prompts, responses, rows, wrong), epochs=1, minibatch_size=5, seed=9)
-        return trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, wrong, 0.0), seed=9)
+            return train_critic(
+                trainer, CriticBatch(prompts, responses, rows, wrong), epochs=1, minibatch_size=5, seed=9
+            )
+        return train_policy(trainer, PolicyBatch(prompts, responses, rows, rows, rows, wrong, 0.0), seed=9)
 
     def refusing(self, layout: dict[str, Any], folder: Path) -> list[str]:
         """The errors of saving, checkpointing and pushing weights of which one number on one rank is NaN."""

@@ -15,7 +15,8 @@ from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import PolicyConfig
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
+from tests.learner_batches import logprob_rows, value_rows
 from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import DISTRIBUTION, Tables, experiences
 from tests.unit.experiences import collected
@@ -56,7 +57,7 @@ class Learning:
         made = torch.zeros(len(PROMPTS), COUNT, MOST, dtype=torch.float64)
         for index, prompt in enumerate(PROMPTS):
             asked = [np.asarray(prompt, np.int32)] * COUNT
-            rows = self.policy.logprobs(asked, [np.asarray(response, np.int32) for response in RESPONSES])
+            rows = logprob_rows(self.policy, asked, [np.asarray(response, np.int32) for response in RESPONSES])
             for row, numbers in enumerate(rows):
                 made[index, row, : len(numbers)] = torch.from_numpy(numbers).double()
         return made
@@ -75,13 +76,11 @@ class Learning:
         """One step of the algorithm, on responses drawn from the policy."""
         batch = self._sampled()
         made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, BETA, RunningNormaliser())
-        self.policy.train(batch.for_policy(made.advantages, BETA), step)
+        self.policy.train(batch.columns.with_sampled(advantages=made.advantages), BETA, step)
         if self.critic is not None:
             assert made.returns is not None
-            every = np.ones(batch.columns.size("sampled"), np.bool_)
-            given = CriticBatch.of(batch.columns.with_sampled(returns=made.returns, trained=every))
             passes = {"epochs": self.algorithm.epochs_of_critic, "minibatch_size": self.algorithm.minibatch_size}
-            self.critic.train(given, seed=step, **passes)
+            self.critic.train(batch.columns.with_sampled(returns=made.returns), seed=step, **passes)
 
     def _sampled(self) -> Batch:
         """A batch with as many responses to each prompt, those to the same one after another."""
@@ -90,7 +89,8 @@ class Learning:
         # Of each response that there is, and not of each that is drawn: most are drawn several times.
         every = [replace(e, old_logprobs=e.sample.logprobs) for e in every]
         if self.critic is not None:
-            values = self.critic.values([e.prompt.prompt_ids for e in every], [e.sample.response_ids for e in every])
+            pairs = [e.prompt.prompt_ids for e in every], [e.sample.response_ids for e in every]
+            values = value_rows(self.critic, *pairs)
             every = [replace(e, values=row) for e, row in zip(every, values, strict=True)]
         taken = []
         for index in range(len(PROMPTS)):

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config import learner
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.models.tiles import TILE_ELEMENTS
 from quartet.ranks.ranks import Ranks
+from tests.learner_batches import PolicyBatch, train_policy
 from tests.unit.allocations import Allocations
 
 LENGTH, PROMPT = 64, 2
@@ -56,11 +57,11 @@ class MemoryBench:
         numbers = [np.full(LENGTH - PROMPT, -3.0, np.float32)] * count
         prompts, responses = [row[:PROMPT] for row in rows], [row[PROMPT:] for row in rows]
         batch = PolicyBatch(prompts, responses, numbers, numbers, numbers, numbers, 0.0)
-        trainer.train(batch, 0)
+        train_policy(trainer, batch, 0)
         counted = Allocations()
         rest = counted.now
         with counted:
-            trainer.train(batch, 0)
+            train_policy(trainer, batch, 0)
         again = Allocations().now
         trainer.snapshots.take_snapshot(str(folder), 1)
         copies = Allocations().now - again

@@ -388,7 +388,6 @@ def _resolved(value: Any) -> Any:
 _NAMES = (
     (r"applications\.(?:rollout|reference)\.args\.model\b", "model"),
     (r"applications\.reward\.args\.tokenizer\b", "model"),
-    (r"applications\.reward\.args\.scorer\.model\b", "reward"),
     (r"applications\.(\w+)\.(?:args|deployments\.[A-Z]\w+)\b", r"services.\1"),
     (r"applications\.(\w+)\b", r"services.\1"),
     (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),

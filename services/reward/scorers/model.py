@@ -12,7 +12,7 @@ from quartet.models.compiled import compile_layers
 from quartet.models.frozen_passes import FrozenPasses
 from quartet.models.loading import load_config, load_tokenizer, max_length
 from quartet.models.offload import Residence
-from quartet.models.scalar import load_scalar
+from quartet.models.scalar import load_scalar, scores_of
 from quartet.models.sequences import PairTensors
 from quartet.wire.codec import Floats
 from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
@@ -61,7 +61,7 @@ class ModelScorer:
 
     def _outputs(self, tensors: PairTensors) -> list[Floats]:
         """The output at the last token of each pair, B arrays of one number."""
-        return list(self._model.scores(tensors).cpu().numpy()[:, None])
+        return list(scores_of(self._model, tensors).cpu().numpy()[:, None])
 
     def check(self) -> None:
         """Runs a forward pass over one pair; with offload it checks the device without moving the weights."""

@@ -10,15 +10,13 @@ import pytest
 from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.learner import Update
 from orchestrator.learners.policy import PolicyLearner
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.config.base import ConfigError
 from tests.trajectories import of
 from tests.unit.fakes import make_config
 
 ROWS = [np.ones(2, np.float32)]
-BATCH = PolicyBatch([np.asarray([7], np.int32)], [np.asarray([8, 9], np.int32)], ROWS, ROWS, None, ROWS, 0.0)
-COLUMNS = of([[7]], [[8, 9]], values=[[0, 0]], returns=[[3, 3]])
-UPDATE = Update(step=3, seed=41, batch=BATCH, columns=COLUMNS)
+COLUMNS = of([[7]], [[8, 9]], values=[[0, 0]], returns=[[3, 3]], logprobs=ROWS, advantages=ROWS)
+UPDATE = Update(step=3, seed=41, columns=COLUMNS, kl_coef=0.25)
 
 
 class Recorder:
@@ -44,7 +42,7 @@ async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(tmp_pat
     await learner.restore(tmp_path)
     folder = str(tmp_path / "policy")
     assert policy.calls == [
-        ("train", (BATCH, 41), {}),
+        ("train", (COLUMNS, 0.25, 41), {}),
         ("take_snapshot", (folder, 3, True), {}),
         ("write_snapshot", (), {}),
         ("restore", (folder,), {}),

@@ -11,7 +11,6 @@ from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
-from quartet.learner.minibatches import tokens_trained
 from services.rollout.sample import FinishReason, Sample
 from tests.trajectories import cut
 from tests.unit.algorithm_settings import plain
@@ -134,15 +133,14 @@ def test_a_batch_of_which_nothing_is_trained_on_gives_nothing() -> None:
     assert {x for side in (estimate.advantages, estimate.returns) for row in side for x in row.tolist()} == {0.0}
     assert "value/explained_variance" not in estimate.metrics
     assert np.isfinite(list(estimate.metrics.values())).all()
-    trained = batch.for_policy(estimate.packed.advantages, 0.1).trained
-    assert tokens_trained(batch.columns.responses, trained) == [0, 0, 0]
+    assert not batch.columns["trained"].any()
 
 
 def test_where_no_token_is_masked_all_is_as_without() -> None:
     plain, given = (made(BATCH, OLD, oldest) for oldest in (None, 5))
     for (batch, estimate, distance), share in ((plain, None), (given, 0.0)):
         assert estimate.metrics.get("staleness/masked") == share
-        assert batch.for_policy(estimate.packed.advantages, 0.1).trained is None
+        assert "trained" not in batch.columns or batch.columns["trained"].all()
         assert distance == plain[2]
         assert rows(estimate.advantages) == rows(plain[1].advantages)
         assert rows(estimate.returns) == rows(plain[1].returns)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.policy.trainer import PolicyBatch
+from tests.learner_batches import PolicyBatch
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, noisy

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models import tiles
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from tests import plain
 from tests.families import FAMILIES
+from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy
 from tests.models import EOS, WORDS
 from tests.unit.device_waits import Copies, device_waits
 
@@ -44,9 +45,9 @@ def of_training(folder: Path, distribution: Distribution, algorithm: dict[str, A
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=6, **algorithm), distribution)
     rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in RESPONSES]
     batch = PolicyBatch(PROMPTS, RESPONSES, rows, rows, rows, rows, 0.1)
-    trainer.train(batch, seed=0)
+    train_policy(trainer, batch, seed=0)
     with device_waits() as waits:
-        trainer.train(batch, seed=0)
+        train_policy(trainer, batch, seed=0)
     return waits
 
 
@@ -81,7 +82,7 @@ def test_a_critics_step_waits_as_often(folder: Path, packing: bool) -> None:
         trainer = CriticTrainer(config)
         rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in RESPONSES]
         with device_waits() as waits:
-            trainer.train(CriticBatch(PROMPTS, RESPONSES, rows, rows), epochs=1, minibatch_size=6, seed=0)
+            train_critic(trainer, CriticBatch(PROMPTS, RESPONSES, rows, rows), epochs=1, minibatch_size=6, seed=0)
         counted.append(waits)
     check(counted)
 

@@ -9,14 +9,15 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from tests import plain
 from tests.families import FAMILIES
+from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_critic, train_policy, value_rows
 
 DROPPING = ("gpt2", "opt", "gpt-neox", "phi3")
 PROMPTS, RESPONSES = plain.random_pairs(8, seed=3, longest=20)
@@ -37,9 +38,9 @@ def make_trainer(folder: Path, gradient_checkpointing: bool) -> PolicyTrainer:
 
 
 def train(trainer: PolicyTrainer) -> dict[str, float]:
-    old = trainer.logprobs(PROMPTS, RESPONSES)
+    old = logprob_rows(trainer, PROMPTS, RESPONSES)
     advantages = [np.linspace(-1, 1, len(row), dtype=np.float32) for row in old]
-    return trainer.train(PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
+    return train_policy(trainer, PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -53,8 +54,10 @@ def test_the_first_ratio_is_one(folder: Path, gradient_checkpointing: bool) -> N
 def test_a_critic_is_trained_as_it_values(folder: Path) -> None:
     config = CriticConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4))
     trainer = CriticTrainer(config)
-    values = trainer.values(PROMPTS, RESPONSES)
-    metrics = trainer.train(CriticBatch(PROMPTS, RESPONSES, values, values), epochs=1, minibatch_size=8, seed=0)
+    values = value_rows(trainer, PROMPTS, RESPONSES)
+    metrics = train_critic(
+        trainer, CriticBatch(PROMPTS, RESPONSES, values, values), epochs=1, minibatch_size=8, seed=0
+    )
     assert metrics["loss"] == pytest.approx(0, abs=1e-9)
 
 

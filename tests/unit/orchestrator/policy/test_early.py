@@ -1,14 +1,14 @@
 """Log-probs of samples as they are finished: how they are gathered into calls, and what errors do."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.policy.early import EarlyLogprobs
-from quartet.wire.codec import Floats, Ints
+from quartet.columns import Columns
+from quartet.wire.codec import Floats
 from quartet.wire.ragged import Ragged
 from tests.trajectories import cut, of
 
@@ -25,13 +25,14 @@ class FakeLearner:
         self.let = asyncio.Semaphore(0)
         self.failure: Exception | None = None
 
-    async def logprobs(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[Floats]:
+    async def logprobs(self, trajectories: Columns) -> Floats:
+        prompts, responses = trajectories.prompts, trajectories.responses
         self.calls.append([row.tolist() for row in responses])
         await self.let.acquire()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        return [len(p) - r.astype(np.float32) for p, r in zip(prompts, responses, strict=True)]
+        return np.concatenate([len(p) - r.astype(np.float32) for p, r in zip(prompts, responses, strict=True)])
 
 
 async def until(learner: FakeLearner, calls: int) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.config.run import OrchestratorConfig
@@ -10,7 +11,11 @@ from orchestrator.policy.ranks import Policy, PolicyError
 from quartet.ranks.group import RankDied, RankGroup
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.wire.errors import DeadlineExceeded
+from tests.trajectories import of
 from tests.unit.fake_ranks import NEVER, FakeRank
+
+ROWS = [np.ones(2, np.float32)]
+BATCH = of([[7]], [[8, 9]], logprobs=ROWS, advantages=ROWS, values=ROWS)
 
 
 def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
@@ -39,19 +44,19 @@ def methods(rank: FakeRank) -> list[Any]:
 
 
 async def test_all_ranks_train_and_rank_0_answers(policy_folder: Path) -> None:
-    ranks = [FakeRank(["row"], {"loss": 1.0}, None, "/saved"), FakeRank()]
+    ranks = [FakeRank("numbers", {"loss": 1.0}, None, "/saved"), FakeRank()]
     policy = make_policy(policy_folder, *ranks)
-    assert await policy.logprobs([], []) == ["row"]
-    assert await policy.train("batch", 3) == {"loss": 1.0}  # type: ignore[arg-type]
+    assert await policy.logprobs(BATCH) == "numbers"  # type: ignore[comparison-overlap]
+    assert await policy.train(BATCH, 0.1, 3) == {"loss": 1.0}
     await policy.gather(4)
     assert await policy.save("there") == "/saved"
     for rank in ranks:
-        assert rank.called == [
-            ("run", "PolicyTrainer.logprobs", ("shared", []), ("shared", [])),
-            ("run", "PolicyTrainer.train", ("shared", "batch"), 3),
-            ("run", "WeightSending.gather", 4),
-            ("run", "Snapshots.save", "there"),
-        ]
+        (*asked, (_, bare)), (*trained, (_, batch), kl_coef, seed), *others = rank.called
+        assert (asked, trained) == (["run", "PolicyTrainer.logprobs"], ["run", "PolicyTrainer.train"])
+        # No rank gets columns that it does not read.
+        assert (list(bare.columns), list(batch.columns)) == ([], ["logprobs", "advantages"])
+        assert (kl_coef, seed) == (0.1, 3)
+        assert others == [("run", "WeightSending.gather", 4), ("run", "Snapshots.save", "there")]
 
 
 async def test_only_the_sending_ranks_meet_the_replicas(policy_folder: Path) -> None:
@@ -82,7 +87,7 @@ async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:
     ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed"))]
     policy = make_policy(policy_folder, *ranks)
     with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died: killed"):
-        await policy.train("batch", 0)  # type: ignore[arg-type]
+        await policy.train(BATCH, 0.0, 0)
     with pytest.raises(PolicyError, match="rank 1 of 2 died"):
         await policy.save("there")
     policy.stop()

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from orchestrator.algorithms.contract import BANDED, KLConfig
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.reductions import Reduction
 from quartet.models import distribution as modelled
 from quartet.models import head, tiles
 from quartet.models.numerics import shannon
 from quartet.models.tiles import linear_logprobs
+from tests.learner_batches import PolicyBatch, logprob_rows, train_policy
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
@@ -26,7 +26,7 @@ Rows = list[list[float]]
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
 def test_logprobs_equal_those_of_single_sequences(policy_folder: Path, micro_batch_tokens: int) -> None:
     trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens)
-    actual = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
+    actual = logprob_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))
     with torch.no_grad():
         expected = chosen(distributions(language_model(policy_folder), TEMPERATURE))
     assert [row.dtype for row in actual] == [np.float32] * 4
@@ -88,7 +88,7 @@ def test_loss_and_gradient_equal_those_by_hand(
     wanted = torch.cat([gradient.view(-1) for gradient in torch.autograd.grad(expected, list(model.parameters()))])
     trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, **algorithm)
     before = weights(trainer)
-    metrics = trainer.train(batch, seed=0)
+    metrics = train_policy(trainer, batch, seed=0)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-4)
     torch.testing.assert_close(before - weights(trainer), wanted, atol=1e-5, rtol=1e-3)
@@ -109,7 +109,7 @@ def test_every_term_of_the_loss_has_the_reduction(
         for each in (reduction, "tokens")
     )
     before = weights(trainer)
-    metrics, others = trainer.train(batch, seed=0), plain.train(batch, seed=0)
+    metrics, others = train_policy(trainer, batch, seed=0), train_policy(plain, batch, seed=0)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     torch.testing.assert_close(before - weights(trainer), wanted, atol=1e-5, rtol=1e-3)
     assert float((weights(trainer) - weights(plain)).abs().max()) > 1e-3
@@ -134,7 +134,7 @@ def test_a_reduction_is_the_same_however_a_batch_is_cut(
             policy_folder, micro_batch_tokens=tokens, reduction=reduction, correction=correction, packing=packing
         )
         before = weights(trainer)
-        trainer.train(marked, seed=0)
+        train_policy(trainer, marked, seed=0)
         moved.append(before - weights(trainer))
     assert float(moved[0].abs().max()) > 1e-3
     for each in moved[1:]:
@@ -176,14 +176,14 @@ def test_every_correction_trains_alike_however_a_batch_is_cut(
         correction=correction,
         importance_band=band if correction in BANDED else None,
     )
-    assert trainer.train(batch, seed=0)["loss"] == pytest.approx(expected / TOKENS, abs=1e-5)
+    assert train_policy(trainer, batch, seed=0)["loss"] == pytest.approx(expected / TOKENS, abs=1e-5)
 
 
 def test_a_reference_that_weighs_nothing_need_not_be(policy_folder: Path, batch: PolicyBatch) -> None:
     actual = []
     for reference in (batch.ref_logprobs, None):
         trainer = make_trainer(policy_folder, kl=KLConfig(coef=0, placement="loss", estimator="k2"))
-        metrics = trainer.train(replace(batch, ref_logprobs=reference, kl_coef=0.0), seed=0)
+        metrics = train_policy(trainer, replace(batch, ref_logprobs=reference, kl_coef=0.0), seed=0)
         actual.append((metrics, weights(trainer).tolist()))
     assert actual[0] == actual[1]
 
@@ -196,10 +196,10 @@ def test_entropy_is_estimated_without_a_bonus_and_raised_by_one(policy_folder: P
     quiet = replace(batch, advantages=[np.zeros_like(row) for row in batch.advantages])
     without, with_bonus = (make_trainer(policy_folder, rate=0.1, entropy_coef=coef) for coef in (0.0, 0.5))
     # What a step measures, it measures before its update.
-    measured = [without.train(quiet, seed=0) for _ in range(2)]
+    measured = [train_policy(without, quiet, seed=0) for _ in range(2)]
     assert [each["sampled_entropy"] for each in measured] == pytest.approx([sampled] * 2, abs=1e-5)
     assert "entropy" not in measured[0]
-    measured = [with_bonus.train(quiet, seed=0) for _ in range(2)]
+    measured = [train_policy(with_bonus, quiet, seed=0) for _ in range(2)]
     assert measured[0]["sampled_entropy"] == pytest.approx(sampled, abs=1e-5)
     assert measured[0]["entropy"] == pytest.approx(entropy, abs=1e-5)
     assert measured[1]["entropy"] > entropy + 0.02
@@ -211,21 +211,21 @@ def test_the_whole_distribution_is_added_up_only_for_a_bonus(
     """The sum over the vocabulary costs, where the vocabulary is large."""
     counted = Mock(side_effect=shannon)
     monkeypatch.setattr(modelled, "shannon", counted)
-    make_trainer(policy_folder).train(batch, seed=0)
+    train_policy(make_trainer(policy_folder), batch, seed=0)
     assert counted.call_count == 0
-    make_trainer(policy_folder, entropy_coef=0.1).train(batch, seed=0)
+    train_policy(make_trainer(policy_folder, entropy_coef=0.1), batch, seed=0)
     assert counted.call_count == 1
     monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", 1)
     counted = Mock(side_effect=linear_logprobs)
     monkeypatch.setattr(head, "linear_logprobs", counted)
     for coefficient in (0.0, 0.1):
-        make_trainer(policy_folder, entropy_coef=coefficient).train(batch, seed=0)
+        train_policy(make_trainer(policy_folder, entropy_coef=coefficient), batch, seed=0)
     assert [call.kwargs["entropy"] for call in counted.call_args_list] == [False, True]
 
 
 def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Path, batch: PolicyBatch) -> None:
     trainer = make_trainer(policy_folder, rate=0.1)
-    before = trainer.logprobs(batch.prompts, batch.responses)
+    before = logprob_rows(trainer, batch.prompts, batch.responses)
     signs = [1.0, 1.0, -1.0, -1.0]
     rows = {
         "logprobs": before,
@@ -233,8 +233,8 @@ def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Pa
         "ref_logprobs": before,
         "advantages": [np.full_like(row, sign) for row, sign in zip(before, signs, strict=True)],
     }
-    metrics = trainer.train(PolicyBatch(batch.prompts, batch.responses, kl_coef=0, **rows), seed=0)  # type: ignore[arg-type]
-    after = trainer.logprobs(batch.prompts, batch.responses)
+    metrics = train_policy(trainer, PolicyBatch(batch.prompts, batch.responses, kl_coef=0, **rows), seed=0)  # type: ignore[arg-type]
+    after = logprob_rows(trainer, batch.prompts, batch.responses)
     for sign, old, new in zip(signs, before, after, strict=True):
         assert sign * float((new - old).sum()) > 0
     assert metrics["learning_rate"] == 1e4
@@ -244,8 +244,8 @@ def test_training_makes_good_tokens_likelier_and_bad_ones_less(policy_folder: Pa
 
 def test_the_first_step_of_a_batch_is_on_policy(policy_folder: Path, batch: PolicyBatch) -> None:
     trainer = make_trainer(policy_folder)
-    old = trainer.logprobs(batch.prompts, batch.responses)
-    metrics = trainer.train(replace(batch, old_logprobs=old), seed=0)
+    old = logprob_rows(trainer, batch.prompts, batch.responses)
+    metrics = train_policy(trainer, replace(batch, old_logprobs=old), seed=0)
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)

@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig
 
 from orchestrator.algorithms.contract import KLConfig
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.minibatches import minibatches
 from quartet.models.loading import load_tokenizer
 from quartet.weight_transfer.manifest import Manifest
+from tests.learner_batches import PolicyBatch, logprob_rows, train_policy
 from tests.models import EOS, make_policy, make_tokenizer
 from tests.plain import language_model
 from tests.unit.naive import TOKENS, chosen, distributions
@@ -23,7 +23,7 @@ def test_epochs_minibatches_and_the_seed_of_their_order(policy_folder: Path, bat
     # The parts of minibatches add up; four steps are two epochs of two minibatches.
     options: dict[str, Any] = {"epochs": 2, "size": 2, "rate": 0.05}
     trainers = [make_trainer(policy_folder, micro_batch_tokens=tokens, **options) for tokens in (1000, 1, 1000)]
-    measured = [trainer.train(batch, seed=seed) for trainer, seed in zip(trainers, (1, 1, 2), strict=True)]
+    measured = [train_policy(trainer, batch, seed=seed) for trainer, seed in zip(trainers, (1, 1, 2), strict=True)]
     whole, parts, other = (weights(trainer) for trainer in trainers)
     assert float((parts - whole).abs().max()) < 1e-5
     assert measured[1] == pytest.approx(measured[0], abs=1e-4)
@@ -37,7 +37,7 @@ def test_no_token_of_any_minibatch_counts_for_more_than_others(policy_folder: Pa
     rate, size = 1e-4, 3
     trainer = make_trainer(policy_folder, size=size, rate=rate)
     before = weights(trainer)
-    trainer.train(batch, seed=0)
+    train_policy(trainer, batch, seed=0)
     model = language_model(policy_folder)
     gradients = []
     for rows in minibatches(4, epochs=1, size=size, seed=0):
@@ -60,8 +60,8 @@ def test_the_first_steps_ratio_is_told_apart_and_the_largest_is_the_largest(
     policy_folder: Path, batch: PolicyBatch
 ) -> None:
     trainer = make_trainer(policy_folder, epochs=2, size=2, rate=5.0)
-    old = trainer.logprobs(batch.prompts, batch.responses)
-    metrics = trainer.train(replace(batch, old_logprobs=old, logprobs=old), seed=0)
+    old = logprob_rows(trainer, batch.prompts, batch.responses)
+    metrics = train_policy(trainer, replace(batch, old_logprobs=old, logprobs=old), seed=0)
     assert metrics["first_log_ratio_max"] < 1e-5
     assert metrics["log_ratio_max"] > 1e-2
     assert metrics["ratio_max"] > metrics["ratio_mean"]
@@ -75,14 +75,14 @@ def test_one_step_computes_the_old_logprobs_itself(
     kl = KLConfig(placement="loss", estimator="k2")
     options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "rate": 0.1, "kl": kl}
     trainer, again = (make_trainer(policy_folder, **options) for _ in range(2))
-    before = trainer.logprobs(batch.prompts, batch.responses)
-    metrics = trainer.train(replace(batch, old_logprobs=None), seed=0)
+    before = logprob_rows(trainer, batch.prompts, batch.responses)
+    metrics = train_policy(trainer, replace(batch, old_logprobs=None), seed=0)
     computed = trainer.trained_logprobs()
     assert metrics["first_log_ratio_max"] == 0
     assert metrics["ratio_max"] == 1
     for row, expected in zip(computed, before, strict=True):
         assert row.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    assert again.train(replace(batch, old_logprobs=computed), seed=0) == metrics
+    assert train_policy(again, replace(batch, old_logprobs=computed), seed=0) == metrics
     assert torch.equal(weights(again), weights(trainer))
     assert float((weights(trainer) - weights(make_trainer(policy_folder))).abs().max()) > 1e-3
 
@@ -93,7 +93,7 @@ def test_several_steps_or_a_penalty_need_old_logprobs(
 ) -> None:
     trainer = make_trainer(policy_folder, **options)
     with pytest.raises(ValueError, match="4 responses have no old_logprobs, and this update needs them"):
-        trainer.train(replace(batch, old_logprobs=None), seed=0)
+        train_policy(trainer, replace(batch, old_logprobs=None), seed=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -113,7 +113,7 @@ def test_weights_are_sent_under_their_names_as_they_are_now(tmp_path: Path, tied
     first = send(1)
     assert send(2) == first
     assert [len(actual) for actual in first.values()] == [16] * len(first)
-    trainer.train(batch, seed=0)
+    train_policy(trainer, batch, seed=0)
     # Until they are gathered again, what was sent last is what newcomers get.
     assert trainer.sending.send(2) == first
     assert send(3) != first
@@ -123,7 +123,7 @@ def test_a_saved_policy_loads_with_all_that_belongs_to_it(
     policy_folder: Path, tmp_path: Path, batch: PolicyBatch
 ) -> None:
     trainer = make_trainer(policy_folder)
-    trainer.train(batch, seed=0)
+    train_policy(trainer, batch, seed=0)
     saved = trainer.snapshots.save(str(tmp_path / "saved"))
     assert saved == str(tmp_path / "saved")
     again = make_trainer(Path(saved))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from orchestrator.algorithms.contract import KLConfig
-from orchestrator.policy.trainer import PolicyBatch
 from quartet.learner.minibatches import minibatches
+from tests.learner_batches import PolicyBatch, logprob_rows, train_policy
 from tests.plain import language_model
 from tests.unit.naive import PROMPTS, RESPONSES, chosen, distributions
 from tests.unit.policy_batches import TEMPERATURE, make_trainer, weights
@@ -75,7 +75,7 @@ def test_loss_and_gradient_are_those_of_the_marked_tokens(
     kl = KLConfig(placement="loss", estimator="k2")
     trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, kl=kl, **more)
     before = weights(trainer)
-    metrics = trainer.train(given, seed=0)
+    metrics = train_policy(trainer, given, seed=0)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     if "entropy_coef" in more:
         assert metrics["entropy"] == pytest.approx(float(entropy.detach()), abs=1e-5)
@@ -87,7 +87,7 @@ def test_minibatches_without_a_marked_token_are_left_out(policy_folder: Path, ba
     """Single responses in an order of their own; one of four has no token to train on."""
     kl, given, rate = KLConfig(placement="loss", estimator="k2"), masked(batch), 1e-5
     trainer = make_trainer(policy_folder, size=1, rate=rate, kl=kl)
-    metrics = trainer.train(given, seed=0)
+    metrics = train_policy(trainer, given, seed=0)
     assert (metrics["empty_steps"], metrics["skipped_steps"]) == (1, 0)
     rows = [row for (row,) in minibatches(4, epochs=1, size=1, seed=0) if any(MARKS[row])]
     assert len(rows) == 3
@@ -100,16 +100,16 @@ def test_minibatches_without_a_marked_token_are_left_out(policy_folder: Path, ba
 def test_a_batch_without_a_marked_token_changes_nothing(policy_folder: Path, batch: PolicyBatch) -> None:
     trainer = make_trainer(policy_folder, size=2, epochs=2)
     before = weights(trainer)
-    metrics = trainer.train(masked(batch, [[False] * len(row) for row in MARKS]), seed=0)
+    metrics = train_policy(trainer, masked(batch, [[False] * len(row) for row in MARKS]), seed=0)
     assert metrics == {"skipped_steps": 0, "skipped_in_a_row": 0, "empty_steps": 4}
     assert torch.equal(weights(trainer), before)
-    assert "empty_steps" not in trainer.train(batch, seed=0)
+    assert "empty_steps" not in train_policy(trainer, batch, seed=0)
 
 
 def test_all_tokens_marked_is_as_none_told(policy_folder: Path, batch: PolicyBatch) -> None:
     every = [np.ones(len(response), np.bool_) for response in RESPONSES]
     plain, marked = (make_trainer(policy_folder, size=3, rate=0.1) for _ in range(2))
-    assert plain.train(batch, seed=0) == marked.train(replace(batch, trained=every), seed=0)
+    assert train_policy(plain, batch, seed=0) == train_policy(marked, replace(batch, trained=every), seed=0)
     assert torch.equal(weights(plain), weights(marked))
 
 
@@ -117,8 +117,8 @@ def test_one_step_computes_the_old_logprobs_of_all_tokens(policy_folder: Path, b
     """Tokens that are left out have theirs too, for they may be asked for."""
     kl = KLConfig(placement="loss", estimator="k2")
     trainer = make_trainer(policy_folder, micro_batch_tokens=12, rate=0.1, kl=kl)
-    before = trainer.logprobs(batch.prompts, batch.responses)
-    metrics = trainer.train(replace(masked(batch), old_logprobs=None), seed=0)
+    before = logprob_rows(trainer, batch.prompts, batch.responses)
+    metrics = train_policy(trainer, replace(masked(batch), old_logprobs=None), seed=0)
     assert metrics["first_log_ratio_max"] == 0
     for row, expected in zip(trainer.trained_logprobs(), before, strict=True):
         assert row.tolist() == pytest.approx(expected.tolist(), abs=1e-5)

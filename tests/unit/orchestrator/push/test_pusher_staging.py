@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from orchestrator.policy.ranks import Policy
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from orchestrator.push.prover import Prover
 from orchestrator.push.pusher import WeightPusher
 from orchestrator.push.tolerance import Tolerance
@@ -20,6 +20,7 @@ from protos import rollout_pb2 as pb
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from services.rollout.member import WeightMember
+from tests.learner_batches import PolicyBatch
 from tests.members import LEASE, StagingEngine
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config
@@ -76,7 +77,9 @@ async def test_training_right_after_staging_changes_nothing_that_is_delivered(
     async with learner(policy_folder, backend) as (policy, trainer, pusher, replica):
         first = copied(trainer)
         staged = await pusher.stage(1)
-        await policy.train(BATCH, seed=0)  # begun, and ended, before the first byte is delivered
+        await policy.train(
+            BATCH.columns, BATCH.kl_coef, seed=0
+        )  # begun, and ended, before the first byte is delivered
         second = copied(trainer)
         assert not same(first, second)
         report = await pusher.deliver(staged)
@@ -84,7 +87,7 @@ async def test_training_right_after_staging_changes_nothing_that_is_delivered(
         assert same(replica.engine._model, first)
         # Once more, the delivery now beside the training.
         staged = await pusher.stage(2)
-        await asyncio.gather(policy.train(BATCH, seed=1), pusher.deliver(staged))
+        await asyncio.gather(policy.train(BATCH.columns, BATCH.kl_coef, seed=1), pusher.deliver(staged))
         assert not same(copied(trainer), second)
         assert (replica.engine.version, same(replica.engine._model, second)) == (2, True)
 

@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import LoraConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup, RanksLost
 from tests.computing import computing
+from tests.learner_batches import PolicyBatch, train_policy
 from tests.pairwise import covered
 from tests.plain import furthest
 from tests.unit.layouts import OPTIMIZER, Bench, Result
@@ -172,7 +173,7 @@ def test_checkpointing_runs_a_layer_again_in_the_backward_pass(
     layer = trainer._learner.module.model.layers[0]  # type: ignore[index, union-attr]
     layer.self_attn.register_forward_pre_hook(lambda *_: ran.append(1))  # type: ignore[union-attr]
     rows = noise(responses, 1)
-    trainer.train(PolicyBatch(prompts, responses, rows, rows, rows, rows, 0.0), seed=0)
+    train_policy(trainer, PolicyBatch(prompts, responses, rows, rows, rows, rows, 0.0), seed=0)
     assert len(ran) == forwards
 
 

@@ -16,6 +16,7 @@ from quartet.learner.lora import add_adapters, weights_of
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
 from quartet.ranks.ranks import Ranks
+from tests.learner_batches import logprob_rows
 from tests.models import make_policy
 from tests.plain import furthest
 from tests.unit.layouts import Bench
@@ -78,10 +79,10 @@ def test_what_is_saved_and_sent_computes_as_the_adapted_model(policy_folder: Pat
     for parameter in trainer._learner.module.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
-    expected = trainer.logprobs(arrays(PROMPTS), arrays(RESPONSES))
-    assert furthest(expected, make_trainer(policy_folder).logprobs(arrays(PROMPTS), arrays(RESPONSES))) > 0.1
+    expected = logprob_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))
+    assert furthest(expected, logprob_rows(make_trainer(policy_folder), arrays(PROMPTS), arrays(RESPONSES))) > 0.1
     again = make_trainer(Path(trainer.snapshots.save(str(tmp_path / "saved"))))
-    assert furthest(again.logprobs(arrays(PROMPTS), arrays(RESPONSES)), expected) < 1e-5
+    assert furthest(logprob_rows(again, arrays(PROMPTS), arrays(RESPONSES)), expected) < 1e-5
     sent, whole = dict(trainer._learner.full_weights()), dict(again._learner.full_weights())
     assert list(sent) == list(whole) == list(trainer._learner.shapes())
     for name, tensor in sent.items():

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner import memory
 from quartet.learner.memory import learner_bytes
@@ -18,7 +18,8 @@ from quartet.models.distribution import Distribution
 from quartet.models.size import ModelSize
 from quartet.models.tiles import TILE_ELEMENTS
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
+from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy
 from tests.unit.allocations import Allocations
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
@@ -59,11 +60,11 @@ def trainer_of(folder: Path, config: PreTrainedConfig, *, policy: bool, tokens: 
         learner = PolicyConfig(**given)
         trainer = PolicyTrainer(learner, PPO(epochs=1, minibatch_size=count), Distribution())
         batch = PolicyBatch(prompts, responses, numbers, numbers, numbers, numbers, 0.0)
-        return learner, lambda: trainer.train(batch, 0)
+        return learner, lambda: train_policy(trainer, batch, 0)
     section = CriticConfig(**given)
     critic = CriticTrainer(section)
     values = CriticBatch(prompts, responses, numbers, numbers)
-    return section, lambda: critic.train(values, epochs=1, minibatch_size=count, seed=0)
+    return section, lambda: train_critic(critic, values, epochs=1, minibatch_size=count, seed=0)
 
 
 def allocated(update: Callable[[], object], before: int) -> int:

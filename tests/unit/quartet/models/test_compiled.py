@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from orchestrator.algorithms.registry import parse as parse_algorithm
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models.compiled import COMPILERS, compile_layers
@@ -20,11 +20,12 @@ from quartet.models.loading import load_causal
 from quartet.models.scalar import load_value
 from quartet.models.sequences import PairTensors, pair_tensors
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from tests import plain
 from tests.families import FAMILIES
+from tests.learner_batches import CriticBatch, PolicyBatch, train_critic, train_policy, value_rows
 
 ALWAYS, MOE = ("gemma3", "qwen2.5"), "qwen3-moe"
 OTHERS = [name for name in FAMILIES if name not in (*ALWAYS, MOE)]
@@ -119,7 +120,7 @@ def test_a_policy_trains_the_same(options: dict[str, Any], tmp_path: Path, monke
         )
         algorithm = parse_algorithm({"epochs": 1, "minibatch_size": 6, "kl": {"coef": 0}})
         trainer = PolicyTrainer(config, algorithm, Distribution())
-        measured.append([trainer.train(batch, seed=step) for step in range(3)])
+        measured.append([train_policy(trainer, batch, seed=step) for step in range(3)])
         assert (counters["stats"]["unique_graphs"] > 0) == compiled
         counters.clear()
     for one, other in zip(*measured, strict=True):
@@ -140,8 +141,8 @@ def test_a_critic_and_a_reference_compute_the_same(tmp_path: Path, monkeypatch: 
         )
         critic = CriticTrainer(config)
         rows = [np.linspace(-1, 1, len(response), dtype=np.float32) for response in responses]
-        critic.train(CriticBatch(prompts, responses, rows, rows), epochs=1, minibatch_size=4, seed=0)
-        values.append(critic.values(prompts, responses))
+        train_critic(critic, CriticBatch(prompts, responses, rows, rows), epochs=1, minibatch_size=4, seed=0)
+        values.append(value_rows(critic, prompts, responses))
         frozen = FrozenModel(
             ReferenceConfig(model=folder, packing=True, compile_layers=compiled),
             torch.device("cpu"),

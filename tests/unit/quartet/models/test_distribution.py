@@ -17,6 +17,7 @@ from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
 from tests import plain
 from tests.families import ENDS, FAMILIES
+from tests.learner_batches import logprob_rows
 from tests.models import EOS, ROWS, WORDS, make_policy, make_tokenizer
 
 PROMPTS, RESPONSES = plain.random_pairs(6, seed=8, longest=12)
@@ -114,7 +115,7 @@ def test_the_gradient_of_a_token_without_mass_is_that_of_its_logit_less_the_norm
 
 def learner_logprobs(folder: Path, distribution: Distribution, **options: bool) -> list[Floats]:
     config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-4), **options)  # type: ignore[arg-type]
-    return PolicyTrainer(config, PPO(), distribution).logprobs(PROMPTS, RESPONSES)
+    return logprob_rows(PolicyTrainer(config, PPO(), distribution), PROMPTS, RESPONSES)
 
 
 def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: Path) -> None:

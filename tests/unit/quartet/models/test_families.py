@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from orchestrator.algorithms.ppo import PPO
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
@@ -17,9 +17,10 @@ from quartet.models.loading import load_tokenizer
 from quartet.models.scalar import load_scalar
 from quartet.models.sequences import concatenate_pairs, pad_pairs
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from tests import plain
 from tests.families import FAMILIES
+from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_critic, train_policy, value_rows
 
 PROMPTS, RESPONSES = plain.random_pairs(6, seed=4, longest=20)
 ALWAYS = ("gpt2", "gemma2", "qwen3-moe")
@@ -48,17 +49,17 @@ def make_trainer(folder: Path, **options: Any) -> PolicyTrainer:
 
 
 def train(trainer: PolicyTrainer) -> dict[str, float]:
-    old = trainer.logprobs(PROMPTS, RESPONSES)
+    old = logprob_rows(trainer, PROMPTS, RESPONSES)
     advantages = [np.linspace(-1, 1, len(row), dtype=np.float32) for row in old]
-    return trainer.train(PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
+    return train_policy(trainer, PolicyBatch(PROMPTS, RESPONSES, old, old, old, advantages, 0.0), seed=0)
 
 
 def test_what_is_trained_and_saved_is_what_transformers_loads(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
-    assert plain.furthest(trainer.logprobs(PROMPTS, RESPONSES), _plain(folder)) < 1e-4
+    assert plain.furthest(logprob_rows(trainer, PROMPTS, RESPONSES), _plain(folder)) < 1e-4
     assert train(trainer)["first_log_ratio_max"] < 1e-4
     saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
-    now = trainer.logprobs(PROMPTS, RESPONSES)
+    now = logprob_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, _plain(saved)) < 1e-4
     assert plain.furthest(now, _plain(folder)) > 1e-2
     assert load_tokenizer(str(saved)).get_vocab() == load_tokenizer(str(folder)).get_vocab()
@@ -71,17 +72,17 @@ def test_packed_sequences_give_what_padded_ones_give_or_are_refused(folder: Path
         return
     padded, packed = make_trainer(folder), make_trainer(folder, packing=True)
     assert train(packed) == pytest.approx(train(padded), abs=1e-4)
-    assert plain.furthest(padded.logprobs(PROMPTS, RESPONSES), packed.logprobs(PROMPTS, RESPONSES)) < 1e-3
+    assert plain.furthest(logprob_rows(padded, PROMPTS, RESPONSES), logprob_rows(packed, PROMPTS, RESPONSES)) < 1e-3
 
 
 def test_adapters_are_trained_and_merged(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder, lora=LoraConfig(rank=4))
-    before = trainer.logprobs(PROMPTS, RESPONSES)
+    before = logprob_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(before, _plain(folder)) < 1e-4
     assert train(trainer)["first_log_ratio_max"] < 1e-4
     train(trainer)
     saved = Path(trainer.snapshots.save(str(tmp_path / "saved")))
-    now = trainer.logprobs(PROMPTS, RESPONSES)
+    now = logprob_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, _plain(saved)) < 1e-4
     assert plain.furthest(now, before) > 1e-4
 
@@ -107,17 +108,17 @@ def test_a_reward_model_scores_the_last_token(name: str, tmp_path: Path) -> None
 
 def test_a_critic_values_and_learns(folder: Path, tmp_path: Path) -> None:
     trainer = CriticTrainer(CriticConfig(model=str(folder), optimizer=OPTIMIZER))
-    values = trainer.values(PROMPTS, RESPONSES)
+    values = value_rows(trainer, PROMPTS, RESPONSES)
     returns = [row + 1 for row in values]
     batch = CriticBatch(PROMPTS, RESPONSES, values, returns)
-    losses = [trainer.train(batch, epochs=1, minibatch_size=6, seed=0)["loss"] for _ in range(5)]
+    losses = [train_critic(trainer, batch, epochs=1, minibatch_size=6, seed=0)["loss"] for _ in range(5)]
     assert losses[-1] < losses[0]
     saved = Path(trainer.snapshots.save(str(tmp_path / "critic")))
-    now = trainer.values(PROMPTS, RESPONSES)
+    now = value_rows(trainer, PROMPTS, RESPONSES)
     assert plain.furthest(now, plain.values(saved, PROMPTS, RESPONSES)) < 1e-4
     assert plain.furthest(now, values) > 1e-2
     again = CriticTrainer(CriticConfig(model=str(saved), optimizer=OPTIMIZER))
-    assert plain.furthest(again.values(PROMPTS, RESPONSES), now) < 1e-4
+    assert plain.furthest(value_rows(again, PROMPTS, RESPONSES), now) < 1e-4
 
 
 def _plain(folder: Path) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig
 
 from orchestrator.algorithms.registry import parse as parse_algorithm
-from orchestrator.policy.trainer import PolicyBatch, PolicyTrainer
+from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models import head as heads
 from quartet.models import tiles
@@ -20,6 +20,7 @@ from quartet.models.loading import load_causal
 from quartet.models.sequences import PairTensors, pair_tensors
 from tests import plain
 from tests.families import FAMILIES
+from tests.learner_batches import PolicyBatch, train_policy
 from tests.models import EOS, MAX_LENGTH, WORDS
 from tests.response_logits import response_logits
 
@@ -137,7 +138,7 @@ def test_a_policy_trains_as_with_logits(
         config = PolicyConfig(model=str(folder), optimizer=OptimizerConfig(learning_rate=1e-3), **options)
         algorithm = parse_algorithm({"epochs": 1, "minibatch_size": 6, "entropy_coef": 0.1, "kl": {"coef": 0}})
         trainer = PolicyTrainer(config, algorithm, DISTRIBUTION)
-        measured.append([trainer.train(batch, seed=step) for step in range(3)])
+        measured.append([train_policy(trainer, batch, seed=step) for step in range(3)])
     for one, other in zip(*measured, strict=True):
         for name in ("loss", "entropy", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)

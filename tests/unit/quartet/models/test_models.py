@@ -24,7 +24,7 @@ from quartet.config.base import ConfigError
 from quartet.models.attention.packed import packed_attention
 from quartet.models.attention.padded import NAME as PADDED
 from quartet.models.loading import load_body, load_causal, load_tokenizer, max_length
-from quartet.models.scalar import ScalarModel, load_scalar, load_value
+from quartet.models.scalar import ScalarModel, load_scalar, load_value, scores_of, values_of
 from quartet.models.sequences import concatenate_pairs, pad_pairs
 from tests import plain
 from tests.families import FAMILIES
@@ -112,7 +112,7 @@ def test_a_body_that_is_wider_inside_than_its_end_gets_a_head_that_fits(tmp_path
     narrow = replace(family, options=family.options | {"word_embed_proj_dim": 32})  # as in opt-350m
     folder = narrow.make(tmp_path / "opt")
     pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
-    assert load_value(str(folder), "float32").values(pairs).shape == (3, 4)
+    assert values_of(load_value(str(folder), "float32"), pairs).shape == (3, 4)
     full = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     full.save_pretrained(tmp_path / "reward")
     expected = full.score.weight
@@ -135,7 +135,7 @@ def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
     scalar = load_scalar(str(tmp_path / "scalar"), "float32")
     scalar.eval().requires_grad_(False)
     pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
-    logits, scores = response_logits(causal, pairs), scalar.scores(pairs)
+    logits, scores = response_logits(causal, pairs), scores_of(scalar, pairs)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         alone = pad_pairs(arrays([prompt]), arrays([response]))
         expected = causal(alone.input_ids).logits[0, len(prompt) - 1 : -1]
@@ -145,7 +145,7 @@ def test_padding_moves_no_absolute_position(tmp_path: Path) -> None:
 
 
 def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: Path, scalar: ScalarModel) -> None:
-    actual = scalar.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
+    actual = scores_of(scalar, pad_pairs(arrays(PROMPTS), arrays(RESPONSES)))
     rows = [head_outputs(reward_folder, p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert actual.tolist() == pytest.approx([float(row[-1]) for row in rows], abs=1e-5)
     # A model that looks for the last token that is not a pad would have taken these instead.
@@ -154,7 +154,7 @@ def test_scores_are_taken_at_the_last_token_even_if_it_is_a_pad(reward_folder: P
 
 def test_values_are_taken_before_each_response_token(reward_folder: Path, scalar: ScalarModel) -> None:
     pairs = pad_pairs(arrays(PROMPTS), arrays(RESPONSES))
-    values = pairs.unpad(scalar.values(pairs))
+    values = pairs.unpad(values_of(scalar, pairs))
     for prompt, response, row in zip(PROMPTS, RESPONSES, values, strict=True):
         expected = head_outputs(reward_folder, prompt + response)[len(prompt) - 1 : -1]
         assert row.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -176,7 +176,7 @@ def test_gradient_checkpointing_changes_no_gradient(reward_folder: Path) -> None
         model = load_scalar(str(reward_folder), "float32").train()
         if checkpointing:
             model.gradient_checkpointing_enable()
-        model.scores(pad_pairs(arrays(PROMPTS), arrays(RESPONSES))).sum().backward()
+        scores_of(model, pad_pairs(arrays(PROMPTS), arrays(RESPONSES))).sum().backward()
         gradients.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
     assert model.body.is_gradient_checkpointing

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.learner.minibatches import Means, minibatches, tokens_trained, weight_of
+from quartet.learner.minibatches import Means, minibatches, weight_of
 from quartet.models.sequences import (
     PairTensors,
     concatenate_pairs,
@@ -176,6 +176,7 @@ def test_means_over_steps() -> None:
     means.add({"loss": 2.0, "norm": 6.0})
     means.add({})
     assert means.result() == {"loss": 1.5, "norm": 5.0, "skipped_steps": 1}
+    assert means.first == {"loss": 1.0, "norm": 4.0}
 
 
 def test_maxima_stay_maxima_and_steps_count_by_their_weight() -> None:
@@ -190,12 +191,6 @@ def test_minibatches_that_were_left_out_are_counted_and_change_no_mean() -> None
     means.add({"loss": 2.0})
     means.leave_out()
     assert means.result() == {"loss": 2.0, "skipped_steps": 0, "empty_steps": 1}
-
-
-def test_tokens_that_are_trained_on_are_all_or_those_that_are_marked() -> None:
-    responses = [ids(9), ids(3, 4)]
-    assert tokens_trained(responses, None) == [1, 2]
-    assert tokens_trained(responses, [np.asarray([False]), np.asarray([True, True])]) == [0, 2]
 
 
 def test_a_minibatch_counts_by_its_tokens() -> None:

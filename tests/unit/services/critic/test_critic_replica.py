@@ -16,6 +16,7 @@ from quartet.ranks.group import RanksLost
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError, Unavailable
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
+from tests.learner_batches import value_rows
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import (
     NEWER,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.processes
 async def test_it_serves_the_trainers_values_and_trains(critic: Any, reward_folder: Path) -> None:
     trainer = CriticTrainer(CriticConfig(model=str(reward_folder), optimizer=OptimizerConfig(learning_rate=1e-3)))
     before = await values(critic)
-    assert before.tolist() == np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES))).tolist()
+    assert before.tolist() == np.concatenate(value_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))).tolist()
     assert {"loss", "grad_norm"} <= (await train(critic, 1)).keys()
     assert np.abs(await values(critic) - before).max() > 1e-4
     await critic.check_health()

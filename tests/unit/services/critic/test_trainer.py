@@ -14,7 +14,8 @@ from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig
 from quartet.models.loading import load_tokenizer
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
+from tests.learner_batches import CriticBatch, train_critic, value_rows
 from tests.models import make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
 
@@ -51,8 +52,8 @@ def saved_values(folder: Path) -> list[list[float]]:
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 1000])
 def test_values_are_those_of_the_saved_model(reward_folder: Path, tmp_path: Path, micro_batch_tokens: int) -> None:
     trainer = make_trainer(reward_folder, micro_batch_tokens=micro_batch_tokens)
-    trainer.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
-    actual = trainer.values(arrays(PROMPTS), arrays(RESPONSES))
+    train_critic(trainer, make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
+    actual = value_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))
     saved = Path(trainer.snapshots.save(str(tmp_path / "critic")))
     assert [row.dtype for row in actual] == [np.float32] * 4
     for row, wanted in zip(actual, saved_values(saved), strict=True):
@@ -61,16 +62,16 @@ def test_values_are_those_of_the_saved_model(reward_folder: Path, tmp_path: Path
 
 def test_a_critic_starts_from_what_a_critic_saved_head_and_all(reward_folder: Path, tmp_path: Path) -> None:
     trained = make_trainer(reward_folder)
-    trained.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
+    train_critic(trained, make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=0)
     saved = Path(trained.snapshots.save(str(tmp_path / "critic")))
-    expected = trained.values(arrays(PROMPTS), arrays(RESPONSES))
+    expected = value_rows(trained, arrays(PROMPTS), arrays(RESPONSES))
     again = make_trainer(saved, seed=9)
-    for row, wanted in zip(again.values(arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
+    for row, wanted in zip(value_rows(again, arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
         assert row.tolist() == wanted.tolist()
     assert load_tokenizer(str(saved)).get_vocab() == make_tokenizer().get_vocab()
     # Adapters are laid around the body and leave the head as it was saved.
     adapted = make_trainer(saved, lora=LoraConfig(rank=2))
-    for row, wanted in zip(adapted.values(arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
+    for row, wanted in zip(value_rows(adapted, arrays(PROMPTS), arrays(RESPONSES)), expected, strict=True):
         assert row.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
 
 
@@ -103,7 +104,7 @@ def test_a_head_that_is_not_a_file_of_tensors_is_refused(reward_folder: Path, tm
 def test_the_first_values_are_small_and_follow_the_seed(reward_folder: Path) -> None:
     first, same, other = (make_trainer(reward_folder, seed=seed) for seed in (1, 1, 2))
     actual, again, different = (
-        np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES))) for trainer in (first, same, other)
+        np.concatenate(value_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))) for trainer in (first, same, other)
     )
     assert actual.tolist() == again.tolist()
     assert np.abs(actual - different).max() > 1e-3
@@ -112,9 +113,9 @@ def test_the_first_values_are_small_and_follow_the_seed(reward_folder: Path) -> 
 
 def test_the_loss_is_half_the_mean_squared_error_over_all_tokens(reward_folder: Path) -> None:
     trainer = make_trainer(reward_folder, value_clip_eps=None, micro_batch_tokens=12)
-    values = np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES)))
+    values = np.concatenate(value_rows(trainer, arrays(PROMPTS), arrays(RESPONSES)))
     assert len(values) == TOKENS
-    metrics = trainer.train(make_batch(7.0, 2.0), epochs=1, minibatch_size=4, seed=0)
+    metrics = train_critic(trainer, make_batch(7.0, 2.0), epochs=1, minibatch_size=4, seed=0)
     assert metrics["loss"] == pytest.approx(float(((values - 2) ** 2).mean() / 2), abs=1e-5)
     assert metrics["mean"] == pytest.approx(float(values.mean()), abs=1e-5)
     assert metrics["clip_fraction"] == 0
@@ -125,7 +126,7 @@ def test_a_clipped_value_does_not_train(reward_folder: Path) -> None:
     # Values are near 0 and were said to be 5, so they count as 5 - 0.2 = 4.8; against a return of 0 the clipped
     # error is the larger one: the loss is 4.8^2 / 2 = 11.52 and has no gradient.
     trainer = make_trainer(reward_folder, value_clip_eps=0.2)
-    metrics = trainer.train(make_batch(5.0, 0.0), epochs=1, minibatch_size=4, seed=0)
+    metrics = train_critic(trainer, make_batch(5.0, 0.0), epochs=1, minibatch_size=4, seed=0)
     assert metrics["loss"] == pytest.approx(11.52, abs=1e-4)
     assert (metrics["clip_fraction"], metrics["grad_norm"]) == (1, 0)
 
@@ -134,9 +135,9 @@ def test_a_clipped_value_does_not_train(reward_folder: Path) -> None:
 def test_the_critic_learns(reward_folder: Path, checkpointing: bool) -> None:
     returns = [[0.5, -0.5], [-1.0, 0.0, 1.0, 0.25], [0.3], [1.0, -1.0, 0.5]]
     trainer = make_trainer(reward_folder, rate=3e-3, value_clip_eps=None, gradient_checkpointing=checkpointing)
-    first = trainer.train(make_batch(0.0, returns), epochs=1, minibatch_size=4, seed=0)["loss"]
-    trainer.train(make_batch(0.0, returns), epochs=40, minibatch_size=2, seed=1)
-    last = trainer.train(make_batch(0.0, returns), epochs=1, minibatch_size=4, seed=0)["loss"]
+    first = train_critic(trainer, make_batch(0.0, returns), epochs=1, minibatch_size=4, seed=0)["loss"]
+    train_critic(trainer, make_batch(0.0, returns), epochs=40, minibatch_size=2, seed=1)
+    last = train_critic(trainer, make_batch(0.0, returns), epochs=1, minibatch_size=4, seed=0)["loss"]
     assert last < 0.05 * first
 
 
@@ -144,9 +145,9 @@ def test_micro_batches_and_checkpointing_change_nothing(reward_folder: Path) -> 
     # Rates so small that rounding cannot grow over the four steps.
     options: list[dict[str, Any]] = [{}, {"micro_batch_tokens": 1}, {"gradient_checkpointing": True}]
     trainers = [make_trainer(reward_folder, rate=1e-5, **option) for option in options]
-    measured = [t.train(make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=3) for t in trainers]
+    measured = [train_critic(t, make_batch(0.0, 1.0), epochs=2, minibatch_size=2, seed=3) for t in trainers]
     for actual in measured[1:]:
         assert actual == pytest.approx(measured[0], abs=1e-4)
-    values = [np.concatenate(trainer.values(arrays(PROMPTS), arrays(RESPONSES))) for trainer in trainers]
+    values = [np.concatenate(value_rows(trainer, arrays(PROMPTS), arrays(RESPONSES))) for trainer in trainers]
     for row in values[1:]:
         assert row.tolist() == pytest.approx(values[0].tolist(), abs=1e-4)

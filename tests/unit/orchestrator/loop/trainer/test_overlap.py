@@ -31,13 +31,13 @@ async def test_a_version_is_delivered_while_the_next_batch_trains(policy_folder:
     stage = overlapped(policy_folder, steps=3, evaluation={"every": 0})
     trained, train = asyncio.Event(), stage.policy.train
 
-    async def told(batch: Any, seed: int) -> dict[str, float]:
-        metrics = await train(batch, seed)
+    async def told(batch: Any, *others: Any) -> dict[str, float]:
+        metrics = await train(batch, *others)
         if len(stage.policy.batches) == 2:
             trained.set()
         return metrics
 
-    stage.policy.train = told  # type: ignore[method-assign]
+    stage.policy.train = told  # type: ignore[method-assign, assignment]
     # Version 2 is delivered only after the second batch has been trained on.
     stage.pusher.gate = lambda version: trained.wait()
     async with asyncio.timeout(10):
@@ -96,9 +96,9 @@ async def test_values_are_asked_for_beside_the_policys_log_probs(policy_folder: 
         await meeting.wait()
         return await ask(*arguments, **options)
 
-    async def own(prompts: Any, responses: Any) -> Any:
+    async def own(trajectories: Any) -> Any:
         await meeting.wait()
-        return await logprobs(prompts, responses)
+        return await logprobs(trajectories)
 
     stage.fakes.critic.ask, stage.policy.logprobs = values, own  # type: ignore[method-assign]
     async with asyncio.timeout(10):
@@ -114,12 +114,12 @@ async def test_a_failed_delivery_ends_the_run_at_once_with_its_own_error(
     stage.pusher.failure = PushFailed("version 2 after 5 attempts: a: gone")
     train, trains = stage.policy.train, iter([False, True])
 
-    async def stuck(batch: Any, seed: int) -> dict[str, float]:
+    async def stuck(batch: Any, *others: Any) -> dict[str, float]:
         if next(trains):
             await asyncio.Event().wait()
-        return await train(batch, seed)
+        return await train(batch, *others)
 
-    stage.policy.train = stuck  # type: ignore[method-assign]
+    stage.policy.train = stuck  # type: ignore[method-assign, assignment]
     async with asyncio.timeout(10):
         with pytest.raises(PushFailed, match="version 2 after 5 attempts: a: gone"):
             await stage.run()
@@ -131,12 +131,12 @@ async def test_a_failed_update_leaves_no_task(policy_folder: Path, left: Callabl
     stage.pusher.gate = lambda version: asyncio.Event().wait()  # never delivered
     train, trains = stage.policy.train, iter([None, Unavailable("the learner is gone")])
 
-    async def failing(batch: Any, seed: int) -> dict[str, float]:
+    async def failing(batch: Any, *others: Any) -> dict[str, float]:
         if failure := next(trains):
             raise failure
-        return await train(batch, seed)
+        return await train(batch, *others)
 
-    stage.policy.train = failing  # type: ignore[method-assign]
+    stage.policy.train = failing  # type: ignore[method-assign, assignment]
     async with asyncio.timeout(10):
         with pytest.raises(ExceptionGroup) as caught:
             await stage.run()

@@ -34,7 +34,7 @@ from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
 from services.critic.client import Values
 from services.critic.config import CriticConfig
-from services.critic.trainer import CriticBatch, CriticTrainer
+from services.critic.trainer import CriticTrainer
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
 from tests.unit.fakes import Fakes, make_config, make_prompts
@@ -70,14 +70,11 @@ class LocalCritic:
         self.trainer = CriticTrainer(CriticConfig.parse(settings, "critic"))
 
     async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
-        rows = self.trainer.values(columns.prompts, columns.responses)
-        return Values(np.concatenate(rows), [min_step] * len(columns))
+        return Values(self.trainer.values(columns), [min_step] * len(columns))
 
     async def train(self, step: int, batch: Columns, **options: Any) -> dict[str, float]:
         schedule = {name: options[name] for name in ("epochs", "minibatch_size", "seed")}
-        every = np.ones(batch.size("sampled"), np.bool_)
-        given = batch if "trained" in batch else batch.with_sampled(trained=every)
-        return self.trainer.train(CriticBatch.of(given), **schedule)
+        return self.trainer.train(batch, **schedule)
 
 
 def digest(weights: Iterator[tuple[str, Any]]) -> str:
@@ -157,16 +154,14 @@ class Run:
                 requests = training_requests(config, prompts, numbers)
                 collected = await collector.collect(requests, version=step + 1, critic_step=step)
                 batch = Batch.of(collected)
-                old = await policy.logprobs(batch.columns.prompts, batch.columns.responses)
-                batch = Batch.of(collected.with_sampled(old_logprobs=np.concatenate(old)))
-                estimate = estimate_advantages(batch, batch.padded(old), config.algorithm, kl_coef, normaliser)
-                trained = batch.for_policy(estimate.advantages, kl_coef)
+                batch = Batch.of(collected.with_sampled(old_logprobs=await policy.logprobs(batch.columns)))
+                estimate = estimate_advantages(batch, batch.old_logprobs, config.algorithm, kl_coef, normaliser)
                 assert estimate.returns is not None
-                columns = batch.columns.with_sampled(returns=estimate.returns)
-                update = Update(step + 1, config.seed * 1_000_003 + step + 1, trained, columns)
+                columns = batch.columns.with_sampled(advantages=estimate.advantages, returns=estimate.returns)
+                update = Update(step + 1, config.seed * 1_000_003 + step + 1, columns, kl_coef)
                 for each in (PolicyLearner(policy), values_of):
                     await each.train(update)
-                distance = measure_distance(batch, old, config.algorithm, step + 1)
+                distance = measure_distance(batch, batch.columns.rows("old_logprobs"), config.algorithm, step + 1)
                 assert distance.kl is not None
                 kl_coef = make_controller(config.algorithm, kl_coef).update(distance.kl, len(batch)).coef
                 normaliser = estimate.normaliser

@@ -70,8 +70,8 @@ async def test_steps_that_are_skipped_are_said_and_too_many_in_a_row_end_the_run
 async def test_the_learners_own_logprobs_are_looked_at(policy_folder: Path, wrong: float) -> None:
     stage = Stage(policy_folder)
 
-    async def logprobs(prompts: Any, responses: Any) -> list[Any]:
-        return [np.full(len(response), wrong, np.float32) for response in responses]
+    async def logprobs(trajectories: Any) -> Any:
+        return np.full(trajectories.size("sampled"), wrong, np.float32)
 
     stage.policy.logprobs = logprobs  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as caught:
