@@ -138,7 +138,7 @@ async def trained(port: int, folder: Path, responses: int, tokens: int, steps: i
         "policy": {"model": str(folder), "optimizer": {"learning_rate": 1e-4}},
         "batch_size": responses,
         "steps": steps,
-        "ppo": {"minibatch_size": responses},
+        "algorithm": {"kind": "ppo", "minibatch_size": responses},
         "sampling": {"max_new_tokens": tokens},
         "loop": {"mismatch_limit": 1.0},
         "evaluation": {"every": 0},
