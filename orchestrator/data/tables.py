@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.data.bounded import bounded
-from quartet.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, MIB, ConfigError, check_regular
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _PART = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]{16})?")
@@ -53,6 +53,7 @@ def _splits(path: Path) -> dict[str, Callable[[], Table]]:
     """Split name -> function that reads it."""
     if not path.exists():
         raise ConfigError(f"data.path: no such file or folder: {path} (looked for {path.resolve()})")
+    check_regular(path, "data.path")
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise ConfigError(f"data.path {path}: should end in one of {', '.join(SUFFIXES)}")
@@ -109,6 +110,8 @@ def _check_names(path: Path) -> None:
     if (index := path / "dataset_dict.json").is_file():
         splits = [path / name for name in _plain_names(index, _json_of(index).get("splits"))]
     for split in splits:
+        for file in split.iterdir() if split.is_dir() else ():
+            check_regular(file, "data.path")
         if (state := split / "state.json").is_file():
             files = _json_of(state).get("_data_files")
             named = [file.get("filename") if isinstance(file, dict) else file for file in files or ()]
@@ -134,6 +137,7 @@ def _from_dataset(dataset: Any) -> Table:
 
 
 def _read_file(path: Path) -> Table:
+    check_regular(path, "data.path")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     rows = _read_json(path)

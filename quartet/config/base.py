@@ -126,14 +126,22 @@ def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, in
     return known[id(node)]
 
 
+def check_regular(path: Path, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, if `path` is a pipe, socket or device: reading one may never
+    end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{where}: {path} is a pipe, socket or device; it should be a regular file")
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: the file is missing, not YAML, too large or nested too deeply, a key is given twice in one
-            mapping, or it does not hold a mapping.
+        ConfigError: the file is missing, a pipe or device, not YAML, too large or nested too deeply, a key is
+            given twice in one mapping, or it does not hold a mapping.
     """
     try:
+        check_regular(Path(path), "configuration")
         # A SafeLoader: it makes plain values and nothing else.
         if (size := Path(path).stat().st_size) > MOST_BYTES:
             raise _RefusedError(f"holds {size / MIB:.1f} MiB, where {MOST_BYTES // MIB} are the most")
@@ -151,6 +159,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         tab = "; YAML is indented by blanks" if "'\\t'" in problem else ""
         raise ConfigError(f"{path}: not valid YAML: {place}{problem}{tab}") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(loaded, dict):

@@ -9,17 +9,20 @@ import select
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from quartet.config.base import ConfigError
 from quartet.models.distribution import end_ids
 from quartet.models.loading import check_whole, load_causal, load_config, load_tokenizer, shape_of_causal
+from quartet.models.reading import check_sizes
 from quartet.models.size import ModelSize
 from tests.unit.preflights import args, problems
 
@@ -166,6 +169,10 @@ def test_values_that_make_no_model_are_one_line(folder: Path, key: str, value: A
         ("text_config.num_hidden_layers", 1_001, 1_000),
         ("depths", 10**9, 1_000),
         ("num_hidden_layers", math.nan, 1_000),
+        ("head_dim", 10**11, 100_000),
+        ("text_config.hidden_size", 10**11, 1_000_000),
+        ("eos_token_id", 10**12, 10_000_000),
+        ("max_position_embeddings", 10**13, 1_000_000_000),
     ],
 )
 def test_more_parts_than_any_model_has_are_refused_before_one_is_made(
@@ -180,6 +187,71 @@ def test_more_parts_than_any_model_has_are_refused_before_one_is_made(
     for read in (load_config, load_tokenizer):
         with pytest.raises(ConfigError, match=f"^{said}$"):
             read(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", {"num_hidden_layers": -1}, "num_hidden_layers: -1, where 0 is the least"),
+        ("config.json", {"head_dim": 10**400}, "head_dim: 1e+300, where 100000 are the most"),
+        ("generation_config.json", {"eos_token_id": [1, 10**12]}, "eos_token_id: 1e+12, where 10000000 are the most"),
+        ("tokenizer_config.json", {"extra_ids": 20_000}, "extra_ids: 20000, where 1000 are the most"),
+        ("tokenizer_config.json", {"num_madeup_words": 10**9}, "num_madeup_words: 1e+09, where 1000 are the most"),
+        ("tokenizer_config.json", {"other": {"tokens": 10**9}}, "other.tokens: 1e+09, where 100000 are the most"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"9" * 5_000: {"content": "x"}}},
+            "added_tokens_decoder: 1e+300, where 1000000 are the most",
+        ),
+        ("added_tokens.json", {"x": 10**12}, "x: 1e+12, where 1000000 are the most"),
+    ],
+)
+def test_numbers_beyond_their_use_are_refused_by_file_and_field(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: dict[str, Any], said: str
+) -> None:
+    """Some tokenizers make a token for each, for hours."""
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | content))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(ConfigError, match=f"^{re.escape(f'model: {file}: {said}')}$"):
+            read(str(folder))
+
+
+def test_numbers_that_published_folders_have_are_taken(folder: Path) -> None:
+    decoder = {"128255": {"content": "<later>"}}
+    change(folder, "tokenizer_config.json", model_max_length=10**30, extra_ids=125, added_tokens_decoder=decoder)
+    change(
+        folder,
+        "config.json",
+        max_position_embeddings=10_485_760,
+        pad_token_id=-1,
+        rope_theta=1e9,
+        model_max_length=10**30,
+        vision_feature_layer=-2,
+    )
+    check_sizes(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_read(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    said = f"^model: {re.escape(str(folder / name))} is a pipe, socket or device; it should be a regular file$"
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(ConfigError, match=said):
+            read(str(folder))
+
+
+def test_an_announced_reason_is_given_and_advice_to_trust_a_file_is_not(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": OrderedDict, "y": print}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"are never made; save them as safetensors where you trust them$"):
+        check_whole(AutoModelForCausalLM, str(folder))
+    change(folder, "config.json", num_hidden_layers="2")
+    with pytest.raises(ConfigError, match=r"num_hidden_layers'?: .*int"):
+        load_config(str(folder))
 
 
 def test_the_field_of_the_file_is_named(raw: dict[str, Any], folder: Path, tmp_path: Path) -> None:

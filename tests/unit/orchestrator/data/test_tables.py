@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_folders_hold_a_split_per_file_and_saved_dicts_theirs(tmp_path: Path) ->
         assert open_split(str(path), "eval").rows[0] == {"prompt": "b"}
         with fails(f"data.path {path}: no split 'test'; the splits there are eval, train"):
             open_split(str(path), "test")
+
+
+def test_pipes_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(saved)
+    info = saved / "train" / "dataset_info.json"
+    info.unlink()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    cases = {tmp_path / "p.jsonl": tmp_path / "p.jsonl", info: saved}
+    for name in ("train.jsonl", "eval.parquet"):
+        cases[folder / name] = folder
+    for pipe, path in cases.items():
+        os.mkfifo(pipe)
+        with fails(f"data.path: {pipe} is a pipe, socket or device; it should be a regular file"):
+            open_split(str(path), "eval" if pipe.stem == "eval" else "train")
 
 
 def test_paths_that_hold_no_data(tmp_path: Path) -> None:

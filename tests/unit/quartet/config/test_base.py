@@ -1,5 +1,6 @@
 """Strict configuration: nothing unknown, nothing unexplained, and errors that say what would be right."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ import services.critic.config
 import services.reference.config
 import services.reward.config
 import services.rollout.config
-from quartet.config.base import Config, ModelPath, Seconds
+from quartet.config.base import Config, ConfigError, ModelPath, Seconds, read_yaml
 from tests.unit.configs import problems
 
 MODULES = (
@@ -55,6 +56,14 @@ def test_values_never_change() -> None:
     assert (root.name, root.leaf.rate) == ("a", 2.0)
     with pytest.raises(ValidationError, match="frozen"):
         root.name = "b"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    for path in (tmp_path / "a.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"^configuration: {path} is a pipe, socket or device; it should be a"):
+            read_yaml(path)
 
 
 def test_a_typo_lists_the_fields_there_are() -> None:
