@@ -59,7 +59,9 @@ class MemorySums:
         for name, count in counts.items():
             needs = []
             if name in gpus:
-                needs.append(f"{gpus[name].size / GIB:.1f} on a GPU")
+                those = sum(part.name == name for part in self.on_gpus)
+                some = f" ({those} of them)" if those < count else ""
+                needs.append(f"{gpus[name].size / GIB:.1f} on a GPU{some}")
             if name in hosts:
                 kinds = sorted(hosts[name].needs, key=lambda need: -need[1])
                 named = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds)

@@ -107,7 +107,7 @@ def _changes(name: str, described: Mapping[str, Any], deployed: Application, sec
 def _replicas(described: Mapping[str, Any]) -> str:
     deployments = (described.get("deployments") or {}).values()
     count = sum(len(deployment.get("replicas") or []) for deployment in deployments)
-    return f"its {_counted(count)}"
+    return f"its {_counted(count)}" if count else "its replicas, which are not up yet,"
 
 
 def _bounds(section: Application) -> str:

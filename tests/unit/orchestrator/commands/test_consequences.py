@@ -70,7 +70,7 @@ def test_a_restart_under_a_run_is_told_plainly(deployment: Deployment, monkeypat
     running(monkeypatch, "demo-1")
     scaled, restarted, run = consequences(HEAD, deployment).told
     assert scaled.startswith("rollout: from 2 replicas to 1 replica")
-    assert restarted.startswith("reference: its 0 replicas will be restarted, because of args.dtype")
+    assert restarted.startswith("reference: its replicas, which are not up yet, will be restarted, because of args.d")
     assert run.startswith("run demo-1 is training with these services; it waits for restarted replicas, ")
     running(monkeypatch, "")
     assert consequences(HEAD, deployment) == ([], [scaled, restarted])

@@ -18,6 +18,7 @@ from orchestrator.deployment.host_memory import (
     shortage,
     summed,
 )
+from orchestrator.deployment.memory import Footprint
 from orchestrator.deployment.memory_sums import MemorySums
 from quartet.config.base import GIB
 from quartet.config.learner import LearnerConfig
@@ -162,6 +163,13 @@ def test_what_fits_is_summed_line_by_line() -> None:
     ]
     [problem] = sums.problems()
     assert problem.startswith("orchestrator.host_gib: one host may have to hold rollout 2 x 50.0")
+
+
+def test_processes_without_a_gpu_are_not_counted_among_those_with_one() -> None:
+    """A critic of several ranks has an actor beside them, on a host alone."""
+    ranks = (Footprint("critic", 1, 5 * GIB),) * 2
+    [line] = MemorySums(None, None, None, ranks, (part("critic", 50), part("critic", 50), part("critic", 2))).lines()
+    assert line.startswith("memory of critic, of which there are 3: 5.0 on a GPU (2 of them) and 50.0 on a host (")
 
 
 def test_colocated_states_are_pinned_and_a_mean_is_kept(policy_folder: Path) -> None:
