@@ -42,7 +42,9 @@ from orchestrator.monitoring.record import Record
 from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
+from quartet.columns import Columns
 from quartet.wire.client import open_channel
+from quartet.wire.codec import Floats
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from services.reward.client import RewardClient
@@ -73,9 +75,9 @@ class Idle:
         self.packed = update.columns.nbytes
         return {"loss": 0.0}
 
-    async def logprobs(self, prompts: Any, responses: Any) -> list[Any]:
+    async def logprobs(self, trajectories: Columns) -> Floats:
         """The engine's log-probs."""
-        return [np.full(len(row), -1.0, np.float32) for row in responses]
+        return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
     async def save(self, folder: str) -> str:
         """Writes nothing."""
