@@ -14,6 +14,7 @@ from ray import serve
 
 from benchmarks.emulated.pace import CHECKSUM, PROMPT, RESPONSE, VOCABULARY, Pace
 from protos import reward_pb2
+from quartet.columns import Columns
 from quartet.ranks.group import RankGroup
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place
@@ -198,9 +199,9 @@ class EmulatedRank:
             ),
         }
 
-    def _values(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> tuple[float, list[Floats]]:
-        values: list[Floats] = [np.linspace(0, 1, len(row), dtype=np.float32) for row in responses]
-        return self._sleep.seconds("values", len(prompts)), values
+    def _values(self, trajectories: Columns) -> tuple[float, Floats]:
+        values = np.linspace(0, 1, trajectories.size("sampled"), dtype=np.float32)
+        return self._sleep.seconds("values", len(trajectories)), values
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Answers after the time that the call takes; the start of a rank takes none."""

@@ -26,8 +26,10 @@ from orchestrator.push.pusher import WeightPusher
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
+from quartet.columns import Columns
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.place import Place
+from quartet.wire.codec import Floats
 
 WEIGHTS = Manifest(("weight",), ("float32",), ((1,),), 4)
 """Manifest of a push, of a single number."""
@@ -50,10 +52,10 @@ class SleepingPolicy:
         await asyncio.sleep(self._pace.train)
         return {"loss": 0.0}
 
-    async def logprobs(self, prompts: Any, responses: Sequence[Any]) -> list[Any]:
+    async def logprobs(self, trajectories: Columns) -> Floats:
         """The engine's own log-probs."""
         await asyncio.sleep(self._pace.logprobs)
-        return [np.full(len(row), -1.0, np.float32) for row in responses]
+        return np.full(trajectories.size("sampled"), -1.0, np.float32)
 
     async def save(self, folder: str) -> str:
         """Writes nothing."""
