@@ -14,7 +14,7 @@ from quartet.config.base import ConfigError
 from quartet.config.learner import LoraConfig, OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_tokenizer
-from quartet.models.scalar import load_scalar
+from quartet.models.scalar import load_scalar, scores_of
 from quartet.models.sequences import concatenate_pairs, pad_pairs
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
@@ -93,7 +93,7 @@ def test_a_reward_model_scores_the_last_token(name: str, tmp_path: Path) -> None
     whole: Any = AutoModelForSequenceClassification.from_pretrained(reward, attn_implementation="eager").eval()
     body = getattr(whole, whole.base_model_prefix)
     with torch.no_grad():
-        actual = model.scores(pad_pairs(PROMPTS, RESPONSES)).tolist()
+        actual = scores_of(model, pad_pairs(PROMPTS, RESPONSES)).tolist()
         rows = [torch.tensor([[*p, *r]]) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
         expected = [float(whole.score(body(row).last_hidden_state[0, -1])) for row in rows]
     assert actual == pytest.approx(expected, abs=1e-4)
@@ -103,7 +103,7 @@ def test_a_reward_model_scores_the_last_token(name: str, tmp_path: Path) -> None
         return
     packed = load_scalar(str(reward), "float32", packing=True).eval()
     with torch.no_grad():
-        assert packed.scores(concatenate_pairs(PROMPTS, RESPONSES)).tolist() == pytest.approx(expected, abs=1e-4)
+        assert scores_of(packed, concatenate_pairs(PROMPTS, RESPONSES)).tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_critic_values_and_learns(folder: Path, tmp_path: Path) -> None:
