@@ -1,5 +1,6 @@
 """Builds a run: makes the loop's collaborators from the configuration, and makes them again after each loss."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -82,7 +83,10 @@ def _ended_like_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no other thread may set handlers: those of a script are the script's
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    loop, run = asyncio.get_running_loop(), asyncio.current_task()
+    assert run is not None
+    # Not by SIGINT, which is ignored where `nohup` or a script started the run in the background.
+    before = signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(run.cancel))
     try:
         yield
     finally:
