@@ -468,8 +468,8 @@ class _Header:
             rows, tokens, sampled = (_count(size) for size in sizes)
             named: Named = [(_text(name), _text(kind), _text(dtype)) for name, kind, dtype in raw]  # type: ignore[misc]
         except (ValueError, TypeError, RecursionError) as error:
-            # JSON's own words give lines and columns, which bytes do not have.
-            told = "it is not JSON" if isinstance(error, json.JSONDecodeError) else error
+            # JSON's own words give lines, columns and codecs, which say nothing here.
+            told = "it is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
             raise InvalidArgument(f"{field}: its header cannot be read: {told}") from None
         for name, kind, dtype in named:
             if kind not in _EACH or dtype not in DTYPES:

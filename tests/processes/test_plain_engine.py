@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.monitoring.metrics import read_metrics
+from quartet.security.credentials import VARIABLE
 from tests.cluster import running_quartet
 from tests.commands import finished
 
@@ -18,7 +19,10 @@ def plain(raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(900)
-async def test_a_run_with_an_engine_of_transformers(tmp_path: Path, policy_folder: Path, reward_folder: Path) -> None:
+async def test_a_run_with_an_engine_of_transformers(
+    tmp_path: Path, policy_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)  # of the quartet that other tests share
     async with running_quartet(tmp_path, policy_folder, reward_folder, plain) as quartet:
         code, told = finished(tmp_path, "train", str(quartet.config))
         assert code == 0, told
