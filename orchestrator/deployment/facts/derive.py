@@ -292,7 +292,8 @@ class _Derivation:
 
     def _critic(self) -> dict[str, Any]:
         facts = self._facts
-        rate = facts.algorithm.critic_learning_rate or 5 * facts.algorithm.learning_rate
+        # Rounded, since 5 times 1e-6 is 4.9999999999999996e-06.
+        rate = facts.algorithm.critic_learning_rate or float(f"{5 * facts.algorithm.learning_rate:.12g}")
         given = facts.services.get("critic", {}).get("ranks", self._layout.critic_ranks)
         args = self._learner(self._critic_model, "critic" if facts.critic else "reward", given)
         args["optimizer"] = {"learning_rate": rate}
