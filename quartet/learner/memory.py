@@ -70,7 +70,7 @@ def _gathered(config: LearnerConfig, shape: ModelSize) -> int:
 def _pass(config: LearnerConfig, shape: ModelSize, *, logits: bool) -> int:
     """Activations of a forward and backward pass."""
     width, tokens = BYTES[config.dtype], config.micro_batch_tokens
-    layer = shape.layer(tokens, width)
+    layer = shape.layer(tokens, width, compiled=config.compile_layers)
     # The gradients of one layer's states, a few at a time.
     backward = tokens * width * (3 * shape.intermediate + 4 * shape.hidden)
     divided = config.tensor_parallel.size > 1

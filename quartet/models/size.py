@@ -64,14 +64,20 @@ class ModelSize:
         """Numbers in the largest weight."""
         return self.hidden * max(self.vocabulary, self.intermediate)
 
-    def layer(self, tokens: int, width: int) -> int:
+    def layer(self, tokens: int, width: int, *, compiled: bool = False) -> int:
         """Bytes that one layer keeps for the backward pass, with numbers of `width` bytes.
 
-        A norm keeps its input in float32 and its result. The two norms are followed by linear layers, which keep
-        their inputs; attention keeps queries, keys, values and its output, and the gated unit four of its states.
+        Plain, a norm keeps its input in float32 and its result, the two norms are followed by linear layers, which
+        keep their inputs; attention keeps queries, keys, values and its output, and the gated unit four of its
+        states. Compiled, what follows from a kept state by cheap operations is computed again: the layer's input, the
+        outputs of its linear layers and of attention remain.
         """
-        normed = 2 * self.hidden + (self.queries + self.keys if self.normed_heads else 0)
-        states = 2 * self.hidden + 2 * self.queries + 2 * self.keys + 4 * self.intermediate
+        heads = self.queries + self.keys if self.normed_heads else 0
+        attention = 2 * self.queries + 2 * self.keys
+        if compiled:
+            return tokens * width * (4 * self.hidden + attention + 3 * self.intermediate + heads)
+        normed = 2 * self.hidden + heads
+        states = 2 * self.hidden + attention + 4 * self.intermediate
         return tokens * ((4 + width) * normed + width * states)
 
     def by_weights(self, width: int, taken: Callable[[int], int]) -> int:

@@ -14,6 +14,7 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.learner import memory
 from quartet.learner.memory import learner_bytes
+from quartet.models.compiled import compile_layers
 from quartet.models.distribution import Distribution
 from quartet.models.size import ModelSize
 from quartet.models.tiles import TILE_ELEMENTS
@@ -87,6 +88,32 @@ def test_where_activations_are_most(kind: str, checkpointing: bool, policy: bool
     size = ModelSize.of(config)
     assert memory._pass(section, size, logits=policy) > memory._step(section, size)
     assert learner_bytes(section, size, logits=policy) == pytest.approx(allocated(update, before), rel=0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_a_layer_keeps(kind: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    config, tokens = described(kind), 512
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if compiled:
+        # Divides forward and backward pass as torch's own compiler does, and makes no kernels.
+        compile_layers(model, "aot_eager_decomp_partition")
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    given = torch.zeros(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = model.model(inputs_embeds=given).last_hidden_state
+    count = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+    assert states.requires_grad
+    summed = config.num_hidden_layers * ModelSize.of(config).layer(tokens, 2, compiled=compiled)
+    assert summed == pytest.approx(count, rel=0.1)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
