@@ -44,6 +44,34 @@ _OPTIONAL = {
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A deployment of one of the services, as Serve gets it."""
+
+    name: str
+    """The application's name."""
+    section: Config
+    """The application's `args:`."""
+    application: Mapping[str, Any]
+    entry: Mapping[str, Any]
+    """Serve's options of the deployment."""
+
+    @property
+    def actor(self) -> Mapping[str, Any]:
+        """What a replica asks Ray for."""
+        return self.entry.get("ray_actor_options") or {}
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that Ray reserves for a replica."""
+        return float(self.actor.get("num_gpus") or 0)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of a replica."""
+        return applications.env_vars(self.application, f"applications.{self.name}")
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     """A deployment file, such as deploy/ppo.yaml, or what is derived from a file of facts."""
 
@@ -71,6 +99,14 @@ class Deployment:
             yield
         except ConfigError as error:
             raise ConfigError(self.worded(str(error))) from None
+
+    def placed(self) -> Iterator[Placed]:
+        """The deployments of the services in `services`."""
+        for application in self.raw.get("applications") or []:
+            name = str(application.get("name"))
+            if name in self.services:
+                for entry in application.get("deployments") or [{}]:
+                    yield Placed(name, self.services[name], application, entry)
 
     @property
     def record(self) -> dict[str, Any]:

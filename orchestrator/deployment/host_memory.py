@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory import (
     CONTEXT,
@@ -18,6 +17,7 @@ from orchestrator.deployment.memory import (
     copy_bytes,
     engine_bytes,
     frozen_models,
+    fullest,
     replicas,
     service_bytes,
 )
@@ -73,18 +73,11 @@ class HostPart:
 def host_parts(deployment: Deployment, shape_at: Callable[[str], ModelSize]) -> list[HostPart]:
     """Everything in a deploy file that Ray places. `shape_at` returns the sizes of a folder's model."""
     run, parts = deployment.orchestrator, []
-    for application in deployment.raw.get("applications") or []:
-        name = str(application.get("name"))
-        section = deployment.services.get(name)
-        by_hand = VISIBLE in env_vars(application, f"applications.{name}")
-        for entry in application.get("deployments") or []:
-            if section is None:
-                continue
-            options = entry.get("ray_actor_options") or {}
-            gpus = float(options.get("num_gpus") or 0)
-            needs = _service(section, run, shape_at, gpu=bool(gpus) or by_hand, several=gpus > 1)
-            part = HostPart(name, gpus, frozenset(options.get("resources") or {}), _most(*needs))
-            parts += [part] * replicas(entry)
+    for placed in deployment.placed():
+        gpus, by_hand = placed.gpus, VISIBLE in placed.variables
+        needs = _service(placed.section, run, shape_at, gpu=bool(gpus) or by_hand, several=gpus > 1)
+        part = HostPart(placed.name, gpus, frozenset(placed.actor.get("resources") or {}), _most(*needs))
+        parts += [part] * replicas(placed.entry)
     learners: dict[str, LearnerConfig] = {"policy": run.policy}
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
     for name, config in learners.items():
@@ -181,17 +174,9 @@ def _fullest(parts: Sequence[HostPart], gpus: int | None) -> tuple[HostPart, ...
     """The set that needs most memory, of all whose GPUs a host has. What asks for none may always be there."""
     if gpus is None:
         return tuple(parts)
-    # The best set for each number of GPUs in use, in ten-thousandths, as finely as Ray counts.
-    best: dict[int, tuple[HostPart, ...]] = {0: tuple(part for part in parts if not part.gpus)}
-    room = gpus * 10_000
-    for part, count in Counter(part for part in parts if part.gpus).items():
-        share = round(part.gpus * 10_000)
-        for _ in range(min(count, max(1, room // share))):
-            for used, chosen in sorted(best.items(), reverse=True):
-                more = (*chosen, part)
-                if used + share <= max(room, share) and _size(more) > _size(best.get(used + share, ())):
-                    best[used + share] = more
-    return max(best.values(), key=_size)
+    on_gpus = [part for part in parts if part.gpus]
+    others = (part for part in parts if not part.gpus)
+    return (*others, *fullest(on_gpus, gpus, lambda part: part.gpus, lambda part: part.size))
 
 
 def _size(parts: Iterable[HostPart]) -> int:

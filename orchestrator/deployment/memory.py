@@ -7,7 +7,7 @@ libraries and communicators are estimates, rather high than low.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
@@ -113,21 +113,18 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     weights = deployment.orchestrator.weights
     parts = []
     bucket = bucket_bytes(shape_at(deployment.orchestrator.policy.model), deployment.orchestrator)
-    for application in deployment.raw.get("applications") or []:
-        name = str(application.get("name"))
-        section = deployment.services.get(name)
-        for entry in application.get("deployments") or []:
-            share = float((entry.get("ray_actor_options") or {}).get("num_gpus") or 0)
-            if section is None or not share:
-                continue
-            # A frozen model with several GPUs has its layers divided among them.
-            whole = isinstance(section, RolloutConfig)
-            workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
-            size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket)
-            if isinstance(section, RolloutConfig) and weights.stage == "gpu":
-                size += copy_bytes(section, shape_at)  # of weights received and not committed
-            one = Footprint(name, share / workers, size, *released(section, shape_at))
-            parts += [one] * workers * replicas(entry)
+    for placed in deployment.placed():
+        section, share = placed.section, placed.gpus
+        if not share:
+            continue
+        # A frozen model with several GPUs has its layers divided among them.
+        whole = isinstance(section, RolloutConfig)
+        workers = section.tensor_parallel_size if isinstance(section, RolloutConfig) else max(1, int(share))
+        size = service_bytes(section, gpu, shape_at if whole else _divided(shape_at, workers), bucket)
+        if isinstance(section, RolloutConfig) and weights.stage == "gpu":
+            size += copy_bytes(section, shape_at)  # of weights received and not committed
+        one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
+        parts += [one] * workers * replicas(placed.entry)
     learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
     learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
     for name, config in learners.items():
@@ -203,25 +200,39 @@ def _models(scorer: ScorerConfig) -> list[ModelScorerConfig]:
 
 def most_on_one(parts: Sequence[Footprint], phase: str = SAMPLING) -> tuple[Footprint, ...]:
     """The processes that need most memory in a phase, of all that Ray may put on one GPU: shares of 1 together."""
-    return max(
-        _sets(list(Counter(parts).items()), 1.0), key=lambda chosen: sum(part.during(phase) for part in chosen)
-    )
+    return fullest(parts, 1, lambda part: part.share, lambda part: part.during(phase))
 
 
-def _sets(parts: list[tuple[Footprint, int]], room: float) -> Iterator[tuple[Footprint, ...]]:
-    """Every set of processes, given with their numbers, whose shares fit into `room`; one with a larger share than a
-    GPU is alone. Processes that are alike count once, as there may be many replicas."""
-    if not parts:
-        yield ()
-        return
-    (part, number), *others = parts
-    # Allows for rounding, since shares are decimal fractions.
-    most = min(number, int((room + 1e-9) / part.share))
-    for count in range(most + 1):
-        for rest in _sets(others, room - count * part.share):
-            yield (part,) * count + rest
-    if part.share > 1 and room == 1:
-        yield (part,)
+Part = TypeVar("Part")
+
+
+def fullest(
+    parts: Sequence[Part], gpus: int, share: Callable[[Part], float], size: Callable[[Part], int]
+) -> tuple[Part, ...]:
+    """The parts that need most memory together, of all that so many GPUs have room for. One that asks for more is
+    alone, as Ray would wait for it. Parts that are alike are counted, as there may be many replicas.
+
+    Args:
+        parts: parts with hashable values.
+        gpus: number of GPUs.
+        share: GPUs that Ray reserves for a part, more than 0.
+        size: memory of a part.
+    """
+    # The best set for each number of GPUs in use, in ten-thousandths, as finely as Ray counts.
+    best: dict[int, tuple[Part, ...]] = {0: ()}
+    room = gpus * 10_000
+
+    def total(chosen: Sequence[Part]) -> int:
+        return sum(map(size, chosen))
+
+    for part, count in Counter(parts).items():
+        one = round(share(part) * 10_000)
+        for _ in range(min(count, max(1, room // one))):
+            for used, chosen in sorted(best.items(), reverse=True):
+                more = (*chosen, part)
+                if used + one <= max(room, one) and total(more) > total(best.get(used + one, ())):
+                    best[used + one] = more
+    return max(best.values(), key=total)
 
 
 def worst_phase(parts: Sequence[Footprint]) -> tuple[str, tuple[Footprint, ...]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.memory import footprints, shortage
 from quartet.config.base import GIB
@@ -90,12 +89,10 @@ def _share(deployment: Deployment, name: str) -> float | None:
     chosen by hand, so that its sums are not known."""
     config = _learners(deployment)[name]
     share, variables = config.num_gpus, dict(config.env_vars)
-    for application in deployment.raw.get("applications") or []:
-        if str(application.get("name")) == name:
-            variables |= env_vars(application, f"applications.{name}")
-            if config.ranks == 1:
-                options = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or []]
-                share = max((float(option.get("num_gpus") or 0) for option in options), default=0.0)
+    for placed in deployment.placed():
+        if placed.name == name:
+            variables |= placed.variables
+            share = placed.gpus if config.ranks == 1 else share
     return None if VISIBLE in variables and not share else share
 
 

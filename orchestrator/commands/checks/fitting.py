@@ -8,7 +8,6 @@ from orchestrator.algorithms.contract import BANDED
 from orchestrator.algorithms.registry import kinds
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
-from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from quartet.config.base import ConfigError
 from quartet.config.learner import PolicyConfig
@@ -129,12 +128,9 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
 def gpus_of_replicas(deployment: Deployment) -> float | None:
     """The share of a GPU that each worker of the rollout asks Ray for. None if the service is not in the file, or its
     GPUs are chosen by hand."""
-    for application in deployment.raw.get("applications") or []:
-        name = str(application.get("name"))
-        section = deployment.services.get(name)
-        if isinstance(section, RolloutConfig) and VISIBLE not in env_vars(application, f"applications.{name}"):
-            options = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or [{}]]
-            return min(float(option.get("num_gpus") or 0) for option in options) / section.tensor_parallel_size
+    for placed in deployment.placed():
+        if isinstance(placed.section, RolloutConfig) and VISIBLE not in placed.variables:
+            return placed.gpus / placed.section.tensor_parallel_size
     return None
 
 

@@ -3,7 +3,7 @@
 Each reason is a line. What only the machine of a replica can tell is left to its start.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,18 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
     yield from broken_models(deployment)
     yield from broken_tokenizers(deployment)
     yield from unpackable(deployment)
-    for name, section in deployment.services.items():
-        where, actor = f"applications.{name}", _actor(deployment.raw, name)
+    for placed in deployment.placed():
+        name, section, gpus = placed.name, placed.section, placed.gpus
+        where = f"applications.{name}"
         if isinstance(section, RolloutConfig):
             yield from too_long_for_model(section, name)
             if gpus_of_replicas(deployment) == 0:
                 yield from unfit_heads(section, name)
-            yield from _engine(deployment, section, f"{where}.args", actor)
-        if isinstance(section, ReferenceConfig) and section.offload and float(actor.get("num_gpus") or 0) > 1:
-            yield f"{where}.args.offload: for a model on one GPU; with num_gpus {actor['num_gpus']} set it to false"
+            yield from _engine(deployment, section, f"{where}.args", gpus)
+        if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
+            yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):
-            gpus = section.num_gpus if section.ranks > 1 else float(actor.get("num_gpus") or 0)
-            yield from unfit_learner(section, f"{where}.args", gpus)
+            yield from unfit_learner(section, f"{where}.args", section.num_gpus if section.ranks > 1 else gpus)
             if reason := unusable(Path(section.root)):
                 yield f"{where}.args.root: {reason}"
 
@@ -124,15 +124,13 @@ def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterato
     asked: list[tuple[str, Any, Any, Any]] = [
         ("orchestrator.policy", policy.num_cpus, policy.num_gpus, policy.resources)
     ]
-    for name, section in deployment.services.items():
-        actor = _actor(deployment.raw, name)
+    for placed in deployment.placed():
+        section, actor = placed.section, placed.actor
         cpus_of_one = actor.get("num_cpus")
-        where = f"applications.{name}: ray_actor_options"
-        asked.append(
-            (where, 1 if cpus_of_one is None else cpus_of_one, actor.get("num_gpus"), actor.get("resources"))
-        )
+        where = f"applications.{placed.name}: ray_actor_options"
+        asked.append((where, 1 if cpus_of_one is None else cpus_of_one, placed.gpus, actor.get("resources")))
         if isinstance(section, CriticConfig) and section.ranks > 1:
-            asked.append((f"applications.{name}.args", section.num_cpus, section.num_gpus, section.resources))
+            asked.append((f"applications.{placed.name}.args", section.num_cpus, section.num_gpus, section.resources))
     for where, cores, share, others in asked:
         # Schemas have checked the types; Serve allows null.
         if float(cores or 0) > cpus:
@@ -151,16 +149,16 @@ def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterato
                 )
 
 
-def _engine(deployment: Deployment, section: RolloutConfig, where: str, actor: Mapping[str, Any]) -> Iterator[str]:
+def _engine(deployment: Deployment, section: RolloutConfig, where: str, reserved: float) -> Iterator[str]:
     """Reasons for which vLLM would not start."""
     config = load_model_config(section.model)
     size, gpus = section.tensor_parallel_size, gpus_of_replicas(deployment)
     on_cpu = gpus == 0 and not torch.cuda.is_available()
     if on_cpu and section.kv_cache_mib is None:
         yield f"{where}.kv_cache_mib: required on a machine without a GPU, e.g. 256"
-    if size > 1 and gpus and float(actor.get("num_gpus") or 0) < size:
+    if size > 1 and gpus and reserved < size:
         yield (
-            f"{where}.tensor_parallel_size: {size}, but a replica's num_gpus is {actor['num_gpus']:g}; its engine "
+            f"{where}.tensor_parallel_size: {size}, but a replica's num_gpus is {reserved:g}; its engine "
             "needs a GPU for each part"
         )
     step = section.max_num_batched_tokens
@@ -194,13 +192,3 @@ def _cached(config: Any, dtype: str) -> int:
         return 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * size * BYTES[dtype])
-
-
-def _actor(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The `ray_actor_options` of an application's only deployment."""
-    for application in raw.get("applications") or []:
-        if str(application.get("name")) == name:
-            for entry in application.get("deployments") or []:
-                options: Mapping[str, Any] = entry.get("ray_actor_options") or {}
-                return options
-    return {}

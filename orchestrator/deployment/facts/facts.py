@@ -166,8 +166,6 @@ class Facts(Config):
         return facts
 
 
-FACTS = frozenset(Facts.model_fields)
-"""Names of all facts."""
 TELLING = frozenset({"model", "reward", "prompts", "algorithm"})
 """Facts by which a file is known to state facts, as a full file has no such sections."""
 
