@@ -1,7 +1,8 @@
 """The charts of a run's report: their metrics, titles and units."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
+from typing import Any
 
 from orchestrator.report.svg import PALETTE, Chart, Line, Panel
 from orchestrator.tracing.shares import LOOPS
@@ -45,174 +46,132 @@ def sections(judges: Sequence[str], *, stale: bool) -> dict[str, list[Chart]]:
     }
 
 
+def _panel(y_label: str, *lines: Line, **options: Any) -> Panel:
+    return Panel(y_label, lines, **options)
+
+
+def _chart(title: str, note: str, *panels: Panel) -> Chart:
+    return Chart(title, note, panels)
+
+
+def _shares(lines: Iterable[Line]) -> Panel:
+    return _panel("% of the wall clock", *lines, kind="stacked")
+
+
 def _judges(names: Sequence[str]) -> Chart:
-    lines = (
-        Line(f"eval/{name}", name, colour, held_out=True)
-        for name, colour in zip(names, cycle(("green", "purple", "sky", "amber")), strict=False)
-    )
-    return Chart(
-        "Judges",
-        "On held-out prompts. The policy is never trained on them.",
-        (Panel("verdict", tuple(lines)),),
-    )
+    colours = cycle(("green", "purple", "sky", "amber"))
+    lines = [Line(f"eval/{name}", name, next(colours), held_out=True) for name in names]
+    return _chart("Judges", "On held-out prompts. The policy is never trained on them.", _panel("verdict", *lines))
 
 
 def _part(part: str, title: str) -> Chart:
     """Shares of one part's time."""
     waits = (Line(f"wait/{part}/{whom}", whom, COLOURS[whom], scale=100) for whom in COLOURS if whom != part)
-    lines = (Line(f"work/{part}", "works", COLOURS[part], scale=100), *waits)
-    return Chart(title, "The share in which it works, and for whom it waits.", (_shares(lines),))
+    works = Line(f"work/{part}", "works", COLOURS[part], scale=100)
+    return _chart(title, "The share in which it works, and for whom it waits.", _shares([works, *waits]))
 
 
-def _shares(lines: tuple[Line, ...]) -> Panel:
-    return Panel("% of the wall clock", lines, kind="stacked")
-
-
-SCORE = Chart(
+SCORE = _chart(
     "Score",
     "By the reward service. Held-out prompts with 95 % intervals.",
-    (
-        Panel(
-            "score",
-            (
-                Line("score/mean", "training batch", "blue"),
-                Line("eval/score", "held out", "orange", held_out=True),
-            ),
-        ),
+    _panel(
+        "score",
+        Line("score/mean", "training batch", "blue"),
+        Line("eval/score", "held out", "orange", held_out=True),
     ),
 )
-KL = Chart(
+KL = _chart(
     "KL to the reference",
     "Summed over a response. Below it the coefficient of its penalty.",
-    (
-        Panel(
-            "KL, nats",
-            (
-                Line("kl/reference", "training batch", "blue"),
-                Line("eval/kl", "held out", "orange", held_out=True),
-            ),
-        ),
-        Panel("coefficient", (Line("kl/coef", "coefficient", "purple"),), from_zero=True),
+    _panel(
+        "KL, nats",
+        Line("kl/reference", "training batch", "blue"),
+        Line("eval/kl", "held out", "orange", held_out=True),
     ),
+    _panel("coefficient", Line("kl/coef", "coefficient", "purple"), from_zero=True),
 )
-CLIPPED = Chart(
+CLIPPED = _chart(
     "Clipped tokens",
     "Share of tokens whose ratio of new to old probability left the clip range.",
-    (
-        Panel(
-            "% of tokens",
-            (
-                Line("policy/clip_fraction_low", "below", "blue", scale=100),
-                Line("policy/clip_fraction_high", "above", "orange", scale=100, dashed=True),
-            ),
-            from_zero=True,
-        ),
+    _panel(
+        "% of tokens",
+        Line("policy/clip_fraction_low", "below", "blue", scale=100),
+        Line("policy/clip_fraction_high", "above", "orange", scale=100, dashed=True),
+        from_zero=True,
     ),
 )
-ENTROPY = Chart(
+ENTROPY = _chart(
     "Entropy",
     "Of the policy's next-token distribution, estimated by the mean of −log π over the response tokens.",
-    (Panel("nats per token", (Line("policy/sampled_entropy", "entropy", "blue"),), from_zero=True),),
+    _panel("nats per token", Line("policy/sampled_entropy", "entropy", "blue"), from_zero=True),
 )
-MISMATCH = Chart(
+MISMATCH = _chart(
     "Log-prob mismatch",
     "Of the same tokens by the rollout engine, as it sampled them, and by the learner before its update. Samples of "
     "older versions differ rightly; those of the present version only by rounding.",
-    (
-        Panel(
-            "|Δ log-prob|, nats",
-            (
-                Line("mismatch/mean_abs", "mean", "blue"),
-                Line("mismatch/max_abs", "largest", "orange", dashed=True),
-                Line("mismatch/present_mean_abs", "mean of the present version", "green", dashed=True),
-            ),
-            kind="log",
-        ),
+    _panel(
+        "|Δ log-prob|, nats",
+        Line("mismatch/mean_abs", "mean", "blue"),
+        Line("mismatch/max_abs", "largest", "orange", dashed=True),
+        Line("mismatch/present_mean_abs", "mean of the present version", "green", dashed=True),
+        kind="log",
     ),
 )
-CORRECTION = Chart(
+CORRECTION = _chart(
     "Off-policy correction",
     "Share of tokens that it truncates or leaves out, and the effective sample size of the ratios without it.",
-    (
-        Panel("% of tokens", (Line("off_policy/corrected", "corrected", "orange", scale=100),), from_zero=True),
-        Panel("% of tokens", (Line("off_policy/ess", "effective size", "blue", scale=100),), from_zero=True),
-    ),
+    _panel("% of tokens", Line("off_policy/corrected", "corrected", "orange", scale=100), from_zero=True),
+    _panel("% of tokens", Line("off_policy/ess", "effective size", "blue", scale=100), from_zero=True),
 )
-AGE = Chart(
+AGE = _chart(
     "Age of samples",
     "Versions between the one that sampled a token and the policy that trained on it.",
-    (
-        Panel(
-            "versions",
-            (
-                Line("staleness/mean", "mean over tokens", "blue"),
-                Line("policy/staleness", "oldest token", "orange", dashed=True),
-            ),
-            from_zero=True,
-        ),
+    _panel(
+        "versions",
+        Line("staleness/mean", "mean over tokens", "blue"),
+        Line("policy/staleness", "oldest token", "orange", dashed=True),
+        from_zero=True,
     ),
 )
-VALUE = Chart(
+VALUE = _chart(
     "Value function",
     "An explained variance of 1 is perfect; 0 is no better than a constant.",
-    (
-        Panel("value loss", (Line("value/loss", "loss", "blue"),), from_zero=True),
-        Panel("explained variance", (Line("value/explained_variance", "explained", "green"),)),
-    ),
+    _panel("value loss", Line("value/loss", "loss", "blue"), from_zero=True),
+    _panel("explained variance", Line("value/explained_variance", "explained", "green")),
 )
-RESPONSES = Chart(
+RESPONSES = _chart(
     "Responses",
     "Their length, and the share cut off at the limit of new tokens.",
-    (
-        Panel(
-            "tokens",
-            (
-                Line("response/length_mean", "mean", "blue"),
-                Line("response/length_max", "longest", "orange", dashed=True),
-            ),
-            from_zero=True,
-        ),
-        Panel("% cut off", (Line("response/truncated", "cut off", "purple", scale=100),), from_zero=True),
+    _panel(
+        "tokens",
+        Line("response/length_mean", "mean", "blue"),
+        Line("response/length_max", "longest", "orange", dashed=True),
+        from_zero=True,
     ),
+    _panel("% cut off", Line("response/truncated", "cut off", "purple", scale=100), from_zero=True),
 )
-SECONDS = Chart(
+SECONDS = _chart(
     "Time per stage",
     "How long the loop is in each of its stages, one after the other. With max_staleness above 0 the services work "
     "and weights are pushed meanwhile.",
-    (
-        Panel(
-            "seconds per step",
-            tuple(
-                Line(f"seconds/{stage}", label, colour)
-                for (stage, label), colour in zip(_STAGES.items(), PALETTE, strict=False)
-            ),
-            kind="stacked",
-        ),
+    _panel(
+        "seconds per step",
+        *(Line(f"seconds/{stage}", _STAGES[stage], colour) for stage, colour in zip(_STAGES, PALETTE, strict=False)),
+        kind="stacked",
     ),
 )
-THROUGHPUT = Chart(
+THROUGHPUT = _chart(
     "Throughput",
     "Tokens generated per second in which rollout worked, and tokens trained on per second of training.",
-    (
-        Panel(
-            "tokens per second",
-            (
-                Line("tokens_per_s/generation", "generation", "blue"),
-                Line("tokens_per_s/training", "training", "orange", dashed=True),
-            ),
-            from_zero=True,
-        ),
+    _panel(
+        "tokens per second",
+        Line("tokens_per_s/generation", "generation", "blue"),
+        Line("tokens_per_s/training", "training", "orange", dashed=True),
+        from_zero=True,
     ),
 )
-LOOP = Chart(
+LOOP = _chart(
     "The loop",
     "What it waits for. Nothing is missing: all shares add up to the wall clock.",
-    (
-        _shares(
-            tuple(
-                Line(f"wait/loop/{what}", what, colour, scale=100)
-                for what, colour in zip(LOOPS, PALETTE, strict=True)
-            )
-        ),
-    ),
+    _shares(Line(f"wait/loop/{what}", what, colour, scale=100) for what, colour in zip(LOOPS, PALETTE, strict=True)),
 )
