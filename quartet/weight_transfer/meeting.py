@@ -5,7 +5,6 @@ access control: every user of the machine may connect to one, list its keys, and
 that cannot be guessed protects nothing. Between machines there is only the TCPStore.
 """
 
-import glob
 import os
 import secrets
 from datetime import timedelta
@@ -14,8 +13,8 @@ from torch.distributed import FileStore, Store
 
 from quartet.ranks.rendezvous import reach_store, serve_store
 from quartet.security.port import on_loopback
+from quartet.weight_transfer.memory.shared_memory import open_unnamed
 
-_PREFIX = "/memfd:quartet-"
 _opened: dict[int, Store] = {}
 """The stores on loopback that this process has opened, by number, for as long as it lives: a torch group that is
 still being freed may use one, and the number of a file that was closed might be another's by then. A file holds a few
@@ -55,15 +54,10 @@ def _kept(number: int, file: int, timeout_s: float) -> Store:
 
 
 def _descriptor(number: int) -> int:
-    """Opens the file through a descriptor of a process that has it; the system lets only the same user do so."""
-    wanted = f"{_PREFIX}{number} (deleted)"
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        try:
-            if os.readlink(link) == wanted:
-                return os.open(link, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # its process closed it just now, or is another user's
-    raise RuntimeError(
-        "the learner's store is not on this machine or is another user's; set orchestrator.weights.host to an "
-        "address at which this machine reaches the learner's"
-    )
+    try:
+        return open_unnamed(f"/memfd:quartet-{number}", os.O_RDWR)
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the learner's store is not on this machine or is another user's; set orchestrator.weights.host to an "
+            "address at which this machine reaches the learner's"
+        ) from None

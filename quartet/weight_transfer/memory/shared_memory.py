@@ -68,7 +68,7 @@ class Segment:
             RuntimeError: no segment on this machine has this number and size.
         """
         try:
-            file = _open(number)
+            file = open_unnamed(str(_path(number)), os.O_RDONLY)
         except OSError as error:
             raise RuntimeError(
                 f"no shared memory of the learner here ({error.strerror}): weights.backend ipc needs the "
@@ -106,13 +106,14 @@ def _path(number: int) -> Path:
     return FOLDER / f"{_PREFIX}{number:d}"
 
 
-def _open(number: int) -> int:
-    """Opens the unlinked file through a descriptor of the writer or a reader, which only the same user can do."""
-    wanted = f"{_path(number)} (deleted)"
-    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+def open_unnamed(path: str, flags: int) -> int:
+    """Opens a file without a name, which had this path, through a descriptor of a process that has it; only the same
+    user can do so. FileNotFoundError if no process has it."""
+    wanted = f"{path} (deleted)"
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
         try:
-            if os.readlink(descriptor) == wanted:
-                return os.open(descriptor, os.O_RDONLY)
+            if os.readlink(link) == wanted:
+                return os.open(link, flags | os.O_CLOEXEC)
         except OSError:
-            continue  # its process closed it just now
+            continue  # its process closed it just now, or is another user's
     raise FileNotFoundError(errno.ENOENT, "no process has it")

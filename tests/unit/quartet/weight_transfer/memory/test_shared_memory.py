@@ -15,7 +15,7 @@ import torch
 from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory import shared_memory as segments
-from quartet.weight_transfer.memory.buckets import Buckets, checksum
+from quartet.weight_transfer.memory.buckets import Buckets
 from quartet.weight_transfer.memory.filling import Filling
 from quartet.weight_transfer.memory.shared_memory import Segment
 from tests.forked import FORKED
@@ -46,56 +46,6 @@ def own_files() -> set[str]:
 
 def link_of(path: str) -> str:
     return os.readlink(path) if os.path.lexists(path) else ""
-
-
-def read(numbers: list[int], manifest: bytes, answers: Connection) -> None:
-    """Another process that reads what is shared."""
-    whole = Manifest.unpack(manifest)
-    shared = SharedBuckets.host(numbers, whole)
-    sum_ = shared.verify()
-    values = {name: tensor.tolist() for b, data in shared.buckets() for name, tensor in whole.cut(b, data)}
-    shared.check()
-    answers.send((sum_, values))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_another_process_reads_what_was_loaded(count: int) -> None:
-    senders = [SharedSender.host(MANIFEST, sender=number, senders=count) for number in range(count)]
-    for sender in senders:
-        sender.load(TENSORS.items(), 1)
-    mine, theirs = FORKED.Pipe()
-    numbers = [sender.rendezvous() for sender in senders]
-    process = FORKED.Process(target=read, args=(numbers, MANIFEST.pack(), theirs), daemon=True)
-    process.start()
-    assert mine.poll(60)
-    actual, values = mine.recv()
-    process.join(10)
-    assert actual == checksum({n: d for sender in senders for n, d in sender.send(1).items()})
-    assert values == {name: tensor.tolist() for name, tensor in TENSORS.items()}
-    for sender in senders:
-        sender.close()
-
-
-def test_a_reader_notices_that_it_is_written_meanwhile() -> None:
-    sender = SharedSender.host(MANIFEST)
-    sender.load(TENSORS.items(), 1)
-    shared = SharedBuckets.host([sender.rendezvous()], MANIFEST)
-    first = shared.verify()
-    shared.check()
-
-    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in TENSORS.items():
-            # In the middle of the next push.
-            with pytest.raises(RuntimeError, match="is writing other weights already"):
-                shared.verify()
-            yield name, tensor + 1
-
-    sender.load(interrupted(), 2)
-    with pytest.raises(RuntimeError, match="wrote other weights while these were loaded"):
-        shared.check()
-    assert shared.verify() != first
-    shared.check()
-    sender.close()
 
 
 def test_a_push_that_could_not_be_gathered_is_not_read() -> None:

@@ -1,6 +1,6 @@
-"""A push through memory of a GPU, for which files stand in behind CUDA's own C functions."""
+"""A push through memory that processes share: of the host, or of a GPU, for which files stand in behind CUDA's own C
+functions."""
 
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quartet.weight_transfer.ipc import SharedBuckets, SharedSender
+from quartet.weight_transfer.ipc import SharedSender
 from quartet.weight_transfer.manifest import Manifest
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.weight_transfer.memory.device_digest import CHUNK_WORDS, device_digest
 from quartet.weight_transfer.memory.device_memory import DeviceMemory, cuda_runtime
 from quartet.weight_transfer.receiver import Joining, make_receiver
-from quartet.weight_transfer.sender import make_sender
+from quartet.weight_transfer.sender import Sender, make_sender
+from tests.forked import FORKED
 from tests.unit.fake_cuda import LARGEST, FakeGpu
 
 CPU = torch.device("cpu")
@@ -26,33 +27,41 @@ TENSORS = {
 MANIFEST = Manifest.of(TENSORS, bucket_bytes=1024)
 
 
-def joining(*numbers: int) -> Joining:
-    return Joining("cuda-ipc", [["", number] for number in numbers], 1, 2, 1, "127.0.0.1", 5.0)
+backends = pytest.mark.parametrize("backend", ["ipc", "cuda-ipc"])
 
 
-def read(folder: str, numbers: list[int], manifest: bytes, answers: Connection) -> None:
-    """Another process with the same GPU."""
-    gpu, whole = FakeGpu(Path(folder)), Manifest.unpack(manifest)
-    receiver = make_receiver("cuda-ipc", CPU, gpu.cuda)
-    receiver.join(joining(*numbers))
-    checksums = [receiver.receive(whole), receiver.receive(whole)]
-    values = {name: tensor.tolist() for b, data in receiver.buckets() for name, tensor in whole.cut(b, data)}
+def joining(backend: str, *numbers: int) -> Joining:
+    return Joining(backend, [["", number] for number in numbers], 1, 2, 1, "127.0.0.1", 5.0)
+
+
+def senders_of(backend: str, count: int, gpu: FakeGpu) -> list[Sender]:
+    options = {"host": "127.0.0.1", "stall_s": 5.0, "senders": count, "cuda": gpu.cuda}
+    return [make_sender(backend, MANIFEST, sender=number, **options) for number in range(count)]  # type: ignore[arg-type]
+
+
+def read(backend: str, folder: str, numbers: list[int], answers: Connection) -> None:
+    """Another process, with the same GPU."""
+    gpu = FakeGpu(Path(folder))
+    receiver = make_receiver(backend, CPU, gpu.cuda)
+    receiver.join(joining(backend, *numbers))
+    checksums = [receiver.receive(MANIFEST), receiver.receive(MANIFEST)]
+    values = {name: tensor.tolist() for b, data in receiver.buckets() for name, tensor in MANIFEST.cut(b, data)}
     receiver.check()
     receiver.close()
     answers.send((checksums, values, gpu.calls, gpu.mapped))
 
 
 @pytest.mark.processes
+@backends
 @pytest.mark.parametrize("count", [1, 2])
-def test_another_process_reads_what_was_loaded(count: int, tmp_path: Path) -> None:
+def test_another_process_reads_what_was_loaded(backend: str, count: int, tmp_path: Path) -> None:
     gpu = FakeGpu(tmp_path)
-    options = {"host": "127.0.0.1", "stall_s": 5.0, "senders": count, "cuda": gpu.cuda}
-    senders = [make_sender("cuda-ipc", MANIFEST, sender=number, **options) for number in range(count)]  # type: ignore[arg-type]
+    senders = senders_of(backend, count, gpu)
     for sender in senders:
         sender.load(TENSORS.items(), 1)
-    mine, theirs = multiprocessing.Pipe()
-    arguments = (str(tmp_path), [sender.rendezvous() for sender in senders], MANIFEST.pack(), theirs)
-    process = multiprocessing.get_context("spawn").Process(target=read, args=arguments, daemon=True)
+    mine, theirs = FORKED.Pipe()
+    arguments = (backend, str(tmp_path), [sender.rendezvous() for sender in senders], theirs)
+    process = FORKED.Process(target=read, args=arguments, daemon=True)
     process.start()
     assert mine.poll(60)
     checksums, values, calls, left = mine.recv()
@@ -60,33 +69,37 @@ def test_another_process_reads_what_was_loaded(count: int, tmp_path: Path) -> No
     sent = checksum({number: digest for sender in senders for number, digest in sender.send(1).items()})
     assert checksums == [sent, sent]
     assert values == {name: tensor.tolist() for name, tensor in TENSORS.items()}
-    # Opened once for both pushes, and given back.
-    assert calls == ["open"] * count + ["close"] * count
+    # A GPU's memory is opened once for both pushes, and given back.
+    assert calls == (["open"] * count + ["close"] * count if backend == "cuda-ipc" else [])
     assert left == 0
     for sender in senders:
         sender.close()
     assert gpu.mapped == 0
 
 
-def test_a_reader_notices_that_it_is_written_meanwhile(tmp_path: Path) -> None:
+@backends
+def test_a_reader_notices_that_it_is_written_meanwhile(backend: str, tmp_path: Path) -> None:
     gpu = FakeGpu(tmp_path)
-    sender = SharedSender.gpu(MANIFEST, CPU, cuda=gpu.cuda)
+    [sender] = senders_of(backend, 1, gpu)
     sender.load(TENSORS.items(), 1)
-    shared = SharedBuckets.gpu([sender.rendezvous()], MANIFEST, CPU, gpu.cuda)
-    first = shared.verify()
-    shared.check()
+    receiver = make_receiver(backend, CPU, gpu.cuda)
+    receiver.join(joining(backend, sender.rendezvous()))
+    first = receiver.receive(MANIFEST)
+    receiver.check()
 
     def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in TENSORS.items():
+            # In the middle of the next push.
             with pytest.raises(RuntimeError, match="is writing other weights already"):
-                shared.verify()
+                receiver.receive(MANIFEST)
             yield name, tensor + 1
 
     sender.load(interrupted(), 2)
     with pytest.raises(RuntimeError, match="wrote other weights while these were loaded"):
-        shared.check()
-    assert shared.verify() != first
-    shared.close()
+        receiver.check()
+    assert receiver.receive(MANIFEST) != first
+    receiver.check()
+    receiver.close()
     sender.close()
 
 
@@ -99,7 +112,7 @@ def test_memory_that_is_gone_or_too_small_is_an_error_and_nothing_stays_open(tmp
     assert senders[1]._memory is not None
     senders[1]._memory.close()
     receiver = make_receiver("cuda-ipc", CPU, gpu.cuda)
-    receiver.join(joining(*(sender.rendezvous() for sender in senders)))
+    receiver.join(joining("cuda-ipc", *(sender.rendezvous() for sender in senders)))
     with pytest.raises(RuntimeError, match=r"^cudaIpcOpenMemHandle failed: CUDA error 205$"):
         receiver.receive(MANIFEST)
     assert gpu.last_error == 0
