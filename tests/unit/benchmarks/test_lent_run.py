@@ -1,13 +1,11 @@
 """The plan for a lent machine goes through stages that fail, hang and are cut off, and loses no figure."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,11 @@ ROOT = Path(__file__).parents[3]
 FIGURE = "from benchmarks.figures import keep\nkeep('row', {'speed': 3.5})\n"
 ESCAPE = "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'],"
 HANG = f"{FIGURE}{ESCAPE} start_new_session=True)\nprint(p.pid, flush=True)\ntime.sleep(300)\n"
-LOGS = """
-import os
-scratch = os.environ["TMPDIR"]
-with open(f"{scratch}/serve.log", "w") as file:
-    file.write("why")
-print(scratch, flush=True)
-os._exit(1)
-"""
 PROGRAMS = {
     "good": FIGURE + "print('all went well')\n",
     "bad": FIGURE + "raise SystemExit('the reason')\n",
     "hollow": "from benchmarks.figures import keep\nkeep('row', {'error': 'no memory'})\n",
     "hang": HANG,
-    "logs": LOGS,
 }
 
 
@@ -95,39 +84,6 @@ def test_a_stage_that_hangs_is_killed_with_what_left_its_session(
     assert len(records(folder, "begun")) == 2
 
 
-def test_logs_of_a_stage_that_failed_are_kept_and_its_files_are_not(folder: Path) -> None:
-    run(Command(60, folder), [stage("logs")])
-    scratch, *tail = records(folder, "ended")[0]["tail"].splitlines()
-    assert tail == ["---- serve.log", "why"]
-    assert not Path(scratch).exists()
-
-
-def test_a_stage_that_is_done_is_not_run_again_unless_asked(folder: Path) -> None:
-    stages = [stage("good"), stage("bad")]
-    for again in ((), (), ("good",)):
-        run(Command(60, folder, again=again), stages)
-    assert [record["stage"] for record in records(folder, "begun")] == ["good", "bad", "good"]
-
-
-def test_what_no_longer_fits_is_skipped_and_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    long = replace(stage("bad"), expected_s=50)
-    assert run(Command(30, folder, device="cuda"), [long, stage("good")]) == 0
-    assert outcomes(folder) == [("good", "done")]
-    (skipped,) = records(folder, "skipped")
-    assert skipped["why"].startswith("it takes 50 s, and 2")
-    assert "bad: skipped, it takes 50 s" in capsys.readouterr().out
-
-
-def test_what_needs_a_missing_package_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = [stage("good", needs=("lent_arriving",))]
-    run(Command(60, folder), waiting)
-    assert [record["why"] for record in records(folder, "skipped")] == ["not installed: lent_arriving"]
-    (folder / "lent_arriving.py").write_text("")
-    monkeypatch.syspath_prepend(folder)
-    run(Command(60, folder), waiting)
-    assert outcomes(folder) == [("good", "done")]
-
-
 def test_the_end_of_a_commands_time_cuts_a_stage_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.lent.run.LEAST_S", 1.0)
     assert run(Command(4, folder), [stage("hang")]) == 0
@@ -174,33 +130,6 @@ def test_what_a_killed_command_left_is_ended_by_the_next(folder: Path) -> None:
     assert [one["what"] for one in records(folder, "figure")] == ["row", "row"]
 
 
-def test_a_second_command_leaves_the_stages_of_the_first_alone(folder: Path) -> None:
-    process = hanging(folder)
-    try:
-        eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
-        written, mark = (folder / NAME).read_bytes(), records(folder, "begun")[0]["mark"]
-        eventually(lambda: len(marked(mark)) == 2)
-        with pytest.raises(
-            RuntimeError, match=rf"^--folder {folder}: the command with process id {process.pid} uses"
-        ):
-            run(Command(60, folder), [stage("good")])
-        assert len(marked(mark)) == 2
-        assert (folder / NAME).read_bytes() == written
-    finally:
-        process.terminate()
-        process.wait(30)
-    assert run(Command(60, folder), [stage("good")]) == 0
-
-
-def test_a_command_that_is_asked_to_end_ends_its_stage_and_says_so(folder: Path) -> None:
-    process = hanging(folder)
-    eventually(lambda: (folder / NAME).exists() and records(folder, "figure"))
-    process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
-    assert outcomes(folder) == [("hang", "cut off")]
-    assert marked(records(folder, "begun")[0]["mark"]) == set()
-
-
 def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / NAME
     append(path, {"kind": "figure", "what": "first"})
@@ -211,21 +140,6 @@ def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
     append(path, {"kind": "figure", "what": "second"})
     assert [one["what"] for one in read(path)] == ["first", "second"]
     assert Ledger([path, tmp_path / "other" / NAME]).records == read(tmp_path / "other" / NAME)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"only": ("god",)}, "'god' is not a stage; these are: good; bad"),
-        ({"device": "tpu"}, "--device tpu: it is auto"),
-        ({"seconds": -5.0}, "--seconds -5: should be more than 5"),
-        ({"seconds": float("nan")}, "--seconds nan: should be more than 5"),
-    ],
-)
-def test_a_wrong_option_is_named(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(replace(Command(60, folder), **options), [stage("good"), stage("bad")])
-    assert not (folder / NAME).exists()
 
 
 def test_the_report_puts_figures_beside_those_expected(tmp_path: Path) -> None:
@@ -245,15 +159,6 @@ def test_the_report_puts_figures_beside_those_expected(tmp_path: Path) -> None:
     assert "bad: failed after 1 s\n    | the reason" in told
     assert "hang: skipped, not installed: vllm" in told
     assert told.startswith("cuda: a GPU\n\n")
-
-
-def test_the_report_compares_whole_steps(tmp_path: Path) -> None:
-    path = tmp_path / NAME
-    Ledger([path]).add("run", device="cuda", machine="a GPU", seconds=60)
-    rows = [("step 1.5B", "1.5B Quartet", 30.0), ("TRL's step 1.5B", "1.5B TRL, batches of 256", 12.0)]
-    for name, what, rate in rows:
-        append(path, {"kind": "figure", "stage": name, "what": what, "samples_s": rate})
-    assert "1.5B: Quartet over TRL, samples/s: 2.50 (at least 2 is expected)" in report(path)
 
 
 def test_the_plan_is_in_order_and_fits_the_benchmarks() -> None:
@@ -277,20 +182,3 @@ def eventually(condition: Callable[[], object], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def test_figures_need_no_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from benchmarks.figures import FILES, STAGE, keep
-
-    monkeypatch.delenv(FILES, raising=False)
-    keep("row", {"speed": 1})
-    monkeypatch.setenv(FILES, f"{tmp_path / 'a'}{os.pathsep}{tmp_path / 'b'}")
-    monkeypatch.setenv(STAGE, "its stage")
-    keep("row", {"speed": 1})
-    assert json.loads((tmp_path / "b").read_text()) == {
-        "kind": "figure",
-        "stage": "its stage",
-        "what": "row",
-        "speed": 1,
-    }
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
