@@ -44,6 +44,7 @@ def earlier(quartet: Quartet, on_ray: None) -> Iterator[tuple[Any, str]]:
     process.kill()
 
 
+@pytest.mark.exhaustive  # half a minute of waiting for Ray; the wait itself: tests/unit/orchestrator/push
 async def test_a_run_that_ended_with_its_registry_still_there_is_waited_for(
     earlier: tuple[Any, str],
 ) -> None:

@@ -16,7 +16,9 @@ from benchmarks.lent.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 SHORT = "machine;push ipc"
-"""Stages of the test in `make test`: torch in one process, and processes that push to one another."""
+"""Torch in one process, and processes that push to one another."""
+
+pytestmark = pytest.mark.exhaustive  # stages that hang, fail or are cut off, and what is kept of them, by units
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -72,7 +74,6 @@ def test_a_killed_command_loses_no_figure_and_the_next_goes_on(tmp_path: Path) -
     assert "engine 0.5B: not begun" in told
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_all_stages_go_through_at_the_smallest_size(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     # Imported here, as it imports torch, which the processes that divide the tests need not.

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.commands.halted import LOOK_S, LOOKS, ending_halted
+from orchestrator.commands import halted
+from orchestrator.commands.halted import LOOKS, ending_halted
 from orchestrator.deployment.cluster import Cluster
 from orchestrator.deployment.processes import MARK
 from tests.unit.waiting import until
@@ -20,6 +21,8 @@ from tests.unit.waiting import until
 pytestmark = pytest.mark.processes
 
 SECRET = secrets.token_hex(32)
+LOOK_S = 0.5
+"""Shorter than for a run, so that the tests wait for less."""
 TITLES = (
     "ray::Rank",
     "ray::Registry",
@@ -44,6 +47,12 @@ os.kill(held.pid, signal.SIGKILL)  # held.kill() would take the stop for an end
 """Holds a process with a title until its input ends, as gdb does."""
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks so often."""
+    monkeypatch.setattr(halted, "LOOK_S", LOOK_S)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def closed(folder: Path, name: str, **algorithm: Any) -> float:
     return share
 
 
-@pytest.mark.processes  # for its length: half a minute of training
+@pytest.mark.exhaustive  # half a minute of training; its gradient, exactly: test_gradients.py
 def test_the_default_comes_within_a_tenth_of_the_optimum(tmp_path: Path) -> None:
     """With a critic that learns beside."""
     assert closed(tmp_path, DEFAULT.kind) >= 0.9

@@ -99,6 +99,46 @@ async def test_a_registry_that_ray_does_not_even_begin_to_start_is_a_loss(monkey
             pytest.fail("opened")
 
 
+class Taken:
+    """Ray, in which an earlier run's registry has the name for two more tries."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self.killed: list[Any] = []
+        self.__ray_ready__ = SimpleNamespace(remote=self._started)
+
+    async def _started(self) -> None: ...
+
+    def options(self, **_: Any) -> "Taken":
+        return self
+
+    def remote(self) -> "Taken":
+        self.tries += 1
+        if self.tries < 3:
+            raise (ValueError, AssertionError)[self.tries % 2]("the name is taken")
+        return self
+
+    def get_actor(self, name: str, namespace: str) -> str:
+        if self.tries == 2:
+            raise ValueError("it has ended meanwhile")
+        return name
+
+
+async def test_a_registry_of_an_earlier_run_is_ended_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = Taken()
+    monkeypatch.setattr(ray, "remote", lambda _: earlier)
+    monkeypatch.setattr(ray, "get_actor", earlier.get_actor)
+    monkeypatch.setattr(ray, "kill", earlier.killed.append)
+    async with registered("rollout") as registry:
+        assert (registry, earlier.tries) == (earlier, 3)
+    assert earlier.killed == ["weights of rollout", registry]
+    earlier.tries = -1000
+    monkeypatch.setattr(newcomers, "GONE_S", 0.05)
+    with pytest.raises(Unavailable, match="has not ended the registry of an earlier run"):
+        async with registered("rollout"):
+            pytest.fail("opened")
+
+
 class SlowRegistry:
     """An actor that stands still, and whose successor takes `start_s` to start: its calls wait meanwhile, as Ray's
     do."""
