@@ -1,8 +1,8 @@
 """The Python API against running services: the example of docs/python.md, and a run that is left and resumed."""
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import yaml
@@ -11,6 +11,7 @@ from orchestrator.monitoring.metrics import read_metrics
 from tests.cluster import Quartet
 from tests.commands import PATIENCE_S
 from tests.configuration import REPO
+from tests.preloaded import program
 
 LEFT = """
 import quartet
@@ -35,9 +36,12 @@ def _ran(quartet: Quartet, name: str, code: str) -> str:
     (quartet.folder / f"{name}.yaml").write_text(yaml.safe_dump(raw))
     script = quartet.folder / f"{name}.py"
     script.write_text(code)
+    # With vLLM imported, for the engine of an evaluation.
+    python = program("rollout", Path(os.environ["RAY_TMPDIR"]))
     done = subprocess.run(
-        [sys.executable, "-P", str(script)],
+        [str(python), str(script)],
         cwd=quartet.folder,
+        env=os.environ | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
