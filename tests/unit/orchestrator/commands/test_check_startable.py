@@ -15,19 +15,9 @@ from transformers import LlamaConfig
 
 from orchestrator.commands.checks.startable import ACCELERATOR, OWN_RESOURCES, beyond_this_machine, unstartable
 from orchestrator.deployment.file import Deployment
-from tests.unit.preflights import args, checked, problems
+from tests.unit.preflights import application, args, ask, checked, problems, refused
 
 Change = Callable[[dict[str, Any]], object]
-
-
-def application(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(entry for entry in raw["applications"] if entry["name"] == name)
-    return found
-
-
-def ask(raw: dict[str, Any], name: str, **resources: Any) -> dict[str, Any]:
-    application(raw, name)["deployments"][0]["ray_actor_options"] = resources
-    return resources
 
 
 @pytest.fixture
@@ -87,8 +77,7 @@ def test_a_service_that_would_not_start_is_refused(
 ) -> None:
     checked(raw, tmp_path)
     change(raw)
-    [problem] = problems(raw, tmp_path)
-    assert problem.startswith(message)
+    refused(raw, tmp_path, message)
 
 
 @pytest.mark.usefixtures("without_gpu")
