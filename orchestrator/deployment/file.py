@@ -57,7 +57,7 @@ class Placed:
 
     @property
     def actor(self) -> Mapping[str, Any]:
-        """What a replica asks Ray for."""
+        """Options of a replica for Ray: resources, `num_cpus`, `num_gpus`."""
         return self.entry.get("ray_actor_options") or {}
 
     @property
