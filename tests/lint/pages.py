@@ -16,6 +16,7 @@ def check() -> Iterator[str]:
     """A line for each name that is not there."""
     for page in PAGES:
         yield from (f"{page.relative_to(ROOT)}: {name} does not exist" for name in missing(page))
+        yield from (f"{page.relative_to(ROOT)}: there is no heading {link}" for link in headless(page))
     yield from unknown_functions(WAY.read_text())
 
 
@@ -26,6 +27,20 @@ def missing(page: Path) -> list[str]:
     named = {ROOT / name for name in code if "<" not in name}
     linked = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
     return sorted(str(path) for path in named | linked if not path.exists())
+
+
+def headless(page: Path) -> list[str]:
+    """The links of a page to a heading that their page does not have."""
+    links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text())
+    pages = {(page.parent / name if name else page, heading) for name, heading in links}
+    return sorted(f"{path.name}#{heading}" for path, heading in pages if heading not in headings(path))
+
+
+def headings(page: Path) -> set[str]:
+    """The headings of a page as links name them: in lower case, with hyphens for blanks, without other signs."""
+    text = re.sub(r"^```.*?^```", "", page.read_text() if page.exists() else "", flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def unknown_functions(text: str) -> Iterator[str]:
