@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 Repositories = Mapping[str, Mapping[str, bytes]]
 """`models/ORG/NAME` or `datasets/ORG/NAME` -> file -> its bytes."""
 COMMIT = "c0ffee" + "0" * 34
+"""The commit of every revision that is not a commit itself."""
+_IN_PATH = re.compile(r"/(?:resolve|revision)/([0-9a-f]{40})(?:/|$)")
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def serving(repositories: Repositories) -> Iterator[tuple[str, list[str]]]:
             self.send_response(404 if found is None else 200)
             contents = b"{}" if found is None else found
             self.send_header("Content-Length", str(len(contents)))
-            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("X-Repo-Commit", _commit(path))
             self.send_header("ETag", f'"{hashlib.sha256(contents).hexdigest()}"')
             self.end_headers()
             if body:
@@ -58,14 +60,19 @@ def _found(repositories: Repositories, path: str) -> bytes | None:
     """The bytes at a path; None if there are none."""
     if listing := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)/revision/.+", path):
         files = repositories.get(listing[1])
-        return None if files is None else json.dumps(_listing(files)).encode()
-    if file := re.fullmatch(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", path):
+        return None if files is None else json.dumps(_listing(files, _commit(path))).encode()
+    if file := re.fullmatch(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{_commit(path)}/(.+)", path):
         kind = "datasets" if file[1] else "models"
         return repositories.get(f"{kind}/{file[2]}", {}).get(file[3])
     return None
 
 
-def _listing(files: Mapping[str, bytes]) -> dict[str, object]:
+def _commit(path: str) -> str:
+    named = _IN_PATH.search(path)
+    return named[1] if named else COMMIT
+
+
+def _listing(files: Mapping[str, bytes], commit: str) -> dict[str, object]:
     """The description of a repository; weights have their SHA-256 in it."""
     siblings = []
     for name, contents in files.items():
@@ -74,4 +81,4 @@ def _listing(files: Mapping[str, bytes]) -> dict[str, object]:
             digest = hashlib.sha256(contents).hexdigest()
             sibling["lfs"] = {"sha256": digest, "size": len(contents), "pointerSize": 100}
         siblings.append(sibling)
-    return {"id": "org/name", "sha": COMMIT, "siblings": siblings}
+    return {"id": "org/name", "sha": commit, "siblings": siblings}

@@ -317,7 +317,7 @@ class _Derivation:
     def _orchestrator(self) -> dict[str, Any]:
         facts, layout = self._facts, self._layout
         memory = {"gpu_gib": facts.machine.gpu_gib, "host_gib": facts.machine.host_gib}
-        prompts = facts.prompts.model_dump(exclude_unset=True, exclude={"folder", "max_prompt_length"}, mode="json")
+        prompts = facts.prompts.model_dump(exclude_unset=True, exclude={"max_prompt_length"}, mode="json")
         section: dict[str, Any] = {"name": facts.name, "target": f"127.0.0.1:{facts.port}"}
         section |= {"services": {"reward": {"target": self._target}}} if self._target else {}
         section |= {"seed": facts.seed, "steps": facts.steps, "batch_size": facts.batch_size}

@@ -1,5 +1,5 @@
-"""Models and data sets of the Hugging Face hub, by ORG/NAME@REVISION: fetched once, and pinned by a lock beside the
-file that names them.
+"""Models and data sets of the Hugging Face hub, by ORG/NAME@REVISION, and the folders of data sets, by
+ORG/NAME@REVISION/FOLDER: fetched once, and pinned by a lock beside the file that names them.
 
 The lock holds the commit and the SHA-256 of each file. What it pins is compared in full at each start, and a
 difference is an error. What is there is not asked for again, so that a pinned run needs no network. Only files that
@@ -21,8 +21,13 @@ from quartet.folders import replace_file
 
 Kind = Literal["model", "dataset"]
 _NAME = r"[A-Za-z0-9](?:[\w-]|\.(?!\.)){0,95}"
-ID = re.compile(rf"(?P<repository>{_NAME}/{_NAME})@(?P<revision>[A-Za-z0-9](?:[\w/-]|\.(?!\.)){{0,199}})", re.ASCII)
-"""The form of ORG/NAME@REVISION."""
+_PLAIN = r"[A-Za-z0-9](?:[\w-]|\.(?!\.)){0,199}"
+ID = re.compile(
+    rf"(?P<repository>{_NAME}/{_NAME})@(?P<revision>refs/(?:pr|convert)/{_PLAIN}|{_PLAIN})(?:/(?P<inside>{_PLAIN}(?:/{_PLAIN})*))?",
+    re.ASCII,
+)
+"""The form of ORG/NAME@REVISION and of ORG/NAME@REVISION/FOLDER, as in the hub's own hf:// addresses: of revisions only
+those of pull requests and conversions may hold a slash."""
 _FILE = re.compile(r"[A-Za-z0-9_][\w.+-]*", re.ASCII)
 """The form of a file's and of a folder's name that is fetched."""
 _MODEL_FILE = re.compile(r"[\w.-]+\.(?:safetensors|json|jinja)|merges\.txt|vocab\.txt|tokenizer\.model", re.ASCII)
@@ -136,29 +141,27 @@ class Pinned:
         """The lock of a file of facts, and Hugging Face's hub."""
         return cls(file.with_suffix(".lock"))
 
-    def folder(self, name: str, kind: Kind, where: str, inside: str | None = None) -> str:
+    def folder(self, name: str, kind: Kind, where: str) -> str:
         """The folder of a model or data set on this machine, fetched if it is not there.
 
         Args:
-            name: ORG/NAME@REVISION.
+            name: ORG/NAME@REVISION; of a data set of which several folders hold data ORG/NAME@REVISION/FOLDER.
             kind: model or dataset.
             where: the field that names it.
-            inside: folder of a data set's files in its repository; None if only one holds data.
 
         Raises:
             ConfigError: it cannot be fetched, holds nothing that may be fetched, or is not what the lock pins.
         """
         match = ID.fullmatch(name)
-        if match is None:
+        if match is None or (kind == "model" and match["inside"]):
             raise ConfigError(f"{where}: should be a folder or ORG/NAME@REVISION, got {name!r}")
         try:
             pins = self._pins()
-            key = name if inside is None else f"{name}/{inside}"
-            if (pin := pins.get(key)) is None:
-                pin = self._pin(match["repository"], match["revision"], kind, inside)
-                self._write(pins | {key: pin})
+            if (pin := pins.get(name)) is None:
+                pin = self._pin(match["repository"], match["revision"], kind, match["inside"])
+                self._write(pins | {name: pin})
             elif pin.kind != kind:
-                raise ConfigError(f"{self.lock}: pins {key} as a {pin.kind}, which is to be a {kind}")
+                raise ConfigError(f"{self.lock}: pins {name} as a {pin.kind}, which is to be a {kind}")
             root = self._checked(match["repository"], pin)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
@@ -230,12 +233,9 @@ def _of_data(files: Mapping[str, object], inside: str | None) -> list[str] | str
             folders.setdefault("/".join(above), []).append(name)
     found = ", ".join(folder or "." for folder in folders)
     if inside is not None:
-        wanted = "" if inside == "." else inside.strip("/")
-        return (
-            folders.get(wanted) or f"holds no data in the folder {inside!r}; folders with data are {found or 'none'}"
-        )
+        return folders.get(inside) or f"holds no data in the folder {inside}; folders with data are {found or 'none'}"
     if len(folders) > 1:
-        return f"holds data in several folders; name one as prompts.folder: {found}"
+        return f"holds data in several folders; write one of them behind the revision, after a slash: {found}"
     return next(iter(folders.values()), "holds no .jsonl, .json or .parquet file")
 
 

@@ -56,7 +56,7 @@ def derived(raw: Mapping[str, Any], path: str | Path, pinned: Pinned | None = No
 
 
 def fetched(facts: Facts, pinned: Pinned) -> Facts:
-    """The facts with folders in the place of ORG/NAME@REVISION."""
+    """The facts with folders in the place of ORG/NAME@REVISION and ORG/NAME@REVISION/FOLDER."""
 
     def model(place: str, field: str) -> str:
         known = Path(place).is_dir() or "@" not in place
@@ -72,12 +72,8 @@ def fetched(facts: Facts, pinned: Pinned) -> Facts:
 
     prompts, reward = facts.prompts, facts.reward
     if "@" in prompts.path and not Path(prompts.path).exists():
-        place = pinned.folder(prompts.path, "dataset", "prompts.path", prompts.folder)
+        place = pinned.folder(prompts.path, "dataset", "prompts.path")
         prompts = prompts.model_copy(update={"path": place})
-    elif prompts.folder is not None:
-        raise ConfigError(
-            "prompts.folder: is for ORG/NAME@REVISION; leave it out, and name the folder as prompts.path"
-        )
     if isinstance(reward, str):
         scores = FUNCTION.fullmatch(reward) or TARGET.fullmatch(reward)
         reward = reward if scores else model(reward, "reward")

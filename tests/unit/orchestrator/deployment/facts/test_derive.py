@@ -214,7 +214,6 @@ def test_options_of_serve_are_those_of_its_schema() -> None:
         ({"seed": True}, "seed: should be a whole number, got true"),
         ({"prompts": 3}, "prompts: should be a mapping of fields to values, got 3"),
         ({"prompts": {"path": "p", "inputkey": "x"}}, "prompts.inputkey: unknown field; known: "),
-        ({"prompts": {"path": "p", "folder": "main"}}, "prompts.folder: is for ORG/NAME@REVISION"),
         ({"reward": 3}, "reward: should be text, got 3"),
         ({"reward": {"kind": "oracle"}}, "services.reward.scorer.kind: should be one of "),
         ({"algorithm": {"kind": "ppo"}}, "algorithm.learning_rate: required"),

@@ -144,6 +144,7 @@ def test_repositories_that_hold_no_model(tmp_path: Path, lock: Path, files: Mapp
             "name@x",
         ),
         *("org/name@", "org/name@a..b", "org/name@-x", ".org/name@x", "org/name@x\n", "a/b/c@x", "org\\n/x@y"),
+        *("org/name@x/", "org/name@x/../up", "org/name@x//up", "org/name@refs/../x"),
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, lock: Path, name: str) -> None:
@@ -192,19 +193,33 @@ DATA = {
 
 def test_data_come_from_one_folder_whose_parts_make_splits(tmp_path: Path, lock: Path) -> None:
     hub = Fake(tmp_path / "hub", DATA)
-    with pytest.raises(ConfigError, match=r"in several folders; name one as prompts\.folder: main, oth"):
+    with pytest.raises(ConfigError, match=r"in several folders; write one of them .* after a slash: main, other"):
         Pinned(lock, hub).folder(NAME, "dataset", "prompts.path")
-    with pytest.raises(
-        ConfigError, match=r"holds no data in the folder '\.\./up'; folders with data are main, other"
-    ):
-        Pinned(lock, hub).folder(NAME, "dataset", "prompts.path", "../up")
-    folder = Pinned(lock, hub).folder(NAME, "dataset", "prompts.path", "main")
+    with pytest.raises(ConfigError, match=r"holds no data in the folder up; folders with data are main, other"):
+        Pinned(lock, hub).folder(f"{NAME}/up", "dataset", "prompts.path")
+    with pytest.raises(ConfigError, match="model: should be a folder or ORG/NAME@REVISION, got 'org/name@main/main'"):
+        Pinned(lock, hub).folder(f"{NAME}/main", "model", "model")
+    folder = Pinned(lock, hub).folder(f"{NAME}/main", "dataset", "prompts.path")
     assert len(open_split(folder, "train").rows) == 3
     assert len(open_split(folder, "test").rows) == 1
     assert len(hub.fetches) == 3
     (Path(folder) / "train-00001-of-00002.jsonl").unlink()
     with pytest.raises(ConfigError, match="split 'train' has 1 of 2 parts"):
         open_split(folder, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "inside"),
+    [
+        ("org/name@main", "main", None),
+        ("org/name@v1.0/data/en", "v1.0", "data/en"),
+        ("org/name@refs/convert/parquet/main/train", "refs/convert/parquet", "main/train"),
+        ("org/name@refs/pr/7", "refs/pr/7", None),
+    ],
+)
+def test_a_folder_stands_behind_the_revision(name: str, revision: str, inside: str | None) -> None:
+    match = ID.fullmatch(name)
+    assert match and (match["revision"], match["inside"]) == (revision, inside)
 
 
 def test_facts_name_models_of_a_hub_and_folders_stay_folders(
