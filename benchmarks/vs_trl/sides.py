@@ -15,7 +15,7 @@ from benchmarks.ended import ended
 from benchmarks.family import Family
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
-from orchestrator.commands.init.write import Wanted, compose
+from orchestrator.commands.init.write import Wanted, chosen, compose
 from orchestrator.deployment.facts.read import derived
 from orchestrator.monitoring.metrics import read_metrics
 
@@ -127,7 +127,7 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
         max_new_tokens=case.response,
     )
     file = folder / CONFIG
-    raw = derived(yaml.safe_load(compose(file, wanted, Machine.here())), file)
+    raw = derived(yaml.safe_load(compose(file, wanted, chosen(file, wanted, Machine.here()))), file)
     run = raw["orchestrator"]
     run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["data"]["prompt_split"] = "train"

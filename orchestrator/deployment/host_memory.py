@@ -32,8 +32,8 @@ from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
-PROCESS = 2 * GIB
-"""Host memory of a process with torch and CUDA."""
+PROCESS, PROCESS_ON_CPU = 2 * GIB, GIB
+"""Host memory of a process with torch and CUDA, and of one with torch alone."""
 SYSTEM = 4 * GIB
 """Host memory of Ray, Serve and the orchestrator."""
 LIBRARIES = "libraries"
@@ -98,10 +98,11 @@ def _service(
     section: Config, run: OrchestratorConfig, shape_at: Callable[[str], ModelSize], *, gpu: bool, several: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a replica with all its processes by kind: while it runs, and while it starts."""
+    process = PROCESS if gpu else PROCESS_ON_CPU
     if isinstance(section, RolloutConfig):
         workers = section.tensor_parallel_size
         # The replica, the engine's core, and the workers unless one is part of the core.
-        own = {LIBRARIES: PROCESS * (2 + (workers if workers > 1 else 0))}
+        own = {LIBRARIES: process * (2 + (workers if workers > 1 else 0))}
         if stages_on_host(run, section):
             own[STAGED] = copy_bytes(section, shape_at)  # which its workers share
         if not gpu and section.kv_cache_mib is not None:
@@ -109,10 +110,10 @@ def _service(
         return own, own
     if isinstance(section, CriticConfig):
         if section.ranks > 1:
-            return {LIBRARIES: PROCESS}, {}
+            return {LIBRARIES: process}, {}
         running, starting = _learner(section, run, shape_at(section.model), 0, gpu=gpu)
-        return {kind: size + (PROCESS if kind == LIBRARIES else 0) for kind, size in running.items()}, starting
-    own = {LIBRARIES: PROCESS}
+        return {kind: size + (process if kind == LIBRARIES else 0) for kind, size in running.items()}, starting
+    own = {LIBRARIES: process}
     frozen = frozen_models(section)
     if not gpu and isinstance(section, ReferenceConfig | RewardConfig):
         context = CONTEXT * len(frozen)
@@ -134,7 +135,8 @@ def _learner(
     config: LearnerConfig, run: OrchestratorConfig, shape: ModelSize, rank: int, *, gpu: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a learner's rank by kind: while it runs, and while it starts."""
-    policy, own = not isinstance(config, CriticConfig), {LIBRARIES: PROCESS}
+    process = PROCESS if gpu else PROCESS_ON_CPU
+    policy, own = not isinstance(config, CriticConfig), {LIBRARIES: process}
     running = own | host_memory.held_bytes(config, shape, logits=policy)
     if not gpu:
         running[COMPUTING] = learner_bytes(config, shape, logits=policy)

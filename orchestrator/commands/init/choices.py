@@ -26,6 +26,9 @@ LARGE_RATES = (1e-6, 9e-6)
 """Learning rates of policy and critic for larger models."""
 KL = 0.05
 """Coefficient of the KL penalty."""
+ADAPTERS, FASTER = {"rank": 16}, 10
+"""Adapters that are trained where all weights do not fit into memory, and the factor of their learning rates
+(Schulman et al. 2025, LoRA Without Regret)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Choices:
     machine: Machine
     max_new_tokens: int | None = None
     """The user's choice, if given."""
+    adapters: bool = False
+    """Train adapters instead of all weights."""
 
     @property
     def longest(self) -> int:
@@ -79,7 +84,9 @@ class Choices:
     def rates(self) -> tuple[float, float]:
         """Learning rates of policy and critic."""
         fitting = ((policy, critic) for most, policy, critic in RATES if self.policy.parameters < most)
-        return next(fitting, LARGE_RATES)
+        policy, critic = next(fitting, LARGE_RATES)
+        factor = FASTER if self.adapters else 1
+        return float(f"{factor * policy:.3g}"), float(f"{factor * critic:.3g}")
 
     def facts(self, name: str, model: str, reward: str, data: str) -> dict[str, Any]:
         """The facts of a file, without those that are derived alike.
@@ -100,6 +107,7 @@ class Choices:
         facts["algorithm"] = {"kind": DEFAULT.kind, "learning_rate": rate, "critic_learning_rate": critic_rate}
         facts["algorithm"] |= {"kl": {"coef": KL}}
         facts["machine"] = self._machine
+        facts |= {"lora": ADAPTERS} if self.adapters else {}
         facts |= {} if self.batch == BATCH else {"batch_size": self.batch}
         # Checked also where it is derived.
         facts |= {"max_new_tokens": self.response} if self.response == self.max_new_tokens else {}

@@ -4,7 +4,7 @@ import math
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from orchestrator.commands.checks.preflight import preflight
+from orchestrator.commands.checks.startable import sums_of
 from orchestrator.commands.init.choices import Choices
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.prompts import look_at
@@ -65,13 +66,18 @@ def init(file: Path, wanted: Wanted, machine: Machine, *, overwrite: bool = Fals
         raise ConfigError(f"{file} exists; give --overwrite to replace it, or another name")
     if file.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{file}: should end in .yaml")
-    text = compose(file, wanted, machine)
+    choices, notes = chosen(file, wanted, machine), list[str]()
+    text = compose(file, wanted, choices)
     with tempfile.TemporaryDirectory() as folder:
         tried = Path(folder) / file.name
-        tried.write_text(text, encoding="utf-8")
         if (lock := Pinned.beside(file).lock).exists():
             copyfile(lock, Pinned.beside(tried).lock)
-        notes = preflight(Deployment.load(tried, check_services=True)).notes
+        deployment = _loaded(tried, text)
+        if problem := _shortage(deployment):
+            notes.append(f"{problem}; so adapters are trained (lora) in place of all weights")
+            text = compose(file, wanted, replace(choices, adapters=True))
+            deployment = _loaded(tried, text)
+        notes += preflight(deployment).notes
     try:
         write(file, text)
     except OSError as error:
@@ -79,8 +85,21 @@ def init(file: Path, wanted: Wanted, machine: Machine, *, overwrite: bool = Fals
     return notes
 
 
-def compose(file: Path, wanted: Wanted, machine: Machine) -> str:
-    """The file's text. ConfigError if a flag is wrong."""
+def _loaded(file: Path, text: str) -> Deployment:
+    file.write_text(text, encoding="utf-8")
+    return Deployment.load(file, check_services=True)
+
+
+def _shortage(deployment: Deployment) -> str | None:
+    """The first part of the memory that is too small for the run; None if all fits, or its folders tell nothing."""
+    try:
+        return next(map(deployment.worded, sums_of(deployment).problems()), None)
+    except ConfigError:
+        return None  # reported by the checks
+
+
+def chosen(file: Path, wanted: Wanted, machine: Machine) -> Choices:
+    """Reads models and prompts. ConfigError if a flag is wrong."""
     pinned = Pinned.beside(file)
     policy = Model.at(_place(pinned, wanted.policy, "model", "--policy"), "--policy")
     try:
@@ -91,10 +110,14 @@ def compose(file: Path, wanted: Wanted, machine: Machine) -> str:
     reward = _reward_model(place, tokenizer_hash(tokenizer))
     data = _place(pinned, wanted.prompts, "dataset", "--prompts")
     prompts = look_at(data, tokenizer, wanted.input_key, wanted.label_key)
-    choices = Choices(policy, reward, prompts, machine, wanted.max_new_tokens)
+    return Choices(policy, reward, prompts, machine, wanted.max_new_tokens)
+
+
+def compose(file: Path, wanted: Wanted, choices: Choices) -> str:
+    """The file's text. ConfigError if the models lack room for responses."""
     name = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII).lstrip("_.-") or "run"
     facts = choices.facts(name, wanted.policy, wanted.reward, wanted.prompts)
-    return _text(file, facts, derived(facts, file, pinned), policy.size)
+    return _text(file, facts, derived(facts, file), choices.policy.size)
 
 
 def _place(pinned: Pinned, name: str, kind: Kind, flag: str) -> str:

@@ -351,14 +351,14 @@ def test_what_may_be_on_one_host_must_fit_there_and_check_prints_the_sums(
     run(raw, "policy")["num_gpus"] = 0.5
     raw["orchestrator"] |= {"gpu_gib": 8, "host_gib": 10}
     [line] = problems(raw, tmp_path)
-    assert line.startswith("orchestrator.host_gib: one host may have to hold rollout 4.")
-    assert " GiB, but has 10; the largest part, 4, is libraries of rollout: put less on a host" in line
+    assert line.startswith("orchestrator.host_gib: one host may have to hold rollout 2.")
+    assert " GiB, but has 10; the largest part, 2, is libraries of rollout: put less on a host" in line
     raw["orchestrator"]["host_gib"] = 30
     checked(raw, tmp_path)
     said = " ".join(CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output.split())
     policy = r"memory of policy, of which there are 1: (\d\.\d) on a GPU and 2\.\d on a host "
     assert re.search(policy + r".*one GPU: policy \1 = \1 of 8", said)
-    assert re.search(r"one host: rollout 4\.\d .* = \d\d of 30 GiB", said)
+    assert re.search(r"one host: rollout 2\.\d .* = \d\d of 30 GiB", said)
     assert said.endswith("a.yaml: fine")
     for key in ("gpu_gib", "host_gib"):
         del raw["orchestrator"][key]

@@ -135,7 +135,7 @@ def test_many_fractions_are_added_up_at_once() -> None:
 def test_a_shortage_names_the_largest_part_and_what_makes_it_less(files: Files) -> None:
     _, parts = files.load("ppo-70b-32gpu")
     [problem] = shortage(parts, 1000 * GIB, 8)
-    assert "one host may have to hold critic 2.0 + policy 431" in problem
+    assert "one host may have to hold critic 1.0 + policy 431" in problem
     assert f"is {OPTIMIZER} of policy: leave out adam_offload" in problem
     staged = 2 * 2 * LLAMA["70B"].parameters / GIB
     [problem] = shortage([one for one in parts if one.name == "rollout"], 200 * GIB, 8)

@@ -161,6 +161,25 @@ def test_a_file_for_a_gpu(policy_folder: Path, reward_folder: Path, prompts: str
     assert "MALLOC_MMAP_MAX_" not in run["policy"]["env_vars"]
 
 
+def test_adapters_are_trained_where_all_weights_do_not_fit(prompts: str, tmp_path: Path) -> None:
+    wide = {"vocab_size": 128 * 1024, "hidden_size": 512}
+    folder = str(make_policy(tmp_path / "wide", kind="llama", tied=True, **wide))
+    wanted, file = Wanted(folder, FUNCTION, prompts), tmp_path / "mine.yaml"
+    assert not any("lora" in note for note in init(file, wanted, HERE))
+    rates = Facts.of(yaml.safe_load(file.read_text())).algorithm
+    # The gradients, moments and copies of all weights of policy and critic take more than this leaves.
+    notes = init(file, wanted, replace(HERE, memory_gib=17.5), overwrite=True)
+    told = next(note for note in notes if "lora" in note)
+    assert told.startswith("machine.host_gib: one host may have to hold ")
+    facts = Facts.of(yaml.safe_load(file.read_text()))
+    assert facts.lora
+    assert facts.lora.rank == 16
+    assert facts.algorithm.learning_rate == pytest.approx(10 * rates.learning_rate)
+    preflight(Deployment.load(file, check_services=True))
+    with pytest.raises(ConfigError, match=r"machine\.host_gib: one host may have to hold"):
+        init(file, wanted, replace(HERE, memory_gib=8), overwrite=True)
+
+
 def test_a_file_is_not_overwritten_unasked(policy_folder: Path, prompts: str, tmp_path: Path) -> None:
     file, wanted = tmp_path / "mine.yaml", Wanted(str(policy_folder), FUNCTION, prompts)
     file.write_text("kept")
