@@ -91,9 +91,9 @@ def keys(
 @app.command("init")
 def begin(
     file: Annotated[Path, typer.Argument(help="The YAML file to write, such as mine.yaml.")],
-    policy: Annotated[str, typer.Option(help="Folder of the Hugging Face model to train.")],
-    reward: Annotated[str, typer.Option(help="Folder of a reward model, or a function as package.module:name.")],
-    prompts: Annotated[str, typer.Option(help="A .jsonl, .json or .parquet file, or a folder of splits.")],
+    policy: Annotated[str, typer.Option(help="The model to train: a folder, or ORG/NAME@REVISION of a hub.")],
+    reward: Annotated[str, typer.Option(help="A reward model, or a function as package.module:name.")],
+    prompts: Annotated[str, typer.Option(help="A file, a folder of splits, or ORG/NAME@REVISION of a hub.")],
     input_key: Annotated[str | None, typer.Option(help="Column of the prompts, if it has no usual name.")] = None,
     label_key: Annotated[str | None, typer.Option(help="Column that a reward function gets as label.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest response, in tokens.")] = None,
@@ -106,7 +106,7 @@ def begin(
     wanted = Wanted(policy, reward, prompts, input_key, label_key, max_new_tokens)
     for note in init(file, wanted, Machine.here(), overwrite=overwrite):
         _say(note)
-    _say(f"wrote {file}; next: quartet up {file} && quartet train {file}")
+    _say(f"wrote {file}; next: quartet check {file} && quartet up {file} && quartet train {file}")
 
 
 @app.command()

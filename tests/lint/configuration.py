@@ -51,9 +51,10 @@ Each fact is stated once: `orchestrator: {steps: 10}` is refused, since `steps` 
 name the fact that they follow from. Text under `shared:` is ignored and may hold YAML anchors.
 
 **Models and data of the Hugging Face hub.** `model`, `reward`, `critic` and `prompts` may be ORG/NAME@REVISION, such
-as `Qwen/Qwen2.5-0.5B-Instruct@main`, and `prompts` ORG/NAME@REVISION/FOLDER, such as `openai/gsm8k@main/main`, which is
-needed where several folders of a data set hold data. A folder of that name is taken first. Before anything starts, the files are
-fetched once into Hugging Face's cache (`HF_HOME`), with progress, from huggingface.co or from `HF_ENDPOINT`.
+as `Qwen/Qwen2.5-0.5B-Instruct@main`, and where several folders of a data set hold data `prompts` is
+ORG/NAME@REVISION/FOLDER, such as `openai/gsm8k@main/main`. A folder of that name is taken first. Before anything
+starts, the files are fetched once into Hugging Face's cache (`HF_HOME`), with progress, from huggingface.co or from
+`HF_ENDPOINT`.
 `mine.lock` beside `mine.yaml` then holds the commit and the SHA-256 of each file; keep it with the file. Later starts
 ask for nothing that is there, compare all of it, and end with an error if a file differs: remove that file to fetch
 it again, or its entry in the lock to take what the hub has now. Only safetensors, JSON and tokenizers' texts are

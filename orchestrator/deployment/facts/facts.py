@@ -103,8 +103,8 @@ class Facts(Config):
     """A reward model, as a folder or ORG/NAME@REVISION; a Python function, as package.module:function; the address of
     a reward service that runs, as host:port; or a whole `scorer` (services/reward/config.py)."""
     prompts: PromptsFacts
-    """Source of the prompts: a file or folder; ORG/NAME@REVISION of a data set, or ORG/NAME@REVISION/FOLDER if several
-    of its folders hold data; or a mapping with `path`, columns and splits."""
+    """Source of the prompts: a file or folder; ORG/NAME@REVISION of a data set, or ORG/NAME@REVISION/FOLDER if
+    several of its folders hold data; or a mapping with `path`, columns and splits."""
     algorithm: AlgorithmFacts
     """The algorithm and its learning rates."""
     critic: str | None = None

@@ -26,8 +26,8 @@ ID = re.compile(
     rf"(?P<repository>{_NAME}/{_NAME})@(?P<revision>refs/(?:pr|convert)/{_PLAIN}|{_PLAIN})(?:/(?P<inside>{_PLAIN}(?:/{_PLAIN})*))?",
     re.ASCII,
 )
-"""The form of ORG/NAME@REVISION and of ORG/NAME@REVISION/FOLDER, as in the hub's own hf:// addresses: of revisions only
-those of pull requests and conversions may hold a slash."""
+"""The form of ORG/NAME@REVISION and of ORG/NAME@REVISION/FOLDER, as in the hub's own hf:// addresses: of revisions
+only those of pull requests and conversions may hold a slash."""
 _FILE = re.compile(r"[A-Za-z0-9_][\w.+-]*", re.ASCII)
 """The form of a file's and of a folder's name that is fetched."""
 _MODEL_FILE = re.compile(r"[\w.-]+\.(?:safetensors|json|jinja)|merges\.txt|vocab\.txt|tokenizer\.model", re.ASCII)

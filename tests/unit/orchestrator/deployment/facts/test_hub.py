@@ -219,7 +219,8 @@ def test_data_come_from_one_folder_whose_parts_make_splits(tmp_path: Path, lock:
 )
 def test_a_folder_stands_behind_the_revision(name: str, revision: str, inside: str | None) -> None:
     match = ID.fullmatch(name)
-    assert match and (match["revision"], match["inside"]) == (revision, inside)
+    assert match
+    assert (match["revision"], match["inside"]) == (revision, inside)
 
 
 def test_facts_name_models_of_a_hub_and_folders_stay_folders(
