@@ -12,8 +12,8 @@ from quartet.config.base import ConfigError
 from quartet.seams import serve
 from quartet.security.port import GUARD, UNGUARDED, Port
 from quartet.serving.door.call import CallContext
-from quartet.serving.door.failed_calls import shorten_failed_calls
 from quartet.serving.door.guard import APPLICATION
+from quartet.serving.door.log_lines import shorten_failed_calls
 from quartet.serving.door.port import open_port, routes_of
 from quartet.serving.door.routes import Routes
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from quartet.config.base import ConfigError
 from quartet.seams import serve
 from quartet.security.port import CALLBACK_VARIABLE, REPLICA_HOST_VARIABLE, UNGUARDED
-from quartet.serving.door.failed_calls import shorten_failed_calls
+from quartet.serving.door.log_lines import shorten_failed_calls
 
 
 def prepare_replica(environment: Mapping[str, str] | None = None) -> None:

@@ -14,8 +14,8 @@ from quartet.security.identity import caller_of, without_identity
 from quartet.serving.door.call import CallContext, Metadata
 from quartet.serving.door.checked import Checked, parsed
 from quartet.serving.door.faults import presentable
+from quartet.serving.door.log_lines import Refusals
 from quartet.serving.door.open_calls import OpenCalls
-from quartet.serving.door.refusals import Refusals
 from quartet.serving.door.routes import PACKAGE, Routes
 from quartet.wire.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 

@@ -1,4 +1,4 @@
-"""Serve's log lines about calls that failed."""
+"""Lines in the logs about calls that were refused or failed."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import gRPCStatusError
 
-from quartet.serving.door.failed_calls import EVERY_S, LINES, FailedCalls, shorten_failed_calls
+from quartet.serving.door.log_lines import EVERY_S, LINES, FailedCalls, Refusals, shorten_failed_calls
 from quartet.wire.errors import InvalidArgument
 
 
@@ -65,3 +65,15 @@ def test_it_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_failed_calls()
     shorten_failed_calls()
     assert [type(present) for present in logger.filters] == [FailedCalls]
+
+
+def test_the_first_refusal_is_logged_at_once_and_the_next_thousand_are_one_line(logged: list[str]) -> None:
+    now = [100.0]
+    refusals = Refusals(lambda: now[0])
+    for number in range(1001):
+        refusals.note("/quartet.v1.Critic/Save", f"ipv4:10.0.0.9:{number}", "no proof")
+    assert logged == ["refused /quartet.v1.Critic/Save from ipv4:10.0.0.9:0: no proof"]
+    now[0] += EVERY_S
+    refusals.note("/quartet.v1.Critic/Save", "ipv4:10.0.0.9:1", "no proof")
+    assert logged[-1].endswith("no proof (1000 more since the last such line)")
+    assert len(logged) == 2

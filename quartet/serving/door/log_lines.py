@@ -1,4 +1,4 @@
-"""Failed calls in Serve's own log: one line instead of two traces, and few lines however many calls fail."""
+"""Refused and failed calls in the logs: few lines however many there are, and none with a trace."""
 
 import logging
 import time
@@ -6,11 +6,31 @@ from collections.abc import Callable
 
 from ray.serve.exceptions import gRPCStatusError
 
+log = logging.getLogger("quartet")
 EVERY_S = 10.0
 """Seconds in which lines are counted."""
 LINES = 20
 """Most lines in EVERY_S seconds."""
 _LONGEST = 300
+
+
+class Refusals:
+    """Logs the first refusal at once and then a summary at most every ten seconds, so that strangers cannot fill the
+    disk with log lines."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_until = 0.0
+        self._unsaid = 0
+
+    def note(self, method: str, peer: str, reason: str) -> None:
+        """Counts a refusal, and logs it if ten seconds have passed since the last line."""
+        if self._clock() < self._silent_until:
+            self._unsaid += 1
+            return
+        more = f" ({self._unsaid} more since the last such line)" if self._unsaid else ""
+        log.warning("refused %s from %s: %s%s", method, peer, reason, more)
+        self._unsaid, self._silent_until = 0, self._clock() + EVERY_S
 
 
 class FailedCalls(logging.Filter):
