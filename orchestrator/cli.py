@@ -136,7 +136,7 @@ def check(config: ConfigFile) -> None:
 @app.command()
 def render(config: Annotated[Path, typer.Argument(help="The YAML file of facts, such as mine.yaml.")]) -> None:
     """Print the whole file that a file of facts stands for, for `serve deploy` or to read."""
-    from orchestrator.commands.render import render as text_of
+    from orchestrator.deployment.facts.render import render as text_of
 
     print(text_of(config), end="")
 

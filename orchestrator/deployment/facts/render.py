@@ -1,9 +1,14 @@
-"""The whole file as text that a person reads."""
+"""`quartet render`: the whole file that a file of facts stands for, as text that a person reads."""
 
+import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from orchestrator.deployment.facts.read import derived, states_facts
+from quartet.config.base import ConfigError, read_yaml
 
 _OF_SERVICES = {
     "rollout": "samples, by vLLM",
@@ -25,6 +30,9 @@ _OF_KEYS = {
 _WIDTH = 110
 _IN_LINES = {"grpc_options"}
 """Sections whose lists have an entry a line."""
+_KEYS = """
+docs/configuration.md has the keys of each service's `args:`, of `orchestrator:` and of `security:`; all others are
+Ray Serve's own."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -35,7 +43,25 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def rendered(raw: Mapping[str, Any], head: str) -> str:
+def render(path: Path) -> str:
+    """The text of the whole file, below the comment that the file of facts begins with.
+
+    Folders of models and data are not looked for unless a value depends on them: they may be on another machine.
+
+    Raises:
+        ConfigError: a fact is wrong, or the file is whole already.
+    """
+    raw = read_yaml(path)
+    if not states_facts(raw, path):
+        raise ConfigError(f"{path}: is a whole file already; give one that states facts")
+    whole = derived(raw, path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    own = "\n".join(line.removeprefix("#").removeprefix(" ") for line in itertools.takewhile(_is_comment, lines))
+    head = f"Rendered by `quartet render {path}`. Change the facts there and render them again."
+    return _rendered(whole, f"{own}\n\n{head}{_KEYS}" if own else f"{head}{_KEYS}")
+
+
+def _rendered(raw: Mapping[str, Any], head: str) -> str:
     """The file's text, with `head` as the comment above it."""
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())]
     for name, section in raw.items():
@@ -73,3 +99,7 @@ def _remarked(text: str) -> str:
             line = f"{line}  # {remark}"
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, MambaConfig
 
 from orchestrator.commands.checks.architectures import unfit_heads
-from orchestrator.commands.checks.weight_files import broken_weights
+from orchestrator.commands.checks.models import broken_weights
 from quartet.config.base import ConfigError
 from quartet.models.loading import check_whole, load_causal
 from quartet.models.size import head_size

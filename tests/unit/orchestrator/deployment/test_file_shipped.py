@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.commands.render import render
+from orchestrator.deployment.facts.render import render
 from quartet.config.base import read_yaml
 from services.rollout.config import RolloutConfig
 from tests.gpu_requests import gpu_requests, load

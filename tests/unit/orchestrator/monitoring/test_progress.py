@@ -4,8 +4,15 @@ import math
 import pytest
 from rich.console import Console
 
-from orchestrator.monitoring.progress import Headline, PlainProgress, RichProgress, TimeLeft, duration, make_progress
-from orchestrator.monitoring.waiting import who_waits
+from orchestrator.monitoring.progress import (
+    Headline,
+    PlainProgress,
+    RichProgress,
+    TimeLeft,
+    duration,
+    make_progress,
+    who_waits,
+)
 
 
 class Terminal(io.StringIO):
