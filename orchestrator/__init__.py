@@ -2,5 +2,5 @@
 
 Of services it imports clients and configs, never a replica or an engine.
 
-May import quartet and services. Nothing imports it.
+May import quartet and services. recipes imports it.
 """

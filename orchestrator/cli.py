@@ -16,6 +16,7 @@ try:
     from rich.markup import escape
 
     from orchestrator.monitoring.terminal import printable
+    from orchestrator.supervised.registry import TRAININGS
     from quartet.config.base import ConfigError
     from quartet.wire.errors import NotFound, ServiceError, Unavailable, leaves
 except ModuleNotFoundError as missing:  # the light install has no command line
@@ -189,6 +190,37 @@ def train(
         raise typer.Exit(_INTERRUPTED) from None
     policy = deployment.orchestrator.save or folder / "policy"
     _say(f"metrics are in {folder}, the trained policy is in {policy}")
+
+
+def _training(name: str) -> Callable[..., None]:
+    """The command of a training on examples, by its row."""
+
+    def command(
+        config: Annotated[Path, typer.Argument(help=f"The YAML file, such as {name}.yaml.")],
+        overwrite: Annotated[bool, typer.Option(help="Replace an earlier run of the same name.")] = False,
+        resume: Annotated[
+            bool, typer.Option(help="Continue an earlier run of the same name from its last checkpoint.")
+        ] = False,
+    ) -> None:
+        if overwrite and resume:
+            raise ConfigError("--overwrite starts again and --resume continues; give one of them")
+        # Imported here for the same reason as in `check`.
+        from orchestrator.commands.supervised import TrainingFile, fit
+        from orchestrator.monitoring.progress import make_progress
+
+        file = TrainingFile.load(name, config)
+        try:
+            folder = asyncio.run(fit(file, make_progress(sys.stderr), overwrite=overwrite, resume=resume))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            _say(f"interrupted; `quartet {name} {config} --resume` continues from the last checkpoint")
+            raise typer.Exit(_INTERRUPTED) from None
+        _say(f"metrics are in runs/{file.training.name}, the trained model is in {folder}")
+
+    return command
+
+
+for _name, _kind in TRAININGS.items():
+    app.command(_name, help=_kind.about)(_training(_name))
 
 
 @app.command()

@@ -26,7 +26,7 @@ CRITIC = "critic.model"
 """Place of the critic's model among the services' identities."""
 
 
-def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]) -> Checkpoint | None:
+def to_resume(run_dir: Path, deployment: Deployment, note: Callable[[str], None]) -> Checkpoint[TrainState] | None:
     """The last checkpoint, if there is one; tells the user where the run resumes.
 
     Raises:
@@ -143,7 +143,7 @@ def check_layout(folder: Path, config: PolicyConfig) -> None:
         ) from None
 
 
-async def restore(learners: Sequence[Learner], checkpoint: Checkpoint) -> None:
+async def restore(learners: Sequence[Learner], checkpoint: Checkpoint[TrainState]) -> None:
     """Brings all learners back to the checkpoint.
 
     Raises:

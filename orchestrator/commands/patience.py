@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from orchestrator.clients import Infos, Services
-from orchestrator.commands.restarts import RECOVERABLE
+from orchestrator.commands.restarts import RECOVERABLE, reasons
 from orchestrator.deployment.cluster import Cluster, applications, running
 from orchestrator.deployment.file import Deployment
 from quartet.wire.backoff import Backoff, Deadline
@@ -105,11 +105,6 @@ def is_awaited(error: BaseException) -> bool:
     """True if every failure is a loss that time may mend; false for bad input, and where another run holds the
     services."""
     return all(isinstance(leaf, RECOVERABLE) and not isinstance(leaf, LeaseLost) for leaf in leaves(error))
-
-
-def reasons(error: BaseException) -> str:
-    """The messages of all failures, each once."""
-    return "; ".join(dict.fromkeys(str(leaf) or type(leaf).__name__ for leaf in leaves(error)))
 
 
 async def reached(services: Services, deployment: Deployment, patience: Patience) -> None:

@@ -1,7 +1,6 @@
 """Builds a run: makes the loop's collaborators from the configuration, and makes them again after each loss."""
 
 import asyncio
-import itertools
 import os
 import signal
 import threading
@@ -19,8 +18,8 @@ from orchestrator.commands.checks.preflight import Inputs, evaluation_prompts, p
 from orchestrator.commands.checks.startable import decided_here
 from orchestrator.commands.halted import ending_halted
 from orchestrator.commands.lease import Hold, holding
-from orchestrator.commands.patience import Patience, described, patience_of, reasons
-from orchestrator.commands.restarts import Restarts, is_loss
+from orchestrator.commands.patience import Patience, described, patience_of
+from orchestrator.commands.restarts import restarting
 from orchestrator.commands.run_folder import checkpoint_folder, keep_run_id, locked, run_id
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
@@ -70,14 +69,14 @@ def connected_ray() -> Iterator[None]:
         raise ConfigError("no Ray cluster: run `quartet up` here first, or set RAY_ADDRESS")
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     try:
-        with _ended_like_interrupted():
+        with ended_like_interrupted():
             yield
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
+def ended_like_interrupted() -> Iterator[None]:
     """Context in which SIGTERM, with which batch systems and containers end a program, is taken as Ctrl-C is. Opened
     after `ray.init`, whose own handler writes stack traces and ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
@@ -164,24 +163,18 @@ class Run:
             await self._finish(hold, registry, overwrite=overwrite, resume=resume)
 
     async def _finish(self, hold: Hold, registry: Any, *, overwrite: bool, resume: bool) -> None:
-        restarts = Restarts(self._config.checkpoint.restarts)
         checkpoint = to_resume(self.run_dir, self.deployment, self.progress.note) if resume else None
         for note in self.inputs.notes:
             self.progress.note(note)
-        for attempt in itertools.count():
-            try:
-                await self._train(checkpoint, hold, registry, attempt, overwrite=overwrite, resume=resume)
-                return
-            except Exception as error:
-                checkpoint = latest(self._checkpoints)
-                # Without a checkpoint nothing has been trained yet, as the first is taken before step 1.
-                step = checkpoint.state.step if checkpoint else 0
-                can_return = checkpoint is not None or self._config.checkpoint.every > 0
-                if not can_return or not is_loss(error) or not restarts.spend(step):
-                    raise
-                again = f"resuming after step {step}" if checkpoint else "beginning again at step 1"
-                self.progress.note(f"interrupted ({reasons(error)}); {again}")
-                resume = True
+
+        async def carry_out(checkpoint: Checkpoint[TrainState] | None, attempt: int) -> None:
+            again = resume or attempt > 0
+            await self._train(checkpoint, hold, registry, attempt, overwrite=overwrite, resume=again)
+
+        def last() -> Checkpoint[TrainState] | None:
+            return latest(self._checkpoints)
+
+        await restarting(carry_out, checkpoint, last, self._config.checkpoint, self.progress.note)
 
     @property
     def _config(self) -> OrchestratorConfig:
@@ -192,7 +185,14 @@ class Run:
         return checkpoint_folder(self._config)
 
     async def _train(
-        self, checkpoint: Checkpoint | None, hold: Hold, registry: Any, attempt: int, *, overwrite: bool, resume: bool
+        self,
+        checkpoint: Checkpoint[TrainState] | None,
+        hold: Hold,
+        registry: Any,
+        attempt: int,
+        *,
+        overwrite: bool,
+        resume: bool,
     ) -> None:
         """Trains from a checkpoint, or from the start; `attempt` counts from 0."""
         config, services, run_dir = self._config, self.services, self.run_dir

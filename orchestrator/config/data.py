@@ -1,4 +1,4 @@
-"""Prompts and sampling."""
+"""Rows of data, prompts and sampling."""
 
 from typing import Annotated, Self
 
@@ -11,26 +11,34 @@ EVAL = "eval"
 """Usual name of the split to evaluate on."""
 
 
-class PromptsConfig(Config):
-    """Source of the prompts: their place, columns and splits."""
+class SplitsConfig(Config):
+    """Rows of a data set: their place, and those to train and to evaluate on."""
 
     path: str
     """A .jsonl, .json or .parquet file, a folder of such files named after splits (train.jsonl, eval.jsonl), or
     a Hugging Face data set saved with `save_to_disk`."""
     input_key: str = "prompt"
     """Column that holds the prompt: text, or a list of chat messages when `chat_template` is on."""
-    label_key: str | None = None
-    """Column whose value function scorers get as the pair's label."""
     prompt_split: str = "train"
     """Split to train on, with an optional range of rows or of per cents: `train`, `train[:1000]`, `train[500:]`,
     `train[:90%]`."""
     eval_split: str | None = None
-    """Split to evaluate on, in the same form. Must share no row with prompt_split. Null: `eval`; a run whose data
-    have no such split and whose file has no section `evaluation` is not evaluated."""
+    """Split to evaluate on, in the same form. Must share no row with prompt_split. Null: `eval`, if the data have
+    such a split."""
     split_seed: NonNegativeInt | None = None
     """Shuffles the rows of a split with this seed before its range is taken. Null keeps the file's order."""
     chat_template: bool = False
     """Apply the tokenizer's chat template to the prompt."""
+
+
+class PromptsConfig(SplitsConfig):
+    """Source of the prompts: their place, columns and splits."""
+
+    label_key: str | None = None
+    """Column whose value function scorers get as the pair's label."""
+    eval_split: str | None = None
+    """Split to evaluate on, in the same form. Must share no row with prompt_split. Null: `eval`; a run whose data
+    have no such split and whose file has no section `evaluation` is not evaluated."""
 
 
 class DataConfig(PromptsConfig):

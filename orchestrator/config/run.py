@@ -50,6 +50,10 @@ class TimeoutsConfig(Config):
         return self.score_s + 3 * self.train_s
 
 
+RunName = Annotated[str, matching(r"[A-Za-z0-9][\w.-]*", "letters, digits, `_`, `-`, `.`, a letter or digit first")]
+"""Name of a run, and of its folder."""
+
+
 class LogConfig(Config):
     """Destinations of metrics besides runs/<name>/metrics.jsonl."""
 
@@ -62,7 +66,7 @@ class LogConfig(Config):
 class OrchestratorConfig(Config):
     """The `orchestrator:` section: one PPO run."""
 
-    name: Annotated[str, matching(r"[A-Za-z0-9][\w.-]*", "letters, digits, `_`, `-`, `.`, a letter or digit first")]
+    name: RunName
     """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
     target: Target = "127.0.0.1:19000"
     """host:port of Serve's gRPC proxy, for all services without another target in `services`."""

@@ -1,4 +1,4 @@
-"""Prompts: the files that hold them, their rows, and the order in which a run takes them.
+"""Prompts and examples: the files that hold them, their rows, and the order in which a run takes prompts.
 
-May import config and quartet. commands and experience import it.
+May import config and quartet. commands, experience and supervised import it.
 """

@@ -42,11 +42,6 @@ class PromptSet:
     too_long: int
     """Number of prompts that were left out because they exceed `max_prompt_length`."""
 
-    @property
-    def split(self) -> str:
-        """The name without the range."""
-        return self.name.partition("[")[0]
-
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that this module uses."""
@@ -71,11 +66,11 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
         ConfigError: the path, the split, its range or a column does not exist, a row cannot be a prompt, the
             tokenizer fails, or no prompt is left. The message names the field, and the existing splits or columns.
     """
-    name, start, stop = _parse_split(split)
+    name, start, stop = parse_split(split)
     table = open_split(config.path, name)
     where = f"data.path {config.path}, split {name!r}"
-    _check_columns(config, table, where)
-    indices = _selected(len(table.rows), start, stop, split, config.split_seed)
+    check_columns({"input_key": config.input_key, "label_key": config.label_key}, table, where)
+    indices = selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
     texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
     # A chat template writes the special tokens itself.
@@ -98,14 +93,18 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
 
 def check_disjoint(train: PromptSet, evaluation: PromptSet) -> None:
     """Raises ConfigError if two ranges of the same data share a row: held-out prompts must not be trained on."""
-    if train.split != evaluation.split:
-        return
-    shared = {prompt.row for prompt in train.prompts} & {prompt.row for prompt in evaluation.prompts}
-    if shared:
+    rows = [[prompt.row for prompt in each.prompts] for each in (train, evaluation)]
+    check_rows((train.name, rows[0]), (evaluation.name, rows[1]))
+
+
+def check_rows(train: tuple[str, Sequence[int]], evaluation: tuple[str, Sequence[int]]) -> None:
+    """The same for two ranges, each by its name as configured and its rows."""
+    names = [name.partition("[")[0] for name, _ in (train, evaluation)]
+    if names[0] == names[1] and (shared := {*train[1]} & {*evaluation[1]}):
         raise ConfigError(
-            f"data.prompt_split {train.name!r} and data.eval_split {evaluation.name!r} share {len(shared)} "
-            f"row(s) of {train.split!r}, row {min(shared)} for one; choose ranges that do not overlap, "
-            f"for instance {train.split}[:90%] and {train.split}[90%:]"
+            f"data.prompt_split {train[0]!r} and data.eval_split {evaluation[0]!r} share {len(shared)} "
+            f"row(s) of {names[0]!r}, row {min(shared)} for one; choose ranges that do not overlap, "
+            f"for instance {names[0]}[:90%] and {names[0]}[90%:]"
         )
 
 
@@ -146,7 +145,7 @@ _RANGE = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[
 _BOUND = re.compile(r"(?P<row>\d+)|(?P<percent>100|\d{1,2}(?:\.\d+)?)%")
 
 
-def _parse_split(split: str) -> tuple[str, str, str]:
+def parse_split(split: str) -> tuple[str, str, str]:
     """`train[:90%]` -> ("train", "", "90%")."""
     match = _RANGE.fullmatch(split)
     bounds = (match["start"] or "", match["stop"] or "") if match else ("", "")
@@ -158,7 +157,7 @@ def _parse_split(split: str) -> tuple[str, str, str]:
     return match["name"], *bounds
 
 
-def _selected(total: int, start: str, stop: str, split: str, seed: int | None) -> list[int]:
+def selected(total: int, start: str, stop: str, split: str, seed: int | None) -> list[int]:
     """Row numbers of the range, in the order in which they are to be used."""
     first = _position(start, total) if start else 0
     end = _position(stop, total) if stop else total
@@ -178,10 +177,11 @@ def _position(bound: str, total: int) -> int:
     return int(match["row"]) if match["row"] else int(Fraction(match["percent"]) * total / 100)
 
 
-def _check_columns(config: DataConfig, table: Table, where: str) -> None:
+def check_columns(keys: Mapping[str, str | None], table: Table, where: str) -> None:
+    """Raises ConfigError unless there are rows and all of these columns: field of `data:` -> column, or None."""
     if not len(table.rows):
         raise ConfigError(f"{where}: holds no rows")
-    for field, key in (("input_key", config.input_key), ("label_key", config.label_key)):
+    for field, key in keys.items():
         if key is not None and key not in table.columns:
             columns = ", ".join(table.columns)
             raise ConfigError(f"data.{field}: no column {key!r} in {where}; the columns are {columns}")
@@ -193,20 +193,21 @@ def _texts(values: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, wher
     if config.chat_template and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
     if config.chat_template:
-        messages = [_messages(value, column) for value, column in zip(values, columns, strict=True)]
+        messages = [messages_of(value, column) for value, column in zip(values, columns, strict=True)]
         values = render(messages, tokenizer, where)
-    return [_text(value, column) for value, column in zip(values, columns, strict=True)]
+    return [text_of(value, column) for value, column in zip(values, columns, strict=True)]
 
 
-def _text(value: Any, column: str) -> str:
+def text_of(value: Any, column: str) -> str:
+    """The text in a column, with whose place errors begin. ConfigError if it is none."""
     if not isinstance(value, str):
         raise ConfigError(
             f"{column} should hold text, got {type(value).__name__}; for chat messages set data.chat_template"
         )
-    return _sound(value, column)
+    return sound(value, column)
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
     """Chat messages, from text or from a list of messages."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -221,10 +222,10 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _label(row: Mapping[str, Any], key: str | None, where: str) -> str:
     value = None if key is None else row[key]
-    return "" if value is None else _sound(str(value), f"{where}: column {key!r}")
+    return "" if value is None else sound(str(value), f"{where}: column {key!r}")
 
 
-def _sound(text: str, where: str) -> str:
+def sound(text: str, where: str) -> str:
     """The text. ConfigError if it cannot be written as UTF-8: JSON allows halves of surrogate pairs."""
     try:
         text.encode()

@@ -14,13 +14,20 @@ _TOGETHER = 256
 """Conversations whose texts are handed over at once."""
 
 
-def render(conversations: Sequence[list[dict[str, Any]]], tokenizer: Any, where: Sequence[str]) -> list[str]:
-    """The text of each conversation, as the tokenizer's chat template renders it for generation.
+def render(
+    conversations: Sequence[list[dict[str, Any]]],
+    tokenizer: Any,
+    where: Sequence[str],
+    *,
+    generating: Sequence[bool] | None = None,
+) -> list[str]:
+    """The text of each conversation, as the tokenizer's chat template renders it.
 
     Args:
         conversations: messages, each with a role and content.
         tokenizer: a Hugging Face tokenizer with a chat template.
         where: place of each conversation, with which errors begin.
+        generating: True for each conversation whose text should end where a reply begins; None: all.
 
     Raises:
         ConfigError: the template refuses a conversation, or goes beyond the limits of time, memory or text.
@@ -30,8 +37,9 @@ def render(conversations: Sequence[list[dict[str, Any]]], tokenizer: Any, where:
 
     def work() -> Iterator[list[str]]:
         total, texts = 0, []
-        for messages, place in zip(conversations, where, strict=True):
-            text = _rendered(messages, tokenizer, place)
+        ends = [True] * count if generating is None else generating
+        for messages, place, end in zip(conversations, where, ends, strict=True):
+            text = _rendered(messages, tokenizer, place, end)
             total += len(text)
             if total > most:
                 raise ConfigError(f"{place}: the chat template has written more than {most} characters by then")
@@ -45,9 +53,9 @@ def render(conversations: Sequence[list[dict[str, Any]]], tokenizer: Any, where:
     return [text for texts in parts for text in texts]
 
 
-def _rendered(messages: list[dict[str, Any]], tokenizer: Any, place: str) -> str:
+def _rendered(messages: list[dict[str, Any]], tokenizer: Any, place: str, generating: bool) -> str:
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generating))
     except MemoryError:
         raise
     except Exception as error:  # a template may raise whatever Python does

@@ -2,9 +2,11 @@
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ class Table:
     columns: list[str]
     rows: Sequence[Mapping[str, Any]]
     """The rows; each has a value or None for every column."""
+    place: Callable[[int], str]
+    """The place of a row, from 0, in words: its file, and the line or the number in it."""
 
 
 def open_split(path: str, name: str) -> Table:
@@ -59,9 +63,9 @@ def _splits(path: Path) -> dict[str, Callable[[], Table]]:
             raise ConfigError(f"data.path {path}: should end in one of {', '.join(SUFFIXES)}")
         return {"train": partial(_read_file, path)}
     if (path / "dataset_dict.json").is_file():
-        return {str(name): partial(_from_dataset, part) for name, part in _load(path).items()}
+        return {str(name): partial(_from_dataset, part, path / str(name)) for name, part in _load(path).items()}
     if (path / "state.json").is_file():
-        return {"train": partial(_from_dataset, _load(path))}
+        return {"train": partial(_from_dataset, _load(path), path)}
     return _files(path)
 
 
@@ -94,7 +98,14 @@ def _read_parts(files: Sequence[Path]) -> Table:
     columns = list(dict.fromkeys(column for table in tables for column in table.columns))
     if len(tables) == 1:
         return tables[0]
-    return Table(columns, [{name: row.get(name) for name in columns} for table in tables for row in table.rows])
+    starts = [0, *accumulate(len(table.rows) for table in tables)]
+
+    def place(row: int) -> str:
+        part = bisect_right(starts, row) - 1
+        return tables[part].place(row - starts[part])
+
+    rows = [{name: row.get(name) for name in columns} for table in tables for row in table.rows]
+    return Table(columns, rows, place)
 
 
 def _load(path: Path) -> Any:
@@ -132,17 +143,18 @@ def _plain_names(file: Path, names: Any) -> list[str]:
     return list(names)
 
 
-def _from_dataset(dataset: Any) -> Table:
-    return Table(list(dataset.column_names), dataset.with_format(None))
+def _from_dataset(dataset: Any, path: Path) -> Table:
+    return Table(list(dataset.column_names), dataset.with_format(None), lambda row: f"{path}, row {row}")
 
 
 def _read_file(path: Path) -> Table:
     check_regular(path, "data.path")
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    rows = _read_json(path)
+    rows, unit, numbers = _read_json(path)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return Table(columns, [{column: row.get(column) for column in columns} for row in rows])
+    whole = [{column: row.get(column) for column in columns} for row in rows]
+    return Table(columns, whole, lambda row: f"{path}, {unit} {numbers[row]}")
 
 
 def _read_parquet(path: Path) -> Table:
@@ -164,11 +176,12 @@ def _read_parquet(path: Path) -> Table:
 
     list(bounded(readable, f"data.path {path}", memory=memory, seconds=LEAST_S + memory / SPEED))
     table = pyarrow.parquet.read_table(path)
-    return Table(table.column_names, table.to_pylist())
+    return Table(table.column_names, table.to_pylist(), lambda row: f"{path}, row {row}")
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    """Reads an object per line or, in a .json file, also one array of objects.
+def _read_json(path: Path) -> tuple[list[dict[str, Any]], str, list[int]]:
+    """Reads an object per line or, in a .json file, also one array of objects; the rows, what each is called, and its
+    number in the file.
 
     Does not use `datasets`, whose Arrow types would turn a label such as "2024-05-01" into a time.
     """
@@ -183,7 +196,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     for number, row in numbered:
         if not isinstance(row, dict):
             raise ConfigError(f"data.path {path}, {unit} {number}: should be a JSON object, got {type(row).__name__}")
-    return [row for _, row in numbered]
+    return [row for _, row in numbered], unit, [number for number, _ in numbered]
 
 
 def _text_of(path: Path) -> str:

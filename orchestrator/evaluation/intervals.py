@@ -34,6 +34,24 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     return Interval(mean, mean - half, mean + half)
 
 
+def ratio_interval(totals: Sequence[float], counts: Sequence[int], confidence: float = 0.95) -> Interval:
+    """Interval of the mean of numbers that come in groups of different sizes: sum of `totals` over sum of `counts`.
+
+    Groups are independent, the numbers in one are not: the ratio's linearised variance (Cochran 1977, Sampling
+    Techniques, eq. 6.13), with Student's t. One group alone has no bounds. ValueError as for `mean_interval`.
+    """
+    _check_confidence(confidence)
+    if not len(totals) or not all(math.isfinite(total) for total in totals):
+        raise ValueError("totals: should be finite numbers, at least one")
+    size, number = sum(counts), len(totals)
+    ratio = sum(totals) / size
+    if number == 1:
+        return Interval(ratio, math.nan, math.nan)
+    squares = sum((total - ratio * count) ** 2 for total, count in zip(totals, counts, strict=True))
+    half = student_t((1 + confidence) / 2, number - 1) * math.sqrt(number / (number - 1) * squares) / size
+    return Interval(ratio, ratio - half, ratio + half)
+
+
 def over_prompts(values: Sequence[tuple[int, float]], confidence: float = 0.95) -> Interval:
     """Interval of the mean over prompts of each prompt's mean, from (prompt's row, value) pairs.
 

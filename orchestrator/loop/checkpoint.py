@@ -8,16 +8,57 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from orchestrator.config.checkpoint import CheckpointConfig
+from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.learners.learner import LOSSES, Learner
-from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, latest, number
-from orchestrator.loop.state import TrainState
+from orchestrator.learners.learner import LOSSES
+from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, number
 from quartet.folders import make, remove, rename, write
 from quartet.learner.layout import LAYOUT
-from quartet.wire.errors import ServiceError
+from quartet.wire.errors import NotFinite, ServiceError
+
+
+class LoopState(Protocol):
+    """The state of a loop between two steps."""
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Consecutive optimizer steps up to now whose gradient was not finite."""
+
+    def model_dump_json(self, *, indent: int | None = None) -> str:
+        """The state as JSON, as pydantic writes it."""
+
+
+class Snapshotted(Protocol):
+    """A learner whose state goes into checkpoints, see Learner."""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder in a checkpoint."""
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies its state after `step` for its folder in `checkpoint`; without copies, writes it now."""
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+
+
+def end_if_stuck(state: LoopState, config: SnapshotsConfig, last_step: Callable[[], int | None]) -> None:
+    """Raises NotFinite after too many steps in a row that changed nothing; `last_step` is the last checkpoint's."""
+    if state.skipped_in_a_row < config.max_skipped_steps:
+        return
+    last = last_step()
+    raise NotFinite(
+        f"step {state.step}: {state.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
+        f"(checkpoint.max_skipped_steps: {config.max_skipped_steps}). "
+        + ("There is no checkpoint" if last is None else f"The last good checkpoint is of step {last}; --resume")
+        + ("" if last is None else " goes on from there, for instance with a lower learning rate")
+    )
 
 
 class Checkpoints:
@@ -26,8 +67,8 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        config: CheckpointConfig,
-        learners: Sequence[Learner],
+        config: SnapshotsConfig,
+        learners: Sequence[Snapshotted],
         journal: ExperienceJournal | None,
         note: Callable[[str], None],
     ) -> None:
@@ -43,10 +84,10 @@ class Checkpoints:
 
     def last_step(self) -> int | None:
         """Step of the last checkpoint on disk, if there is one."""
-        last = latest(self._folder)
-        return last.state.step if last else None
+        checkpoints = complete(self._folder)
+        return number(checkpoints[-1]) if checkpoints else None
 
-    async def first(self, state: TrainState) -> None:
+    async def first(self, state: LoopState) -> None:
         """Takes the first checkpoint, to which a run can always return. Returns when it is on disk.
 
         Raises:
@@ -56,7 +97,7 @@ class Checkpoints:
             await self._take(state)
             await self._settled(required=True)
 
-    async def take_if_due(self, state: TrainState) -> None:
+    async def take_if_due(self, state: LoopState) -> None:
         """Takes a checkpoint if one is due. Returns when all state is copied; writing continues in the background.
 
         While optimizer steps are skipped because their gradient is not finite, none is taken, so that the last good
@@ -87,7 +128,7 @@ class Checkpoints:
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
-    async def _take(self, state: TrainState) -> None:
+    async def _take(self, state: LoopState) -> None:
         # A new name, because a critic may still be writing a killed run's checkpoint.
         aside = self._folder / f".{PREFIX}{state.step:06d}.{secrets.token_hex(4)}.writing"
         make(aside)
@@ -97,7 +138,7 @@ class Checkpoints:
                     group.create_task(learner.take_snapshot(aside, state.step, copies=self._config.background))
         self._writing = asyncio.create_task(self._write(aside, state))
 
-    async def _write(self, aside: Path, state: TrainState) -> None:
+    async def _write(self, aside: Path, state: LoopState) -> None:
         with _gone_if_it_fails(aside):
             async with asyncio.TaskGroup() as group:
                 for learner in self._learners:
@@ -120,7 +161,7 @@ class Checkpoints:
                     "critic, must be one folder, on a disk that all nodes share"
                 )
 
-    def _complete(self, aside: Path, state: TrainState) -> None:
+    def _complete(self, aside: Path, state: LoopState) -> None:
         with _gone_if_it_fails(aside):
             write(aside / STATE, state.model_dump_json(indent=1) + "\n")
             target = self._folder / f"{PREFIX}{state.step:06d}"

@@ -2,27 +2,39 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
 
 from pydantic import ValidationError
 
 from orchestrator.loop.state import TrainState
-from quartet.config.base import ConfigError
+from quartet.config.base import Config, ConfigError
 from quartet.folders import remove
 
 STATE = "state.json"
 PREFIX = "step-"
 
 
+State = TypeVar("State", bound=Config)
+
+
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Generic[State]):
     """A complete checkpoint."""
 
     folder: Path
-    state: TrainState
+    state: State
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in `folder`, or None.
+@overload
+def latest(folder: Path) -> Checkpoint[TrainState] | None: ...
+
+
+@overload
+def latest(folder: Path, kind: type[State]) -> Checkpoint[State] | None: ...
+
+
+def latest(folder: Path, kind: type[Any] = TrainState) -> Checkpoint[Any] | None:
+    """The newest checkpoint in `folder`, or None; its state is of this kind.
 
     Raises:
         ConfigError: its state cannot be read.
@@ -31,7 +43,7 @@ def latest(folder: Path) -> Checkpoint | None:
         return None
     path = checkpoints[-1] / STATE
     try:
-        return Checkpoint(checkpoints[-1], TrainState.model_validate_json(path.read_text(encoding="utf-8")))
+        return Checkpoint(checkpoints[-1], kind.model_validate_json(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise ConfigError(
             f"{path}: cannot be read as a checkpoint's state ({error}); remove {checkpoints[-1]} to resume from "

@@ -13,7 +13,7 @@ from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
 from orchestrator.learners.learner import Learner, Update
 from orchestrator.loop.batch import Batch
-from orchestrator.loop.checkpoint import Checkpoints
+from orchestrator.loop.checkpoint import Checkpoints, end_if_stuck
 from orchestrator.loop.estimate import (
     Advantages,
     Distance,
@@ -30,7 +30,6 @@ from orchestrator.monitoring.record import Record
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
 from quartet.wire.codec import Floats
-from quartet.wire.errors import NotFinite
 
 SKIPPED = "skipped_in_a_row"
 """Metric of each learner with the number of its skipped optimizer steps in a row."""
@@ -158,20 +157,7 @@ class Trainer:
         metrics = report.metrics() | {"seconds/step": report.elapsed_s}
         self._record.step(done.step, metrics | self._waits.step(done.step))
         self._mismatch.check(done.step, metrics)
-        self._end_if_stuck(done)
-
-    def _end_if_stuck(self, state: TrainState) -> None:
-        """Raises NotFinite after too many steps in a row that changed nothing."""
-        config = self._config.checkpoint
-        if state.skipped_in_a_row < config.max_skipped_steps:
-            return
-        last = self._checkpoints.last_step()
-        raise NotFinite(
-            f"step {state.step}: {state.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
-            f"(checkpoint.max_skipped_steps: {config.max_skipped_steps}). "
-            + ("There is no checkpoint" if last is None else f"The last good checkpoint is of step {last}; --resume")
-            + ("" if last is None else " goes on from there, for instance with a lower learning rate")
-        )
+        end_if_stuck(done, self._config.checkpoint, self._checkpoints.last_step)
 
     async def _take(self, state: TrainState, stream: Stream, publishing: Publishing, report: StepReport) -> Batch:
         """The next batch, with the critic's values and the policy's own log-probs from before the update; without

@@ -28,7 +28,7 @@ FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"
 _RUN_OUTPUTS = (FILE, TRACE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _YEAR_10000 = 253_402_300_800
-_OWN_EVALUATION_METRICS = {"score", "score_low", "score_high", "kl", "length", "truncated"}
+_OWN_EVALUATION_METRICS = {"score", "score_low", "score_high", "kl", "length", "truncated", "loss", "accuracy"}
 
 
 class Sink(Protocol):

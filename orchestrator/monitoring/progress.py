@@ -58,7 +58,8 @@ class TimeLeft:
 
 
 class Headline:
-    """The most important figures: the score, the KL, and the last evaluation's judges or score."""
+    """The most important figures: the score, the KL, and the last evaluation's judges or score; of a training on
+    examples the loss, and its held-out accuracy or loss."""
 
     def __init__(self) -> None:
         self._held_out: dict[str, float] = {}
@@ -66,7 +67,8 @@ class Headline:
     def update(self, metrics: Mapping[str, float]) -> str:
         """The figures of a step as text. Those of an evaluation stay until the next one."""
         self._held_out = _held_out(metrics) or self._held_out
-        named = {"score": metrics.get("score/mean"), "KL": metrics.get("kl/reference"), **self._held_out}
+        own = {"score": "score/mean", "KL": "kl/reference", "loss": "train/loss"}
+        named = {name: metrics.get(metric) for name, metric in own.items()} | self._held_out
         return "  ".join(f"{name} {value:.2f}" for name, value in named.items() if value is not None)
 
 
@@ -162,10 +164,12 @@ def duration(seconds: float) -> str:
 
 
 def _held_out(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Judge -> score, or without judges the held-out score; empty if there was no evaluation."""
+    """Judge -> score, or without judges the held-out score, accuracy or loss; empty if there was no evaluation."""
     if judges := judge_names(metrics):
         return {name: metrics[f"eval/{name}"] for name in judges}
-    return {"held-out": metrics["eval/score"]} if "eval/score" in metrics else {}
+    names = {"score": "held-out", "accuracy": "held-out accuracy", "loss": "held-out loss"}
+    found = [(shown, metrics[f"eval/{name}"]) for name, shown in names.items() if f"eval/{name}" in metrics]
+    return dict(found[:1])
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:

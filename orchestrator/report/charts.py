@@ -38,7 +38,7 @@ def sections(judges: Sequence[str], *, stale: bool) -> dict[str, list[Chart]]:
         stale: True if the run trained on samples of older versions.
     """
     return {
-        "Learning": [SCORE, _judges(judges)],
+        "Learning": [SCORE, _judges(judges), LOSS, ACCURACY],
         "Policy": [KL, CLIPPED, ENTROPY, MISMATCH, CORRECTION, *([AGE] if stale else [])],
         "Value function and responses": [VALUE, RESPONSES],
         "Time": [SECONDS, THROUGHPUT],
@@ -78,6 +78,24 @@ SCORE = _chart(
         "score",
         Line("score/mean", "training batch", "blue"),
         Line("eval/score", "held out", "orange", held_out=True),
+    ),
+)
+LOSS = _chart(
+    "Loss",
+    "Of the objective on the examples. Held-out ones with 95 % intervals.",
+    _panel(
+        "nats",
+        Line("train/loss", "training batch", "blue"),
+        Line("eval/loss", "held out", "orange", held_out=True),
+    ),
+)
+ACCURACY = _chart(
+    "Accuracy",
+    "Share of comparisons whose preferred answer has the higher score. Held-out ones with 95 % intervals.",
+    _panel(
+        "% of comparisons",
+        Line("train/accuracy", "training batch", "blue", scale=100),
+        Line("eval/accuracy", "held out", "orange", held_out=True, scale=100),
     ),
 )
 KL = _chart(

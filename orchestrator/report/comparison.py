@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +87,25 @@ class Comparison:
             change=_over_prompts([(row, second - first) for row, first, second in valued]),
             wins=win_rate(after, before) if more_is_better and valued else None,
         )
+
+
+def measures_of_examples(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Measure], list[int]]:
+    """Held-out accuracy and loss of a training on examples, at its first and its last evaluation; and the steps of
+    these two, or of the only one. Nothing of a run without."""
+    evaluated = [line for line in metrics if "eval/loss" in line]
+    ends = [*evaluated[:1], *evaluated[1:][-1:]]
+    names = {"accuracy": "% of comparisons", "loss": "nats"}
+    measures = []
+    for name, unit in names.items() if ends and "eval/score" not in ends[0] else ():
+        if f"eval/{name}" not in ends[0]:
+            continue
+        scale = 100.0 if name == "accuracy" else 1.0
+        before, *after = (
+            Interval(*(scale * line.get(f"eval/{name}{bound}", math.nan) for bound in ("", "_low", "_high")))
+            for line in ends
+        )
+        measures.append(Measure(f"held-out {name}", unit, before, after[0] if after else None, None, None))
+    return measures, [int(line["step"]) for line in ends]
 
 
 def read_comparison(run_dir: Path) -> Comparison | None:

@@ -16,7 +16,7 @@ from orchestrator.evaluation.results import EvaluatedSample
 from orchestrator.monitoring.metrics import FILE, TRACE, judge_names, read_metrics
 from orchestrator.monitoring.progress import duration
 from orchestrator.report.charts import WAITING, sections
-from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, read_comparison
+from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, measures_of_examples, read_comparison
 from orchestrator.report.last_steps import draw_last_steps
 from orchestrator.report.svg import Metrics, draw
 from orchestrator.tracing.shares import WALL
@@ -25,6 +25,7 @@ _ABOUT_RESULT = (
     "Responses to held-out prompts, sampled at the training temperature, with 95 % intervals over prompts. "
     "The win rate is the share of pairs of responses in which the later one scores higher; a tie counts one half."
 )
+_ABOUT_EXAMPLES = "On examples that are not trained on, with 95 % intervals."
 _ABOUT_SAMPLES = "Taken at even distances from the held-out prompts, not picked."
 
 
@@ -42,7 +43,7 @@ def write_report(run_dir: Path) -> Path:
     pairs = spread(comparison.pairs(), 5) if comparison else []
     parts = [
         _header(run_dir.resolve().name, metrics),
-        _result(comparison) if comparison else "",
+        _result(comparison) if comparison else _result_of_examples(metrics),
         _charts(metrics, draw_last_steps(run_dir / TRACE)),
         _samples(pairs) if pairs else "",
         _configuration(run_dir / "config.yaml"),
@@ -59,13 +60,17 @@ def summary_table(run_dir: Path) -> Table:
     Raises:
         ConfigError: an evaluation's file holds something else than samples.
     """
-    comparison = read_comparison(run_dir)
-    if comparison is None:
+    if comparison := read_comparison(run_dir):
+        title, headings, measures = "Held-out prompts", _headings(comparison), comparison.measures()
+    else:
+        measures, steps = measures_of_examples(read_metrics(run_dir / FILE) if (run_dir / FILE).exists() else [])
+        title, headings = "Held-out examples", _headings_at(*steps) if steps else []
+    if not measures:
         return Table("No evaluation was recorded", box=SIMPLE_HEAD)
-    table = Table(box=SIMPLE_HEAD, title="Held-out prompts")
-    for heading in _headings(comparison):
+    table = Table(box=SIMPLE_HEAD, title=title)
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "" else "right")
-    for measure in comparison.measures():
+    for measure in measures:
         cells = [(measure.name, measure.unit), *_cells(measure)]
         table.add_row(*(Text(value).append(f"\n{below}", style="dim") for value, below in cells))
     return table
@@ -109,7 +114,7 @@ def _page(title: str, body: str) -> str:
 def _header(name: str, metrics: Metrics) -> str:
     facts = []
     if metrics:
-        facts.append(f"{int(metrics[-1]['step']):,} PPO steps")
+        facts.append(f"{int(metrics[-1]['step']):,} steps")
         facts.append(duration(sum(line.get(WALL, line.get("seconds/step", 0.0)) for line in metrics)))
         facts.append(f"{datetime.fromtimestamp(metrics[-1]['time'], UTC):%d %B %Y, %H:%M} UTC")
     about = " · ".join(facts) or "Nothing was recorded."
@@ -117,14 +122,23 @@ def _header(name: str, metrics: Metrics) -> str:
 
 
 def _result(comparison: Comparison) -> str:
-    headings = "".join(f"<th scope=col>{heading}</th>" for heading in _headings(comparison))
+    return _table(_headings(comparison), comparison.measures(), _ABOUT_RESULT)
+
+
+def _result_of_examples(metrics: Metrics) -> str:
+    measures, steps = measures_of_examples(metrics)
+    return _table(_headings_at(*steps), measures, _ABOUT_EXAMPLES) if measures else ""
+
+
+def _table(names: list[str], measures: list[Measure], about: str) -> str:
+    headings = "".join(f"<th scope=col>{heading}</th>" for heading in names)
     rows = []
-    for measure in comparison.measures():
+    for measure in measures:
         unit = f"<small>{escape(measure.unit)}</small>" if measure.unit else ""
         cells = "".join(f"<td>{value}<small>{bounds}</small></td>" for value, bounds in _cells(measure))
         rows.append(f"<tr><th scope=row>{escape(measure.name)}{unit}</th>{cells}</tr>")
     return (
-        f'<section><h2>Result</h2><p class="note">{_ABOUT_RESULT}</p><div class="card scroll"><table>'
+        f'<section><h2>Result</h2><p class="note">{about}</p><div class="card scroll"><table>'
         f"<thead><tr>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
@@ -175,9 +189,12 @@ def _configuration(path: Path) -> str:
 
 
 def _headings(comparison: Comparison) -> list[str]:
-    after = f"Step {comparison.after.step}" if comparison.after else "After"
-    before = f"Step {comparison.before.step}" if comparison.before.step else "Before"
-    return ["", before, after, "Change", "Win rate"]
+    return _headings_at(comparison.before.step, comparison.after.step if comparison.after else None)
+
+
+def _headings_at(before: int, after: int | None = None) -> list[str]:
+    first = f"Step {before}" if before else "Before"
+    return ["", first, "After" if after is None else f"Step {after}", "Change", "Win rate"]
 
 
 def _cells(measure: Measure) -> list[tuple[str, str]]:

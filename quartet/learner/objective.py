@@ -49,7 +49,8 @@ class Micro:
     mask: Tensor
     """[R, C] bool, True at sampled tokens that are trained on; nowhere if `rows` is empty."""
     columns: Mapping[str, Tensor]
-    """[R, C] float32 by name, zeros at tokens that were not sampled; those of the batch that the objective names."""
+    """float32 by name, those of the batch that the objective names: [R, C], zeros at tokens that were not sampled; or
+    in the order of `pairs` one number for each trajectory."""
     tokens: int
     """Tokens that are trained on in the whole minibatch."""
     trajectories: int

@@ -14,6 +14,7 @@ from quartet.learner.minibatches import Means, minibatches, weight_of
 from quartet.learner.objective import Micro, Objective, Terms
 from quartet.learner.reductions import factors, units
 from quartet.learner.shards import Pass
+from quartet.models.device import on_device
 from quartet.models.sequences import PairTensors
 from quartet.wire.codec import Floats
 
@@ -51,12 +52,16 @@ class Trainer:
         self._kept = Kept(Columns.of_pairs([], []), [])
 
     @torch.no_grad()
-    def evaluate(self, batch: Columns, outputs: Callable[[Any, PairTensors], Tensor]) -> Floats:
-        """The model's numbers for the sampled tokens of a batch: `outputs(model, pairs)`, [R, C] -> [M]."""
+    def evaluate(
+        self, batch: Columns, outputs: Callable[[Any, PairTensors], Tensor], *, last: bool = False
+    ) -> Floats:
+        """The model's numbers for the sampled tokens of a batch: `outputs(model, pairs)`, [R, C] -> [M]. With `last`
+        the model sees the last token of each trajectory too."""
         prompts, responses = batch.prompts, batch.responses
         by_row: dict[int, Floats] = {}
         for each in self.learner.passes(prompts, responses):
-            pairs = self.learner.tensors([prompts[i] for i in each.rows], [responses[i] for i in each.rows])
+            some = [prompts[i] for i in each.rows], [responses[i] for i in each.rows]
+            pairs = self.learner.tensors(*some, last=last)
             numbers = outputs(self.learner.model, pairs)
             if each.counts:
                 by_row |= dict(zip(each.rows, pairs.unpad(numbers), strict=True))
@@ -142,13 +147,12 @@ class Trainer:
             pairs = self.learner.tensors(list(own.prompts), list(own.responses), last=objective.last)
             sampled = None if own.single_turn else _rows(own, own.response_mask)
             marks = sampled if "trained" not in own else _rows(own, own.on_responses(own["trained"]))
-            columns = {name: _rows(own, own.on_responses(own[name])) for name in own.columns if name != "trained"}
             return Micro(
                 rows=[chosen[i] for i in rows] if one.counts else (),
                 pairs=pairs,
                 sampled=pairs.trained(sampled),
                 mask=pairs.trained(marks, counts=one.counts),
-                columns={name: pairs.spread(numbers) for name, numbers in columns.items()},
+                columns={name: _placed(own, name, pairs) for name in own.columns if name != "trained"},
                 tokens=tokens,
                 trajectories=trajectories,
                 factors=None if scales is None else pairs.spread(_constant([scales[i] for i in rows], pairs.lengths)),
@@ -170,6 +174,14 @@ def _minibatches(count: int, schedule: Schedule, group: int) -> Iterator[list[in
         raise ValueError(f"a batch of {count} and minibatches of {size} do not hold groups of {group} trajectories")
     for chosen in minibatches(count // group, epochs=schedule.epochs, size=size // group, seed=schedule.seed):
         yield [group * index + member for index in chosen for member in range(group)]
+
+
+def _placed(batch: Columns, name: str, pairs: PairTensors) -> Tensor:
+    """A column where the model has its outputs, [R, C]; one of a number for each trajectory as [rows]."""
+    kind, numbers = batch.columns[name]
+    if kind == "row":
+        return on_device(numbers.astype(np.float32), pairs.input_ids.device)
+    return pairs.spread(_rows(batch, batch.on_responses(numbers)))
 
 
 def _rows(batch: Columns, numbers: np.ndarray) -> list[np.ndarray]:

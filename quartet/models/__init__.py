@@ -1,4 +1,5 @@
 """Hugging Face models: loading, scalar heads, padding and packing, offload, and their arithmetic.
 
-May import config, seams and wire. learner, objectives, ranks, weight_transfer, services and orchestrator import it.
+May import config, seams and wire. learner, objectives, orchestrator, ranks, recipes, services and
+weight_transfer import it.
 """

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,18 @@ def load_body(path: str, dtype: str, attention: str = "sdpa", *, packing: bool =
 
 
 def _load(
-    kind: Any, path: str, dtype: str, attention: str = "sdpa", packing: bool = False, devices: str | None = None
+    kind: Any,
+    path: str,
+    dtype: str,
+    attention: str = "sdpa",
+    packing: bool = False,
+    devices: str | None = None,
+    *,
+    new: Sequence[str] = (),
+    **entries: Any,
 ) -> nn.Module:
+    """The model in `path`, in whose files the weights `new` may be missing; `entries` replace those of its
+    configuration."""
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise ConfigError(
             "attn_implementation: flash_attention_2 needs an NVIDIA GPU and the package flash-attn, which this "
@@ -92,7 +102,9 @@ def _load(
     capped = attention == "sdpa" and _caps_attention(path)
     if capped:
         taken = "eager"
-    model = _whole(kind, path, dtype=getattr(torch, dtype), attn_implementation=taken, device_map=devices)
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": taken, "device_map": devices}
+    with _quiet() if new else nullcontext():  # transformers advises to train what is new, as is about to happen
+        model = _whole(kind, path, new=new, **options, **entries)
     if packing and (problem := packed.problem(model, path, attention)):
         raise ConfigError(f"packing: {problem}")
     padded.use_in(model)
@@ -139,9 +151,16 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _whole(kind: Any, path: str, headers: dict[str, torch.Tensor] | None = None, **options: Any) -> nn.Module:
+def _whole(
+    kind: Any,
+    path: str,
+    headers: dict[str, torch.Tensor] | None = None,
+    *,
+    new: Sequence[str] = (),
+    **options: Any,
+) -> nn.Module:
     """The model in `path`; with `headers`, of these tensors instead of those in its files. transformers would make up
-    weights that are missing or have another shape."""
+    weights that are missing or have another shape, which the weights `new` alone may be."""
     config = load_config(path)
     source: Any = kind
     place: str | None = path
@@ -156,7 +175,7 @@ def _whole(kind: Any, path: str, headers: dict[str, torch.Tensor] | None = None,
         if place is None and model.can_generate() and (Path(path) / GENERATION_CONFIG_NAME).exists():
             GenerationConfig.from_pretrained(path)
     found: nn.Module = model
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted({*told["missing_keys"]} - {*new}):
         raise ConfigError(
             f"model: {path} lacks {_some(missing)}, which would be random; it should hold all weights of "
             f"{type(model).__name__}"

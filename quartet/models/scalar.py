@@ -1,5 +1,7 @@
 """Models with one number per position: reward models and critics."""
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from quartet.config.base import ConfigError
-from quartet.models.loading import _load, check_whole, load_body
+from quartet.models.loading import _load, check_whole, load_body, load_config
+from quartet.models.numerics import widen
 from quartet.models.sequences import PairTensors
 
+HEAD = "score"
+"""Name of the head in transformers' sequence-classification models of causal architectures."""
 VALUE_HEAD = "value_head"
 """A saved critic's head: its file is `<this>.safetensors`, its tensors `<this>.weight` and `<this>.bias`."""
 
@@ -32,14 +37,20 @@ class ScalarModel(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, pairs: PairTensors) -> torch.Tensor:
-        """[R, L] float32, the head's output at every token."""
+        """[R, L], the head's output at every token, at least in float32."""
         hidden = self.body(**pairs.inputs, use_cache=False).last_hidden_state
-        scalars: torch.Tensor = self.head(hidden).squeeze(-1).float()
-        return scalars
+        return widen(self.head(hidden).squeeze(-1))
 
     def gradient_checkpointing_enable(self) -> None:
         """Turns on gradient checkpointing in the body."""
         self.body.gradient_checkpointing_enable()  # type: ignore[operator]
+
+
+def outputs_of(model: Any, pairs: PairTensors) -> torch.Tensor:
+    """[R, C]: in each column a ScalarModel's output at that response token, which `pairs` have to hold to the last;
+    of the last one of a response it is the score."""
+    outputs: torch.Tensor = model(pairs)[:, pairs.predictors + 1]
+    return outputs
 
 
 def values_of(model: Any, pairs: PairTensors) -> torch.Tensor:
@@ -64,14 +75,49 @@ def _width(config: Any) -> int:
     return int(getattr(text, "word_embed_proj_dim", text.hidden_size))
 
 
-def load_scalar(path: str, dtype: str, *, packing: bool = False) -> ScalarModel:
+def load_scalar(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
     """A sequence-classification model of one label as a ScalarModel. ConfigError if it has no linear head, or with
     `packing` if its attention cannot keep packed pairs apart."""
-    full: Any = _load(AutoModelForSequenceClassification, path, dtype, packing=packing)
+    full: Any = _load(AutoModelForSequenceClassification, path, dtype, attention, packing=packing)
     head = _head(full, path)
-    model = ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
+    model = _scalar(full, head)
     model.head.load_state_dict(head.state_dict())
     return model
+
+
+def load_reward(path: str, dtype: str, attention: str = "sdpa", *, packing: bool = False) -> ScalarModel:
+    """The reward model to train from `path`: a sequence-classification model as it is, or the body of another one,
+    such as a language model, under a new head. ConfigError as for `load_scalar`; of the second only the head may be
+    missing."""
+    if any("SequenceClassification" in name for name in load_config(path).architectures or ()):
+        return load_scalar(path, dtype, attention, packing=packing)
+    new = (f"{HEAD}.weight",)
+    full: Any = _load(
+        AutoModelForSequenceClassification, path, dtype, attention, packing=packing, new=new, num_labels=1
+    )
+    return _scalar(full, _head(full, path))
+
+
+def _scalar(full: Any, head: nn.Linear) -> ScalarModel:
+    return ScalarModel(getattr(full, full.base_model_prefix), bias=head.bias is not None)
+
+
+def write_reward(model: ScalarModel, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Writes a sequence-classification model of one label, which `load_scalar` reads.
+
+    Args:
+        model: the model, whose configuration is written.
+        folder: the folder.
+        weights: those of a ScalarModel by name, `body...` and `head...`.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        full: Any = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+    names = {"body": full.base_model_prefix, "head": HEAD}
+    parts = ((name.partition("."), tensor) for name, tensor in weights.items())
+    state = {f"{names[part]}.{rest}": tensor.detach().cpu() for (part, _, rest), tensor in parts}
+    full.save_pretrained(folder, state_dict=state)
 
 
 def check_scalar(path: str) -> None:
@@ -80,7 +126,7 @@ def check_scalar(path: str) -> None:
 
 
 def _head(full: Any, path: str) -> nn.Linear:
-    head = getattr(full, "score", None)
+    head = getattr(full, HEAD, None)
     if not isinstance(head, nn.Linear):
         raise ConfigError(f"model: {path} has no linear `score` head; causal architectures have one")
     if head.out_features != 1:

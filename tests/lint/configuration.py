@@ -12,6 +12,8 @@ from pydantic_core import PydanticUndefined
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.facts import Facts
+from orchestrator.supervised.registry import TRAININGS
+from quartet.config.base import Config
 from quartet.config.explain import shown
 from quartet.security.port import SecurityConfig
 
@@ -66,8 +68,10 @@ PARTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Orchestrator", "orchestrator", OrchestratorConfig),
     *((f"Service {name}", f"services.{name}", service.config) for name, service in SERVICES.items()),
     ("Security", "security", SecurityConfig),
+    *((f"File of `quartet {name}`", name, training) for name, training in TRAININGS.items()),
 )
-"""Title, place in a file of facts, and section. In a whole file a service's keys are its application's `args:`."""
+"""Title, place in a file of facts, and section. In a whole file a service's keys are its application's `args:`; a
+training's are at the top of its own file."""
 
 
 def page() -> str:
@@ -88,10 +92,14 @@ def _section(
     that mean the same in another. `rows` holds what was told: a row with its place, and of which kind it was."""
     told[section] = place
     shared: dict[str, list[str]] = {}
+    further: dict[str, list[str]] = {}
     yield f"{' '.join((section.__doc__ or '').split())}\n"
     yield "| key | value | meaning |\n|---|---|---|"
     inner: list[tuple[type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
+        if (known := _told_before(section, name, told)) and not field.is_required():
+            further.setdefault(known, []).append(f"`{name}`")
+            continue
         meaning = " ".join((field.description or "").split())
         nested = list(_sections(field.annotation))
         new = [each for each in nested if each not in told]
@@ -106,11 +114,28 @@ def _section(
             shared.setdefault(told_before, []).append(f"`{name}`")
             continue
         yield f"| `{name}` | {value} | {meaning.replace('|', chr(92) + '|')} |"
+    for other, names in further.items():
+        yield f"\nAs in `{other}`: {', '.join(names)}."
     for kind, names in shared.items():
         yield f"\nAs{kind}: {', '.join(names)}."
     for each, where in inner:
         yield f"\n### `{where}`{_kind(each)}\n"
         yield from _section(each, where, told, rows)
+
+
+def _told_before(section: type[BaseModel], name: str, told: dict[type[BaseModel], str]) -> str:
+    """The place of another section in which the same field was told, as both have it of one base; else empty."""
+    bases = [base for base in section.__mro__ if base not in (Config, BaseModel) and issubclass(base, BaseModel)]
+    for other, place in told.items():
+        common = [base for base in bases if issubclass(other, base) and name in base.model_fields]
+        if place != told[section] and common and _same(other.model_fields[name], section.model_fields[name]):
+            return place
+    return ""
+
+
+def _same(one: FieldInfo, other: FieldInfo) -> bool:
+    parts = [(field.description, field.annotation, field.default) for field in (one, other)]
+    return parts[0] == parts[1]
 
 
 def _kind(section: type[BaseModel]) -> str:

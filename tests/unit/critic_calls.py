@@ -11,13 +11,13 @@ from protos import critic_pb2 as pb
 from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig
 from quartet.ranks.group import RankGroup
+from quartet.ranks.thread_rank import ThreadRank
 from quartet.wire.codec import unpack_floats, unpack_metrics
 from services.critic.config import CriticConfig
 from services.critic.replica import Critic
 from tests import trajectories
 from tests.unit.contexts import Context
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS
-from tests.unit.thread_rank import ThreadRank
 
 
 async def start(model: Path, root: Path) -> Any:

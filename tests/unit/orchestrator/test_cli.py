@@ -118,7 +118,7 @@ async def mended(*_, **__):
         await asyncio.sleep(0)
     except asyncio.CancelledError:
         pass
-    with train._ended_like_interrupted():
+    with train.ended_like_interrupted():
         print("trains", flush=True)
         await asyncio.sleep(60)
 

@@ -73,7 +73,7 @@ def test_text_is_tokenised_with_special_tokens_and_labels_become_text(tmp_path: 
     assert [prompt.text for prompt in loaded.prompts] == ["a b", "c x", "b", "b"]
     # A label that looks like a date stays the text it was.
     assert [prompt.label for prompt in loaded.prompts] == ["42", "2024-05-01", "", ""]
-    assert (loaded.name, loaded.split, loaded.too_long) == ("train", "train", 0)
+    assert (loaded.name, loaded.too_long) == ("train", 0)
 
 
 def test_without_a_label_key_labels_are_empty(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from protos import common_pb2
 from protos import rollout_pb2 as pb
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
+from quartet.ranks.thread_rank import ThreadRank
 from services.rollout.member import WeightMember
 from tests.learner_batches import PolicyBatch
 from tests.members import LEASE, StagingEngine
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
 from tests.unit.fakes import make_config
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
-from tests.unit.thread_rank import ThreadRank
 
 Weights = dict[str, torch.Tensor]
 ROWS = [np.full(len(row), -1.0, np.float32) for row in RESPONSES]

@@ -32,13 +32,13 @@ from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
 from quartet.models.distribution import Distribution
 from quartet.ranks.group import RankGroup
+from quartet.ranks.thread_rank import ThreadRank
 from services.critic.client import Values
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
 from tests.unit.fakes import Fakes, make_config, make_prompts
-from tests.unit.thread_rank import ThreadRank
 
 STEPS = 3
 OPTIMIZER = {"learning_rate": 1e-3}

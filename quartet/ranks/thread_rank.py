@@ -1,4 +1,4 @@
-"""The only rank of a learner in a thread of the test's process, which saves the start of another."""
+"""The only rank of a learner, in a thread of this process: no other process has to start, and none can be lost."""
 
 import asyncio
 import functools

@@ -1,0 +1,110 @@
+"""Supervised fine-tuning: a language model learns to answer as the examples do."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from orchestrator.data.examples import (
+    Examples,
+    answered_chat,
+    chats_as_parts,
+    examples,
+    rows_of,
+    texts_as_parts,
+    whole_chat,
+)
+from orchestrator.evaluation.intervals import ratio_interval
+from orchestrator.supervised.contract import ExamplesConfig, Supervised
+from quartet.columns import Columns
+from quartet.learner.reductions import Reduction
+from quartet.wire.codec import Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quartet.learner.objective import Objective
+    from quartet.models.sequences import PairTensors
+
+
+class AnswersConfig(ExamplesConfig):
+    """Prompts with their answers, or whole conversations."""
+
+    response_key: str = "response"
+    """Column that holds the answer to the prompt: text, or messages of which the last one is the assistant's."""
+    messages_key: str | None = None
+    """Column that holds whole conversations, lists of messages with a role and content, in place of input_key and
+    response_key. Needs `chat_template`."""
+    replies: Literal["all", "last"] = "all"
+    """Messages of the assistant in a whole conversation that are trained on."""
+
+    @model_validator(mode="after")
+    def _conversations_are_written_by_a_template(self) -> Self:
+        if self.messages_key is not None and not self.chat_template:
+            raise ValueError("messages_key: conversations are written by a chat template; set chat_template to true")
+        return self
+
+
+class SFT(Supervised):
+    """The file of `quartet sft`: a language model, and answers that it learns to give."""
+
+    about = "Fine-tune a language model on given answers."
+    owner: ClassVar[str] = "policy"
+
+    data: AnswersConfig
+    """Prompts with their answers, or whole conversations."""
+    reduction: Reduction = "tokens"
+    """Mean of the losses over a batch, whatever passes it is divided into. tokens: over all its answers' tokens.
+    trajectories: over its examples, of the mean over the tokens of each. A number: over its examples, of the sum over
+    the tokens of each divided by that number."""
+
+    def read(self, split: str, tokenizer: Any, ends: tuple[int, ...], vocabulary: int) -> Examples:
+        """The examples of a split, see Supervised.read."""
+        data = self.data
+        if data.messages_key is not None:
+            rows = rows_of(data, split, {"messages_key": data.messages_key})
+            chats = [whole_chat(row, data.messages_key, last=data.replies == "last") for row in rows]
+            parts = chats_as_parts(chats, tokenizer, ends)
+        else:
+            rows = rows_of(data, split, {"input_key": data.input_key, "response_key": data.response_key})
+            if data.chat_template:
+                chats = [answered_chat(row, data.input_key, data.response_key) for row in rows]
+                parts = chats_as_parts(chats, tokenizer, ends)
+            else:
+                texts = [(row.text(data.input_key), row.text(data.response_key)) for row in rows]
+                prompts, answers = [prompt for prompt, _ in texts], [answer for _, answer in texts]
+                parts = texts_as_parts(prompts, answers, tokenizer, append_eos=data.append_eos)
+        return examples(split, rows, parts, max_length=self.max_length, vocabulary=vocabulary)
+
+    def load(self) -> "nn.Module":
+        """The language model."""
+        from quartet.learner.lora import add_adapters
+        from quartet.models.loading import load_causal
+
+        model = load_causal(self.model, self.dtype, self.attn_implementation, packing=self.packing)
+        return add_adapters(model, self.lora)
+
+    def objective(self) -> "Objective":
+        """The likelihood of the answers' tokens."""
+        from quartet.objectives.likelihood import Likelihood
+
+        return Likelihood(reduction=self.reduction)
+
+    def outputs(self, model: Any, pairs: "PairTensors") -> "Tensor":
+        """The log-probs of response tokens, [R, C]."""
+        from quartet.models.distribution import Distribution
+
+        return Distribution().asked_of(model, pairs)[0]
+
+    def measured(self, examples: Columns, outputs: Floats) -> dict[str, float]:
+        """`loss`, the negative log-likelihood of a token in nats, with its interval over examples."""
+        import numpy as np
+
+        totals = np.bincount(examples.owners, -outputs, minlength=len(examples))
+        loss = ratio_interval(totals.tolist(), examples.counts.tolist())
+        return {"loss": loss.mean, "loss_low": loss.low, "loss_high": loss.high}
+
+    def write(self, module: "nn.Module", folder: Path, weights: "Mapping[str, Tensor]") -> None:
+        """Writes the language model."""
+        module.save_pretrained(folder, state_dict=dict(weights))  # type: ignore[operator]

@@ -1,0 +1,167 @@
+"""Trainings on examples from a file to a model: what they write, and what a run that was ended goes on with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.commands.supervised import Order, TrainingFile
+from orchestrator.report.page import write_report
+from orchestrator.supervised.registry import TRAININGS
+from quartet.config.base import ConfigError
+from tests.unit.runs_on_disk import printed
+from tests.unit.training_runs import Runs, Stopped, measured, rows, same, weights
+
+Write = Callable[[str, list[dict[str, str]]], str]
+STEPS = 5
+"""Steps of 2 passes over 18 examples in batches of 8."""
+
+
+LONG_WARMUP = {"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
+
+
+@pytest.fixture(params=sorted(TRAININGS))
+def command(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def fields(command: str, policy_folder: Path, write: Write) -> dict[str, Any]:
+    write("train", rows(command, 18))
+    return {
+        "name": "mine",
+        "model": str(policy_folder),
+        "data": {"path": write("eval", rows(command, 6, seed=1))},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
+        "epochs": 2,
+        "batch_size": 8,
+        "evaluate_every": 2,
+        "checkpoint": {"every": 2, "background": False},
+        "log": {"tensorboard": False},
+    }
+
+
+def test_a_run_leaves_a_model_its_metrics_and_a_report(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    run = runs.run(command, fields)
+    lines = measured(run)
+    assert [line["step"] for line in lines] == [0, *range(1, STEPS + 1)]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4, 5]
+    assert all(line["eval/loss"] > 0 for line in lines if "eval/loss" in line)
+    assert [line["train/epoch"] for line in lines[1:]] == pytest.approx([8 / 18, 16 / 18, 24 / 18, 32 / 18, 2])
+    assert lines[1]["train/learning_rate"] == 1e-3 > lines[-1]["train/learning_rate"]
+    assert (run / "model" / ".quartet").read_text() == TRAININGS[command].owner
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (run / "model").iterdir()}
+    assert f"step 5/5  loss {lines[-1]['train/loss']:.2f}  held-out" in runs.said
+    page = write_report(run).read_text()
+    assert all(text in page for text in ("held-out loss", "Step 5", "Loss", "Throughput"))
+    assert ("Accuracy" in page) == (command == "reward-model")
+    assert "held-out loss" in printed(run)
+
+
+def test_a_run_that_was_ended_goes_on_bit_for_bit(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    whole = runs.run(command, fields)
+    with pytest.raises(Stopped):
+        runs.run(command, fields | {"name": "ended"}, stop_after=3)
+    assert [line["step"] for line in measured(runs.folder / "runs/ended")] == [0, 1, 2, 3]
+    ended = runs.run(command, fields | {"name": "ended"}, resume=True)
+    assert "after step 2 of 5" in runs.said
+    assert measured(ended) == measured(whole)
+    assert same(weights(ended / "model"), weights(whole / "model"))
+
+
+def test_other_examples_or_another_order_cannot_go_on(
+    command: str, fields: dict[str, Any], runs: Runs, write: Write
+) -> None:
+    with pytest.raises(Stopped):
+        runs.run(command, fields, stop_after=3)
+    with pytest.raises(ConfigError, match=r"^batch_size: not what the checkpoint of step 2 was trained with"):
+        runs.run(command, fields | {"batch_size": 6}, resume=True)
+    write("train", rows(command, 18, seed=2))
+    with pytest.raises(ConfigError, match=r"^data: not what the checkpoint of step 2 was trained with"):
+        runs.run(command, fields, resume=True)
+    with pytest.raises(ConfigError, match="already holds"):
+        runs.run(command, fields)
+
+
+def test_a_run_without_examples_to_evaluate_on(fields: dict[str, Any], command: str, runs: Runs) -> None:
+    data = f"{fields['data']['path']}/train.jsonl"
+    run = runs.run(command, fields | {"data": data, "epochs": 1, "checkpoint": {"every": 0}})
+    assert [line["step"] for line in measured(run)] == [1, 2, 3]
+    assert not any(name.startswith("eval/") for line in measured(run) for name in line)
+    assert (run / "model" / "config.json").exists()
+    assert not (run / "checkpoints").exists()
+
+
+def test_nothing_is_loaded_before_all_examples_are_read(
+    command: str, fields: dict[str, Any], runs: Runs, write: Write
+) -> None:
+    write("eval", [*rows(command, 2), {"prompt": "w5"}])
+    (Path(fields["model"]) / "config.json").exists()
+    with pytest.raises(ConfigError, match=r"eval\.jsonl, line 3: column '(response|chosen)' should hold text"):
+        runs.run(command, fields)
+    assert not (runs.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batchsize": 8}, "^batchsize: unknown field; .* did you mean batch_size?"),
+        ({"optimizer": {"learning_rate": "1e-3"}}, r"^optimizer\.learning_rate: should be a number, got '1e-3'"),
+        ({"model": "nowhere"}, "^model: no such folder on this machine"),
+        ({"data": {}}, r"^data\.path: required"),
+        ({"max_length": 4096}, "^max_length: 4096, but .* takes 128 tokens at most"),
+        ({"colocate": True, "zero_stage": 1}, "colocate gives memory to services"),
+        (
+            {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"}},
+            r"^optimizer\.warmup_steps: 5",
+        ),
+        ({"data": {"path": "nowhere.jsonl"}}, r"^data\.path: no such file or folder: nowhere\.jsonl"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    wrong: dict[str, Any], said: str, command: str, fields: dict[str, Any], runs: Runs
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        runs.run(command, fields | wrong)
+
+
+def test_ranges_of_one_split_share_no_row(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    data = fields["data"] | {"prompt_split": "train[:90%]", "eval_split": "train[80%:]"}
+    with pytest.raises(ConfigError, match=r"share 2 row\(s\) of 'train', row 14 for one"):
+        runs.run(command, fields | {"data": data})
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_each_pass_takes_every_example_once(seed: int | None) -> None:
+    order = Order(count=7, epochs=3, batch_size=4, seed=seed)
+    assert order.steps == 6
+    taken = [index for step in range(order.steps) for index in order.taken(step)]
+    passes = [taken[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(each) == list(range(7)) for each in passes)
+    assert len(order.taken(5)) == 1
+    assert (passes[0] == passes[1] == list(range(7))) == (seed is None)
+
+
+class FakePinned:
+    """Folders of a hub."""
+
+    def folder(self, name: str, kind: str, where: str) -> str:
+        """The folder that stands for a name."""
+        assert where == {"model": "model", "dataset": "data.path"}[kind]
+        return {"org/base@main": self.model, "org/chats@v1/main": "here/main"}[name]
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+
+
+def test_a_model_and_data_of_a_hub_are_fetched_and_kept_by_their_names(
+    command: str, policy_folder: Path, tmp_path: Path
+) -> None:
+    text = (
+        "name: a\nmodel: org/base@main\ndata: {path: org/chats@v1, folder: main}\noptimizer: {learning_rate: 0.1}\n"
+    )
+    (tmp_path / "a.yaml").write_text(text)
+    file = TrainingFile.load(command, tmp_path / "a.yaml", FakePinned(policy_folder))  # type: ignore[arg-type]
+    assert (file.training.model, file.training.data.path) == (str(policy_folder), "here/main")
+    assert (file.record["model"], file.record["data"]["path"]) == ("org/base@main", "org/chats@v1/main")
