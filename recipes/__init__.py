@@ -1,4 +1,4 @@
 """Makers of the demos' models and data, which need no downloads.
 
-May import quartet. Nothing imports it.
+May import orchestrator and quartet. Nothing imports it.
 """

@@ -3,25 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quartet.wire.codec import Ints
 from quartet.wire.pairs import Pair
-from recipes.common.tokenizer import EOS_ID
+from recipes.common.tokenizer import EOS_ID, SPECIALS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodedPair:
     """A pair as text and as tokens."""
 
     pair: Pair
-    prompt_ids: list[int]
+    prompt_ids: Ints
     """The prompt's tokens, `<bos>` first."""
-    response_ids: list[int]
+    response_ids: Ints
     """The response's tokens; `<eos>` is the last one if the response ended."""
 
     @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
+    def written(self) -> str:
+        """The response as text, with `<eos>` where it ended."""
+        return f"{self.pair.response} {SPECIALS[EOS_ID]}" if self.pair.ended else self.pair.response
 
 
 def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[EncodedPair]:
@@ -29,7 +32,7 @@ def encode(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast) -> list[En
     prompts = tokenizer([pair.prompt for pair in pairs]).input_ids
     responses = tokenizer([pair.response for pair in pairs], add_special_tokens=False).input_ids
     return [
-        EncodedPair(pair, prompt_ids, response_ids + [EOS_ID] * pair.ended)
+        EncodedPair(pair, _array(prompt_ids), _array(response_ids + [EOS_ID] * pair.ended))
         for pair, prompt_ids, response_ids in zip(pairs, prompts, responses, strict=True)
     ]
 
@@ -51,8 +54,13 @@ def sample(
         for text, ids, row in zip(texts, prompt_ids, outputs.tolist(), strict=True):
             response_ids = _finished(row[inputs.input_ids.shape[1] :])
             response = tokenizer.decode(response_ids, skip_special_tokens=True)
-            samples.append(EncodedPair(Pair(text, response, ended=EOS_ID in response_ids), ids, response_ids))
+            pair = Pair(text, response, ended=EOS_ID in response_ids)
+            samples.append(EncodedPair(pair, _array(ids), _array(response_ids)))
     return samples
+
+
+def _array(ids: Sequence[int]) -> Ints:
+    return np.asarray(ids, np.int32)
 
 
 def _finished(row: list[int]) -> list[int]:

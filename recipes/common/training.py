@@ -1,49 +1,59 @@
-"""The loop that every model of the recipes is trained with."""
+"""The trainings of the recipes' models, by the code of `quartet sft` and `quartet reward-model`."""
 
+import asyncio
+import io
 import os
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers.utils import logging
 
-from recipes.common.schedule import Schedule
-
-Batch = TypeVar("Batch")
+from orchestrator.commands.supervised import TrainingFile, fit
+from orchestrator.monitoring.progress import PlainProgress
+from orchestrator.supervised.registry import TRAININGS
+from recipes.common.build import write_rows
 
 THREADS = 2
 """Enough for models this small: more threads wait for one another longer than they work."""
 
 
-def fit(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    loss_of: Callable[[Batch], Tensor],
-    schedule: Schedule,
-) -> float:
-    """Trains `model` by AdamW for one update per batch, `schedule.steps` at most; returns the last loss.
+def train(
+    command: str, base: Path, rows: Iterable[Mapping[str, str]], save: Path, rate: float, **fields: Any
+) -> None:
+    """Trains a model.
 
-    `loss_of` gives a batch's loss as a scalar tensor. Gradients are clipped to norm 1. Raises ValueError
-    without batches, and FloatingPointError at the first loss that is not finite.
+    Args:
+        command: name of the training, such as sft.
+        base: folder of the model to start from.
+        rows: the examples, in the order in which they are taken.
+        save: folder of the trained model.
+        rate: peak learning rate; it rises over 20 steps at most, then falls along a half cosine.
+        fields: others of the training's file.
     """
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.peak, weight_decay=0.01)
-    loss = None
-    for step, batch in zip(range(schedule.steps), batches, strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        loss = loss_of(batch)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss at step {step} is {loss.item()}; a lower learning rate may help")
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    if loss is None:
-        raise ValueError("batches: at least one is needed to train on")
-    return float(loss.detach())
+    with TemporaryDirectory() as work:
+        data, rows = Path(work) / "train.jsonl", list(rows)
+        write_rows(data, rows)
+        steps = len(rows) * fields.get("epochs", 1) // fields["batch_size"]
+        optimizer = {
+            "learning_rate": rate,
+            "betas": [0.9, 0.999],
+            "weight_decay": 0.01,
+            "warmup_steps": min(20, steps // 4),
+        }
+        own = {
+            "name": command,
+            "model": str(base),
+            "save": str(save),
+            "optimizer": optimizer | {"schedule": "cosine", "final_fraction": 0.05},
+            "checkpoint": {"every": 0},
+            "log": {"tensorboard": False},
+        }
+        section = {"path": str(data)} | fields.pop("data", {})
+        file = TrainingFile(TRAININGS[command].parse(own | {"data": section} | fields, command), own)
+        asyncio.run(fit(file, PlainProgress(io.StringIO()), run_dir=Path(work) / "run"))
 
 
 def quiet_and_seeded(seed: int) -> None:

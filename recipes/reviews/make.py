@@ -20,7 +20,7 @@ def make(out: Path, settings: Settings, console: Console) -> bool:
 
     policy/  LlamaForCausalLM, supervised only, and the tokenizer
     reward/  LlamaForSequenceClassification with one output, and the tokenizer; `reward_mean` and `reward_std`
-             in its config.json are the mean and standard deviation of its output on the policy's responses
+             in its config.json are the mean and standard deviation of its output on the responses it learned from
     prompts/train.jsonl, prompts/eval.jsonl   rows of prompt, tone, product and audience
     recipe.json   settings, measures, seconds per stage
 

@@ -3,27 +3,25 @@
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import torch
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+import numpy as np
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quartet.wire.pairs import Pair
-from recipes.common.llama import MAX_LENGTH, tiny_policy
+from recipes.common.llama import MAX_LENGTH, load_tiny, write_tiny
 from recipes.common.sampling import EncodedPair, sample
-from recipes.common.schedule import Schedule
 from recipes.common.stages import Stages
-from recipes.common.supervised import fine_tune
 from recipes.common.tokenizer import word_tokenizer
-from recipes.common.training import quiet_and_seeded
+from recipes.common.training import quiet_and_seeded, train
 from recipes.reviews import gold
 from recipes.reviews.grammar import WORDS, Prompt, write_review
 from recipes.reviews.preferences import Preference, collect
-from recipes.reviews.reward_model import reward_model_from, reward_scores, train_reward_model
+from recipes.reviews.reward_model import reward_scores, train_reward_model
 from recipes.reviews.settings import Settings
 
 
 def make_models(
-    directory: Path, train: Sequence[Prompt], held_out: Sequence[Prompt], settings: Settings, stages: Stages
+    directory: Path, prompts: Sequence[Prompt], held_out: Sequence[Prompt], settings: Settings, stages: Stages
 ) -> dict[str, float]:
     """Writes policy/ and reward/ into `directory`; returns their measures, taken on `held_out`.
 
@@ -32,29 +30,25 @@ def make_models(
     quiet_and_seeded(settings.seed)
     rng = random.Random(settings.seed)
     tokenizer = word_tokenizer(WORDS, MAX_LENGTH)
-    policy = tiny_policy(len(tokenizer), settings.shape)
-    with stages("policy: supervised"):
-        schedule = Schedule(settings.supervised_steps, settings.supervised_rate, warmup=20, floor=0.1)
-        fine_tune(policy, tokenizer, _written(train, settings, rng), schedule)
+    policy_folder, reward_folder = directory / "policy", directory / "reward"
+    with stages("policy: supervised"), TemporaryDirectory() as base:
+        start, rate = write_tiny(Path(base) / "policy", tokenizer, settings.shape), settings.supervised_rate
+        rows, size = _written(prompts, settings, rng), settings.supervised_batch
+        train("sft", start, rows, policy_folder, rate, batch_size=size, shuffle=False, seed=settings.seed)
+    policy = load_tiny(policy_folder)
     with stages("preferences"):
-        preferences = collect(policy, tokenizer, train, settings.preferences, settings, rng)
-    reward_model = reward_model_from(policy, settings)
+        preferences = collect(policy, tokenizer, prompts, settings.preferences, settings, rng)
     with stages("reward model"):
-        train_reward_model(reward_model, preferences, settings, rng)
+        train_reward_model(policy_folder, preferences, reward_folder, settings)
     with stages("measures"):
-        _set_scale(reward_model, _respond(policy, tokenizer, train, settings, rng))
         unseen = collect(policy, tokenizer, held_out, settings.measured, settings, rng)
-        measures = _measure(reward_model, unseen, _respond(policy, tokenizer, held_out, settings, rng))
-    for model, name in ((policy, "policy"), (reward_model, "reward")):
-        model.save_pretrained(directory / name)
-        tokenizer.save_pretrained(directory / name)
-    return measures
+        return _measure(reward_folder, unseen, _respond(policy, tokenizer, held_out, settings, rng))
 
 
-def _written(prompts: Sequence[Prompt], settings: Settings, rng: random.Random) -> Iterator[list[Pair]]:
+def _written(prompts: Sequence[Prompt], settings: Settings, rng: random.Random) -> Iterator[dict[str, str]]:
     for _ in range(settings.supervised_steps):
-        asked = rng.choices(prompts, k=settings.supervised_batch)
-        yield [Pair(prompt.text, write_review(prompt, settings.style, rng)) for prompt in asked]
+        for prompt in rng.choices(prompts, k=settings.supervised_batch):
+            yield {"prompt": prompt.text, "response": write_review(prompt, settings.style, rng)}
 
 
 def _respond(
@@ -68,22 +62,15 @@ def _respond(
     return sample(policy, tokenizer, texts, settings.max_new_tokens)
 
 
-def _set_scale(model: LlamaForSequenceClassification, samples: Sequence[EncodedPair]) -> None:
-    scores = reward_scores(model, samples)
-    model.config.reward_mean = scores.mean().item()
-    model.config.reward_std = scores.std().item()
-
-
-def _measure(
-    model: LlamaForSequenceClassification, preferences: Sequence[Preference], samples: Sequence[EncodedPair]
-) -> dict[str, float]:
-    chosen = reward_scores(model, [preference.chosen for preference in preferences])
-    rejected = reward_scores(model, [preference.rejected for preference in preferences])
-    truth = torch.tensor([preference.margin > 0 for preference in preferences])
-    golds = torch.tensor(gold.score([sample.pair for sample in samples]))
-    together = torch.stack([reward_scores(model, samples), golds])
+def _measure(folder: Path, preferences: Sequence[Preference], samples: Sequence[EncodedPair]) -> dict[str, float]:
+    chosen = reward_scores(folder, [preference.chosen for preference in preferences])
+    rejected = reward_scores(folder, [preference.rejected for preference in preferences])
+    truth = np.asarray([preference.margin > 0 for preference in preferences])
+    golds = gold.score([sample.pair for sample in samples])
+    with np.errstate(invalid="ignore"):  # NaN where all are worth the same
+        correlation = np.corrcoef(reward_scores(folder, samples), golds)[0, 1]
     return {
-        "reward_accuracy": ((chosen > rejected) == truth).float().mean().item(),
-        "reward_gold_correlation": torch.corrcoef(together)[0, 1].item(),
-        "policy_gold": golds.mean().item(),
+        "reward_accuracy": float(((chosen > rejected) == truth).mean()),
+        "reward_gold_correlation": float(correlation),
+        "policy_gold": float(np.mean(golds)),
     }

@@ -34,4 +34,4 @@ class Settings:
     reward_rate: float = 1e-3
 
     measured: int = 512
-    """Samples behind each measure: the reward's mean and spread, its accuracy, the policy's gold score."""
+    """Samples behind each measure: the reward model's accuracy, the policy's gold score."""
