@@ -51,8 +51,8 @@ class Supervised(LearnerConfig):
     """Kind of the model that is written, such as policy."""
 
     model: ModelPath
-    """The model to start from: a folder in Hugging Face's format; or ORG/NAME@REVISION of the Hugging Face hub, fetched
-    once and pinned in a lock beside this file."""
+    """The model to start from: a folder in Hugging Face's format; or ORG/NAME@REVISION of the hub, fetched once and
+    pinned in a lock beside this file."""
     name: RunName
     """The run's name: results go to runs/<name>. Letters, digits, `_`, `-` and `.`."""
     data: ExamplesConfig

@@ -158,9 +158,7 @@ class FakePinned:
 def test_a_model_and_data_of_a_hub_are_fetched_and_kept_by_their_names(
     command: str, policy_folder: Path, tmp_path: Path
 ) -> None:
-    text = (
-        "name: a\nmodel: org/base@main\ndata: {path: org/chats@v1, folder: main}\noptimizer: {learning_rate: 0.1}\n"
-    )
+    text = "name: a\nmodel: org/base@main\ndata: {path: org/chats@v1/main}\noptimizer: {learning_rate: 0.1}\n"
     (tmp_path / "a.yaml").write_text(text)
     file = TrainingFile.load(command, tmp_path / "a.yaml", FakePinned(policy_folder))  # type: ignore[arg-type]
     assert (file.training.model, file.training.data.path) == (str(policy_folder), "here/main")
