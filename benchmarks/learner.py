@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.gpu.results import wait
 from benchmarks.zero_bytes import STAGES, formula, measure
 from orchestrator.algorithms.contract import Algorithm
-from orchestrator.algorithms.loss import importance_weights, policy_loss
+from orchestrator.algorithms.loss import bound, importance_weights, policy_loss
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
@@ -112,9 +112,7 @@ class Plain:
             old,
             advantages,
             mask,
-            clip_eps_low=algorithm.clip_eps_low,
-            clip_eps_high=algorithm.clip_eps_high,
-            dual_clip=algorithm.dual_clip,
+            bound=bound("ppo", low=algorithm.clip_eps_low, high=algorithm.clip_eps_high, dual=algorithm.dual_clip),
             weights=importance_weights(old, sampled, mask, cap=algorithm.importance_cap),
             denominator=tokens,
         )

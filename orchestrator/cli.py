@@ -126,7 +126,8 @@ def check(config: ConfigFile) -> None:
     with written.naming():
         deployment = decided_here(written)
         notes = preflight(deployment).notes
-    for note in itertools.chain(sums_of(deployment).lines(), choices(written, deployment), notes):
+    filled_in = [f"orchestrator.algorithm: {deployment.orchestrator.algorithm.filled_in()}"]
+    for note in itertools.chain(sums_of(deployment).lines(), choices(written, deployment), filled_in, notes):
         _say(written.worded(note))
     head = cluster.running()
     for line in itertools.chain(*consequences(head, deployment)) if head else []:

@@ -1,31 +1,38 @@
-"""The contract of an algorithm: its needs, the groups that it admits, the credit that it gives, and its settings.
+"""The contract of an algorithm: its settings, which are the same for all, and what follows from them: the needs of a
+run, the groups of responses that it admits, and the credit that it gives.
 
-A new one is a class in a file beside this one and a row in `registry`; each setting has a docstring, which the user
-reads:
+An algorithm is a class in a file beside this one and a row in `registry`. A preset only fills in settings:
 
     class Centred(Algorithm):
 
-        needs_samples_per_prompt = 2
-
         kind: Literal["centred"] = "centred"
+        baseline: Baseline = "group"
         samples_per_prompt: Count = 8
-        scale: PositiveFloat = 1.0
+
+An estimate that the settings do not have is a method:
+
+    class Ranked(Algorithm):
+
+        kind: Literal["ranked"] = "ranked"
+        baseline: Baseline = "group"
+        samples_per_prompt: Count = 8
 
         def credit(self, responses: "Responses") -> Credit:
-            outcomes = responses.outcomes(self.samples_per_prompt)
-            centred = outcomes - outcomes.mean(dim=1, keepdim=True)
-            return Credit(responses.at_all_tokens(self.scale * centred))
+            ranks = responses.totals.view(-1, self.samples_per_prompt).argsort(dim=1).argsort(dim=1)
+            return Credit(responses.at_all_tokens(ranks.view(-1) - (self.samples_per_prompt - 1) / 2))
 
 Loop, configuration, checks and `quartet init` read everything else from it.
 """
 
-from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+import numpy as np
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from quartet.config.base import Config, Count
+from quartet.config.base import Config, Count, Fraction
 from quartet.learner.reductions import Reduction
 from quartet.wire.codec import Bools, Floats, Ints
 
@@ -34,10 +41,21 @@ if TYPE_CHECKING:  # torch takes a second that an error in a file need not wait 
 
     from orchestrator.algorithms.responses import Responses
 
-CLIP_EPS, IMPORTANCE_CAP = 0.2, 2.0
-"""Defaults of Algorithm.clip_eps_low and clip_eps_high, and of importance_cap."""
-BANDED = ("icepop", "geometric", "dis")
+IMPORTANCE_CAP = 2.0
+"""Default of Algorithm.importance_cap."""
+BANDED = ("icepop", "geometric")
 """Corrections by a band of ratios; the others cap their weights."""
+COMPARING = ("group", "leave-one-out")
+"""Baselines that compare the responses to one prompt: a response is one action, with one advantage for all tokens."""
+
+Baseline = Literal["critic", "group", "leave-one-out", "batch", "none"]
+Clip = Literal["ppo", "cispo", "dis", "none"]
+Correction = Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled"]
+Scale = Literal["none", "group", "batch"]
+Ratio = Literal["token", "sequence"]
+ZeroVariance = Literal["keep", "leave-out", "resample"]
+AnyReduction = Reduction | Literal["constant"]
+BelowOne = Annotated[float, Field(gt=0, lt=1)]
 
 
 class KLConfig(Config):
@@ -88,6 +106,28 @@ class Group:
     """True where the length limit cut the response off, [G]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """B responses of a batch, as an algorithm decides which of them are trained on."""
+
+    groups: Ints
+    """Number of each response's group, [B]."""
+    scores: Floats
+    """As the reward service gave them, [B]."""
+    truncated: Bools
+    """True where the length limit cut the response off, [B]."""
+
+    @property
+    def zero_variance(self) -> Bools:
+        """True at the responses of groups in which all scores are the same, [B]."""
+        _, of, counts = np.unique(self.groups, return_inverse=True, return_counts=True)
+        order = np.lexsort((self.scores, of))
+        ends = np.cumsum(counts)
+        ordered = self.scores[order]
+        equal: Bools = ordered[ends - counts] == ordered[ends - 1]
+        return equal[of]
+
+
 class Credit(NamedTuple):
     """The credit of B responses of at most T tokens."""
 
@@ -98,29 +138,78 @@ class Credit(NamedTuple):
 
 
 class Algorithm(Config):
-    """The settings that all algorithms share; each adds its own."""
-
-    needs_critic: ClassVar[bool] = False
-    """True if it takes a critic's values, so that a run trains one."""
-    needs_samples_per_prompt: ClassVar[int] = 1
-    """Least `samples_per_prompt`."""
+    """The settings of all algorithms; each kind fills in some of them, and a file may set any of them otherwise."""
 
     kind: str
     """Name of the algorithm in the file: each has its own."""
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; batch_size counts responses and must be a multiple of it."""
-    kl: KLConfig = KLConfig()
-    """The KL penalty."""
+    baseline: Baseline = "none"
+    """The value that a token's rewards to go are compared with. critic: that of a critic, which the run trains beside
+    the policy, by generalised advantage estimation. group: the mean over all responses to the prompt; leave-one-out:
+    over the other ones. With these two a response is one action, whose reward is the sum over its tokens, and its
+    advantage is the same at all tokens. batch: the mean over all tokens of the batch. none: nothing."""
+    scale: Scale = "none"
+    """Divisor of the advantages. group: the deviation of the rewards of the prompt's responses, so that prompts which
+    are nearly solved, or hardly ever, weigh more. batch: zero mean and unit variance over all tokens of the batch.
+    none: nothing."""
+    gamma: Fraction = 1.0
+    """Discount per token, where advantages differ by token: not with baseline group or leave-one-out."""
+    gae_lambda: Fraction = 0.95
+    """Bias against variance in generalised advantage estimation, with baseline critic."""
+    gae_lambda_alpha: PositiveFloat | None = None
+    """Takes the policy's lambda from a response's length: 1 - 1 / (alpha T), at least 0, for T tokens, so that the
+    score reaches the first tokens of a long response as well as of a short one. 1.5 in SAO. Null: gae_lambda."""
+    critic_gae_lambda: Fraction | None = None
+    """Lambda of the returns that the critic learns. 1, as in SAO: what was earned, without the critic's own values.
+    Null: gae_lambda."""
+    critic_epochs: Count | None = None
+    """Passes over each batch for the critic, if others than `epochs`: more let it keep up with the policy. With
+    minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
+    ratio: Ratio = "token"
+    """The ratio of the policy to that from before the update: each token's own, or for all tokens of a response the
+    geometric mean of theirs, as in GSPO; `correction` then takes its ratio in the same way. A response's ratio is for
+    a response's advantage, so sequence is for baseline group or leave-one-out."""
+    clip: Clip = "ppo"
+    """The bound of the ratio r in the loss. ppo: the lesser of r A and clip(r) A, by clip_eps_low and clip_eps_high.
+    cispo: min(r, clip_cap) is a weight of the log-prob's gradient, which no token loses. dis: r is relative to the
+    engine's log-probs, and tokens outside importance_band are left out; `correction` has no effect. none: r A."""
+    clip_eps_low: BelowOne = 0.2
+    """Distance below 1 beyond which a ratio gets no gradient, with clip ppo."""
+    clip_eps_high: PositiveFloat = 0.2
+    """Distance above 1 beyond which a ratio gets no gradient, with clip ppo."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the ratio for negative advantages, with clip ppo (Ye et al. 2020). Null turns it off; 3 is usual."""
+    clip_cap: Annotated[float, Field(ge=1)] = 5.0
+    """Largest ratio with clip cispo: the bound itself, not its distance from 1."""
+    reduction: AnyReduction = "tokens"
+    """Mean of the policy's losses over a minibatch. tokens: over all its tokens. trajectories: over its responses, of
+    the mean over the tokens of each, so that a long response's tokens weigh less. constant: over its responses, of
+    the sum over the tokens of each divided by sampling.max_new_tokens; a number: divided by that number."""
+    zero_variance: ZeroVariance = "keep"
+    """Prompts whose responses all have the same score of the reward service, which teach nothing. keep: trained on
+    like others, by the KL penalty alone. leave-out: not trained on, nor counted in any mean over tokens or responses.
+    resample: discarded, and another prompt takes their place."""
+    max_discarded: Count = 9
+    """With zero_variance resample: most groups that are discarded in a step for each one of its batch; the run then
+    ends with an error, as the prompts are all too easy or too hard."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Responses that the length limit cut off. keep: trained on like others. mask: not trained on, nor counted in any
+    mean over tokens or responses; their scores count in the baseline of their group."""
+    overlong_buffer: NonNegativeInt = 0
+    """The last tokens before sampling.max_new_tokens in which a response's score falls with each token (DAPO; 4096 of
+    20480 there). 0: no penalty of length."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """The part of its score that a response of sampling.max_new_tokens loses by overlong_buffer; before score_clip,
+    after normalisation."""
+    score_weight: NonNegativeFloat = 1.0
+    """Factor of the score in the reward, after score_clip. 0: the KL penalty alone is the reward."""
     score_clip: PositiveFloat | None = 10.0
     """Scores are clipped to plus or minus this, after normalisation. Null turns it off."""
     normalise_scores: bool = False
     """Subtract the running mean of the scores and divide by their running standard deviation."""
-    clip_eps_low: Annotated[float, Field(gt=0, lt=1)] = CLIP_EPS
-    """Distance below 1 beyond which a ratio gets no gradient."""
-    clip_eps_high: PositiveFloat = CLIP_EPS
-    """Distance above 1 beyond which a ratio gets no gradient."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound on the ratio for negative advantages (Ye et al. 2020). Null turns it off; 3 is usual."""
+    kl: KLConfig = KLConfig()
+    """The KL penalty. A key that is not given is the kind's."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus. 0 turns it off; entropy is then estimated from the sampled tokens alone, at no
     cost (policy/sampled_entropy)."""
@@ -129,26 +218,21 @@ class Algorithm(Config):
     minibatch_size: Count = 32
     """Samples per optimizer step, for every learner. What remains of a batch is a smaller last minibatch of each
     epoch, in which each token counts as in the others."""
-    reduction: Reduction = "tokens"
-    """Mean of the policy's losses over a minibatch. tokens: over all its tokens. trajectories: over its responses, of
-    the mean over the tokens of each, so that a long response's tokens weigh less. A number: over its responses, of
-    the sum over the tokens of each divided by that number, usually sampling.max_new_tokens."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
     """Log-probs from before the update, for the ratio and for the KL penalty in the rewards. learner: the policy's
     own, by one more pass over the batch; `correction` then accounts for their distance from the engine's. rollout:
     the engine's, which sampled with them. They take no pass and no correction, but the engine's rounding counts as a
     move of the policy. That is little in float32, where they differ by less than 1e-4. The mismatch is measured by
     the first minibatch."""
-    correction: Literal["tis", "tis-sequence", "icepop", "geometric", "decoupled", "dis"] = "tis"
+    correction: Correction = "tis"
     """The correction of samples for their distance from the learner's policy: the engine's rounding, and the age of
     samples where loop.max_staleness allows it. tis: weights per token, truncated at importance_cap; tis-sequence: one
     weight per response, truncated; icepop: weights per token, 0 outside importance_band; geometric: responses outside
-    importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap; dis: the
-    ratio is to the engine's log-probs, and tokens outside importance_band are left out (no clip_eps, no dual_clip).
-    With `old_logprobs: rollout` only dis has an effect. Sources are in docs/algorithm.md."""
+    importance_band in the geometric mean are left out; decoupled: weights per token, 0 above importance_cap. With
+    `old_logprobs: rollout` none has an effect. Sources are in docs/algorithm.md."""
     importance_band: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = None
-    """Lowest and highest ratio that icepop, geometric and dis train on; dis leaves out the two themselves. Null: 0.5
-    to 5, 0.99 to 1.01, 0.2 to 4 (SAO's for coding tasks; for reasoning it has 0.7 to 6)."""
+    """Lowest and highest ratio that corrections icepop and geometric, and clip dis, train on; dis leaves out the two
+    themselves. Null: 0.5 to 5, 0.99 to 1.01, 0.2 to 4 (SAO's for coding tasks; for reasoning it has 0.7 to 6)."""
     importance_cap: Annotated[float, Field(ge=1)] | None = IMPORTANCE_CAP
     """Cap of the importance weights of tis, tis-sequence and decoupled between the rollout engine's log-probs and the
     learner's; with decoupled, AReaL's examples set 5, which leaves out less. Null turns off tis and tis-sequence (not
@@ -159,9 +243,19 @@ class Algorithm(Config):
     It has an effect if it is less than loop.max_staleness. Null: no token is left out."""
 
     @property
-    def epochs_of_critic(self) -> int:
-        """Passes over each batch for the critic, if there is one."""
-        return self.epochs
+    def needs_critic(self) -> bool:
+        """True if it takes a critic's values, so that a run trains one."""
+        return self.baseline == "critic"
+
+    @property
+    def compares(self) -> bool:
+        """True if the responses to one prompt are compared with each other."""
+        return self.baseline in COMPARING
+
+    @property
+    def needs_samples_per_prompt(self) -> int:
+        """Least `samples_per_prompt`."""
+        return 2 if self.compares or self.zero_variance != "keep" else 1
 
     @property
     def needs_reference(self) -> bool:
@@ -169,23 +263,72 @@ class Algorithm(Config):
         return self.kl.coef > 0
 
     @property
+    def penalises_rewards(self) -> bool:
+        """True if a token's reward holds the KL penalty."""
+        return self.kl.coef > 0 and self.kl.placement == "reward"
+
+    @property
+    def epochs_of_critic(self) -> int:
+        """Passes over each batch for the critic, if there is one."""
+        return self.critic_epochs or self.epochs
+
+    @property
     def discard_limit(self) -> int:
         """Most groups that may be discarded for each one that a batch takes; 0 where none is."""
-        return 0
-
-    def admit(self, group: Group) -> bool:
-        """True if the group may be trained on; else it is discarded, and another prompt takes its place. It follows
-        from the group alone, so that a restart decides the same."""
-        return True
-
-    @abstractmethod
-    def credit(self, responses: "Responses") -> Credit:
-        """The advantages of a batch, and the returns for the critic if there is one. A pure function."""
+        return self.max_discarded if self.zero_variance == "resample" else 0
 
     @property
     def corrects(self) -> bool:
         """True if samples are corrected for their distance from the learner's policy."""
-        return self.old_logprobs == "learner" or self.correction == "dis"
+        return self.old_logprobs == "learner" or self.clip == "dis"
+
+    @property
+    def leaves_out_far_tokens(self) -> bool:
+        """True if tokens or responses are left out whose ratio of learner to engine is outside a band."""
+        return self.clip == "dis" or (self.corrects and self.correction in BANDED)
+
+    def sized(self, longest: int) -> Self:
+        """The algorithm with a number as its reduction where that is the longest response, in tokens."""
+        return self if self.reduction != "constant" else self.model_copy(update={"reduction": longest})
+
+    def admit(self, group: Group) -> bool:
+        """True if the group may be trained on; else it is discarded, and another prompt takes its place. It follows
+        from the group alone, so that a restart decides the same."""
+        return self.zero_variance != "resample" or bool((group.scores != group.scores[0]).any())
+
+    def chosen(self, batch: Outcomes) -> Bools | None:
+        """True at the responses of a batch that are trained on, [B]; None if all are."""
+        kept = batch.zero_variance if self.zero_variance == "leave-out" else np.zeros(len(batch.scores), np.bool_)
+        left_out = kept | batch.truncated if self.truncated == "mask" else kept
+        return ~left_out if left_out.any() else None
+
+    def credit(self, responses: "Responses") -> Credit:
+        """The advantages of a batch, and the returns for the critic if there is one. A pure function.
+
+        With baseline group or leave-one-out a response is one action with the reward R_i, the sum over its tokens:
+        see `groups.compared`. With critic, advantages and returns each have a lambda of their own where one is
+        configured (decoupled GAE: Yuan et al. 2025, VC-PPO, arXiv:2503.01491; SAO, arXiv:2607.07508). Else they are
+        the discounted rewards from each token to the end.
+        """
+        returns = None
+        if self.compares:
+            advantages = responses.at_all_tokens(
+                responses.compared(leave_one_out=self.baseline == "leave-one-out", divide=self.scale == "group")
+            )
+        elif self.baseline == "critic":
+            alpha, of_critic = self.gae_lambda_alpha, self.critic_gae_lambda
+            advantages, returns = responses.gae(gamma=self.gamma, gae_lambda=self.gae_lambda)
+            if alpha is not None:
+                advantages, _ = responses.gae(gamma=self.gamma, gae_lambda=responses.length_lambdas(alpha))
+            if of_critic is not None:
+                _, returns = responses.gae(gamma=self.gamma, gae_lambda=of_critic)
+        else:
+            advantages = responses.to_go(gamma=self.gamma)
+        if self.scale == "batch":
+            advantages = responses.whitened(advantages)
+        elif self.baseline == "batch":
+            advantages = responses.centred(advantages)
+        return Credit(advantages, returns)
 
     def oldest_trained(self, version: int) -> int | None:
         """The oldest version whose tokens the policy of `version` trains on; None: tokens of any version."""
@@ -197,19 +340,87 @@ class Algorithm(Config):
         weights; and with the engine's log-probs the first step measures how far the learner's are from them."""
         if self.old_logprobs == "rollout":
             return False
-        penalised = self.kl.coef > 0 and self.kl.placement == "reward"
-        return penalised or self.epochs > 1 or self.minibatch_size < samples
+        return self.penalises_rewards or self.epochs > 1 or self.minibatch_size < samples
+
+    def filled_in(self) -> str:
+        """A line for the user: the settings that the kind fills in, which are not the defaults of all algorithms, and
+        those that a file has set otherwise."""
+        preset = dict(_differences(type(self).model_validate({}), Algorithm.model_fields))
+        ours = dict(_differences(self, type(self).model_fields))
+        line = f"kind {self.kind} fills in " + ", ".join(f"{name} {value}" for name, value in preset.items())
+        return line + ("; set otherwise: " + ", ".join(f"{k} {v}" for k, v in ours.items()) if ours else "")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A setting that a kind only fills in means what it means for all."""
+        for name, field in cls.model_fields.items():
+            if field.description is None and name in Algorithm.model_fields:
+                field.description = Algorithm.model_fields[name].description
+
+    @field_validator("kl", mode="before")
+    @classmethod
+    def _rest_of_the_penalty_is_the_kinds(cls, given: Any) -> Any:
+        """Fills in the keys of `kl` that a file does not give."""
+        if not isinstance(given, dict):
+            return given
+        preset = cls.model_fields["kl"].default.model_dump(exclude_unset=True)
+        if given and "coef" not in given and preset.get("coef") == 0:
+            kind = cls.model_fields["kind"].default
+            raise ValueError(f"coef is 0 with kind {kind}, so that the other keys have no effect; give it too")
+        return preset | given
+
+    @model_validator(mode="after")
+    def _settings_belong_together(self) -> Self:
+        """Refuses a setting that another leaves without effect, and combinations whose gradient is wrong."""
+        for names, key, values in _OWNERS:
+            if (actual := getattr(self, key)) not in values:
+                for name in names:
+                    if self._given(name):
+                        raise ValueError(
+                            f"{name} belongs to {key} {' or '.join(values)}, and {key} is {actual}; leave it out"
+                        )
+        if self.scale == "group" and not self.compares:
+            raise ValueError(
+                f"scale group divides by the deviation of a prompt's rewards, and baseline {self.baseline} does not "
+                "compare them; choose baseline group or leave-one-out, or scale none or batch"
+            )
+        if self.scale == "batch" and self.baseline == "none":
+            raise ValueError(
+                "scale batch subtracts the mean over the batch, which is baseline batch and not none; set baseline "
+                "to batch, or scale to none"
+            )
+        if self.ratio == "sequence" and not self.compares:
+            raise ValueError(
+                f"ratio sequence is one ratio for a whole response, and the advantages of baseline {self.baseline} "
+                "differ from token to token: a token's gradient would have the mean of all tokens' advantages; "
+                "choose ratio token, or baseline group or leave-one-out"
+            )
+        if not self.overlong_buffer and self._given("overlong_penalty"):
+            raise ValueError("overlong_penalty has no effect while overlong_buffer is 0; give it too")
+        if self.score_weight == 0 and not self.penalises_rewards:
+            raise ValueError("score_weight 0 leaves no reward, as no KL penalty is in it; give kl.coef, or a weight")
+        return self
+
+    def _given(self, name: str) -> bool:
+        """True if a setting is neither the kind's nor the default of all."""
+        defaults = [each.model_fields[name].default for each in (type(self), Algorithm)]
+        return getattr(self, name) not in defaults
 
     @model_validator(mode="after")
     def _correction_uses_what_is_given(self) -> Self:
         banded, name = self.correction in BANDED, self.correction
-        if self.importance_band is not None and not banded:
-            raise ValueError(f"importance_band is for {', '.join(BANDED)}, and correction is {name}; leave it out")
+        if self.clip == "dis":
+            for given in ("correction", "importance_cap"):
+                if self._given(given):
+                    raise ValueError(f"{given} has no effect with clip dis, which corrects by itself; leave it out")
+        elif self.importance_band is not None and not banded:
+            raise ValueError(
+                f"importance_band is for correction {', '.join(BANDED)} and for clip dis, and correction is {name}; "
+                "leave it out"
+            )
         if self.importance_cap not in (None, IMPORTANCE_CAP) and banded:
             raise ValueError(f"importance_cap does not belong to correction {name}, which has a band; leave it out")
-        if self.dual_clip is not None and name == "dis":
-            raise ValueError("dual_clip bounds a loss that correction dis does not use; leave it out")
-        if self.old_logprobs == "rollout" and name not in ("tis", "dis"):
+        if self.old_logprobs == "rollout" and name != "tis":
             raise ValueError(
                 f"correction {name} compares the learner's log-probs with the engine's, and old_logprobs: rollout "
                 "takes the engine's for both; leave it out, or set old_logprobs to learner"
@@ -219,8 +430,6 @@ class Algorithm(Config):
                 "importance_cap bounds the learner's log-probs over the engine's, and old_logprobs: rollout takes "
                 "the engine's for both; leave it out, or set old_logprobs to learner"
             )
-        if name == "dis" and (self.clip_eps_low, self.clip_eps_high) != (CLIP_EPS, CLIP_EPS):
-            raise ValueError("clip_eps_low and clip_eps_high do not belong to correction dis; leave them out")
         return self
 
     @model_validator(mode="after")
@@ -231,3 +440,32 @@ class Algorithm(Config):
                 f"more, got {self.samples_per_prompt}"
             )
         return self
+
+
+def _differences(algorithm: Algorithm, fields: Mapping[str, FieldInfo]) -> Iterator[tuple[str, str]]:
+    """Names of the settings that differ from the defaults of `fields`, with their values in words."""
+    for name, field in fields.items():
+        value = getattr(algorithm, name)
+        if name == "kind" or value == field.default:
+            continue
+        if isinstance(value, KLConfig):
+            was = field.default
+            yield from ((f"kl.{k}", _said(v)) for k, v in value if v != getattr(was, k))
+        else:
+            yield name, _said(value)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_OWNERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("gae_lambda", "gae_lambda_alpha", "critic_gae_lambda", "critic_epochs"), "baseline", ("critic",)),
+    (("gamma",), "baseline", ("critic", "batch", "none")),
+    (("clip_eps_low", "clip_eps_high", "dual_clip"), "clip", ("ppo",)),
+    (("clip_cap",), "clip", ("cispo",)),
+    (("max_discarded",), "zero_variance", ("resample",)),
+)
+"""Settings, and the setting of which one of these values makes them effective."""

@@ -4,10 +4,15 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Discriminator, Tag
 
+from orchestrator.algorithms.cispo import CISPO
 from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.dapo import DAPO
+from orchestrator.algorithms.dr_grpo import DrGRPO
 from orchestrator.algorithms.grpo import GRPO
+from orchestrator.algorithms.gspo import GSPO
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.reinforce_pp import ReinforcePP
+from orchestrator.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
 from orchestrator.algorithms.rloo import RLOO
 from quartet.config.base import Config
 
@@ -18,7 +23,12 @@ Rows = (
     Annotated[PPO, Tag("ppo")]
     | Annotated[RLOO, Tag("rloo")]
     | Annotated[ReinforcePP, Tag("reinforce++")]
+    | Annotated[ReinforcePPBaseline, Tag("reinforce++-baseline")]
     | Annotated[GRPO, Tag("grpo")]
+    | Annotated[DrGRPO, Tag("dr-grpo")]
+    | Annotated[DAPO, Tag("dapo")]
+    | Annotated[GSPO, Tag("gspo")]
+    | Annotated[CISPO, Tag("cispo")]
 )  # fmt: skip
 """A row for each algorithm, with its kind."""
 
@@ -39,9 +49,14 @@ def algorithms() -> dict[str, type[Algorithm]]:
     return {each.model_fields["kind"].default: each for each in classes}
 
 
+def presets() -> dict[str, Algorithm]:
+    """Kind -> the algorithm of a file that names the kind alone."""
+    return {kind: each.model_validate({}) for kind, each in algorithms().items()}
+
+
 def kinds(*, critic: bool) -> str:
     """The kinds that train a critic, or those that do not, as a sentence names them: `a, b or c`."""
-    *first, last = (name for name, each in algorithms().items() if each.needs_critic is critic)
+    *first, last = (name for name, each in presets().items() if each.needs_critic is critic)
     return f"{', '.join(first)} or {last}" if first else last
 
 

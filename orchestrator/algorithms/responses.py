@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
+from orchestrator.algorithms.groups import compared
 from orchestrator.algorithms.rewards import carry_back
+from quartet.models.numerics import masked_mean
 
 
 @dataclass(frozen=True)
 class Responses:
-    """B responses of at most T tokens, right-padded; those to one prompt follow each other. All are [B, T]."""
+    """B responses of at most T tokens, right-padded. All but `groups` are [B, T]."""
 
     rewards: Tensor
     """Reward of each token: the KL penalty if rewards hold it, and the score at the last. Zero off `sampled`."""
@@ -22,6 +24,8 @@ class Responses:
     """True at those that are trained on."""
     values: Tensor | None
     """The critic's values before the update; None without a critic."""
+    groups: Tensor
+    """Number of each response's group, the responses to one prompt that are compared: [B] int64."""
 
     @cached_property
     def earned(self) -> Tensor:
@@ -43,16 +47,24 @@ class Responses:
         """The discounted rewards from each token to the end, see `advantages.rewards_to_go`."""
         return rewards_to_go(self.earned, self.mask, gamma=gamma)
 
-    def outcomes(self, group: int) -> Tensor:
-        """Each response as one action: the sum of its rewards, also of tokens that are not trained on. [B / group,
-        group], a prompt's responses in a row. ValueError unless `group` divides B."""
-        if len(self.rewards) % group:
-            raise ValueError(f"group must divide the {len(self.rewards)} responses, got {group}")
-        return torch.where(self.sampled, self.rewards, 0.0).sum(dim=1).view(-1, group)
+    @property
+    def totals(self) -> Tensor:
+        """Each response as one action: the sum of its rewards, also of tokens that are not trained on, [B]."""
+        return torch.where(self.sampled, self.rewards, 0.0).sum(dim=1)
+
+    def compared(self, *, leave_one_out: bool, divide: bool) -> Tensor:
+        """Each response's total in the comparison of its group, [B], see `groups.compared`."""
+        return compared(self.totals, self.groups, leave_one_out=leave_one_out, divide=divide)
 
     def at_all_tokens(self, numbers: Tensor) -> Tensor:
-        """One number for each response, [B / group, group], at all its tokens that are trained on: [B, T]."""
-        return torch.where(self.mask, numbers.reshape(-1, 1), 0.0)
+        """One number for each response, [B], at all its tokens that are trained on: [B, T]."""
+        return torch.where(self.mask, numbers.unsqueeze(1), 0.0)
+
+    def centred(self, advantages: Tensor) -> Tensor:
+        """The advantages less their mean over the trained tokens; zeros if there is none."""
+        if not bool(self.mask.any()):
+            return torch.zeros_like(advantages)
+        return torch.where(self.mask, advantages - masked_mean(advantages, self.mask), 0.0)
 
     def whitened(self, advantages: Tensor) -> Tensor:
         """The advantages with zero mean and unit variance over the trained tokens, see `advantages.whiten`; a single

@@ -16,11 +16,13 @@ from torch import Tensor
 from quartet.models.numerics import VARIANCE_EPS, check_masked
 
 
-def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, clip: float | None) -> Tensor:
+def shape_rewards(
+    scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, clip: float | None, weight: float = 1.0
+) -> Tensor:
     """-kl_coef * kl at every token, plus the response's score at its last one. -> [B, T], zero off the mask.
 
-    scores [B], clipped to +-clip unless clip is None; kl, mask [B, T]. A response's rewards then sum to score
-    - kl_coef * KL (Ziegler et al. 2019, eq. 2). ValueError if a response has no token, or if clip <= 0.
+    scores [B], clipped to +-clip unless clip is None, then times `weight`; kl, mask [B, T]. A response's rewards then
+    sum to that - kl_coef * KL (Ziegler et al. 2019, eq. 2). ValueError if a response has no token, or if clip <= 0.
     """
     check_masked(mask, kl=kl)
     check_masked(mask.any(dim=1), scores=scores)
@@ -32,8 +34,21 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, c
         raise ValueError("mask has a row without a response token: its score has nowhere to go")
     steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)
-    bonus = scores.clamp(-limit, limit).unsqueeze(1)
+    bonus = weight * scores.clamp(-limit, limit).unsqueeze(1)
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(steps == last, bonus, 0.0)
+
+
+def overlong_penalties(lengths: Tensor, longest: int | None, *, buffer: int, penalty: float) -> Tensor:
+    """The parts of their scores that responses lose by their lengths. lengths int [B] -> [B].
+
+    Nothing up to `longest` - `buffer` tokens, then `penalty` / `buffer` for each token more, so that a response of
+    `longest` tokens loses `penalty` (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13). With a longest of 8 tokens, a
+    buffer of 4 and a penalty of 1, responses of 4, 5 and 8 tokens lose 0, 0.25 and 1. ValueError unless the buffer is
+    a part of the longest response.
+    """
+    if longest is None or not 0 < buffer <= longest:
+        raise ValueError(f"buffer must lie in 1..{longest}, the longest response, got {buffer}")
+    return (lengths - (longest - buffer)).clamp(min=0) * (penalty / buffer)
 
 
 def carry_back(rewards: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:

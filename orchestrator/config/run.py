@@ -5,6 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.registry import DEFAULT, AnyAlgorithm, kinds
 from orchestrator.config.checkpoint import CheckpointConfig
 from orchestrator.config.data import DataConfig, SamplingConfig
@@ -150,6 +151,11 @@ class OrchestratorConfig(Config):
         ending = optimizer.model_copy(update={"total_steps": self.optimizer_steps})
         return self.policy.model_copy(update={"optimizer": ending})
 
+    @property
+    def sized_algorithm(self) -> Algorithm:
+        """The algorithm, with the longest response in place of what depends on it."""
+        return self.algorithm.sized(self.sampling.max_new_tokens)
+
     @model_validator(mode="after")
     def _warm_up_is_part_of_the_run(self) -> Self:
         optimizer = self.policy.optimizer
@@ -171,6 +177,16 @@ class OrchestratorConfig(Config):
             raise ValueError(
                 f"batch_size ({self.batch_size}) must be a multiple of algorithm.samples_per_prompt "
                 f"({self.algorithm.samples_per_prompt}), so that a batch holds all responses to its prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _buffer_is_part_of_the_longest_response(self) -> Self:
+        buffer, longest = self.algorithm.overlong_buffer, self.sampling.max_new_tokens
+        if buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({buffer}) must not exceed sampling.max_new_tokens ({longest}), of which "
+                "it is the last part"
             )
         return self
 
@@ -207,7 +223,7 @@ class OrchestratorConfig(Config):
 
     @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
-        capped = self.algorithm.correction in ("tis", "tis-sequence")
+        capped = self.algorithm.clip != "dis" and self.algorithm.correction in ("tis", "tis-sequence")
         if self.loop.max_staleness and capped and self.algorithm.importance_cap is None:
             raise ValueError(
                 "algorithm.importance_cap: null turns off the importance weights, but with loop.max_staleness "

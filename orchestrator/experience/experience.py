@@ -1,9 +1,10 @@
 """Experience: trajectories with everything that they are trained on, in columns."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -75,6 +76,15 @@ Row = tuple[Finished, int]
 """One sample: those that it came with, and its index among them."""
 
 
+class Scored(NamedTuple):
+    """A sample and what it scored: all that is kept of one that is discarded."""
+
+    number: int
+    row: int
+    """Row of its prompt, as in Prompt."""
+    score: float
+
+
 @dataclass(frozen=True)
 class Collected:
     """One batch of B samples, in the order of their numbers."""
@@ -90,13 +100,13 @@ class Collected:
     repeated: int = 0
     """Number of requests for samples that were repeated because their replica was lost, stuck or too old. No sample
     is in `columns` twice."""
-    discarded: tuple[int, ...] = ()
-    """Numbers of the samples that were made for it and discarded with their groups, ascending."""
+    discarded: tuple[Scored, ...] = ()
+    """The samples that were made for it and discarded with their groups, in the order of their numbers."""
     kept: bool = False
     """True if it was read from the journal, and need not be written again."""
 
     @classmethod
-    def of(cls, rows: Iterable[Row], repeated: int, discarded: Iterable[int] = ()) -> Self:
+    def of(cls, rows: Iterable[Row], repeated: int, discarded: Iterable[Scored] = ()) -> Self:
         """A batch of these, in the order of their numbers, with the columns that all of them have."""
         chosen = sorted(rows, key=lambda row: row[0].columns["number"][row[1]])
         if not chosen:
@@ -134,7 +144,13 @@ class Collected:
     @property
     def numbers(self) -> list[int]:
         """Numbers of all samples that the step uses up: those that it trains on, and those discarded for it."""
-        return self.trained_numbers + list(self.discarded)
+        return self.trained_numbers + [each.number for each in self.discarded]
+
+    @property
+    def scored(self) -> list[Scored]:
+        """All samples that the step uses up, in the order of their numbers."""
+        columns = (self.columns[name].tolist() for name in ("number", "row", "score"))
+        return sorted([*itertools.starmap(Scored, zip(*columns, strict=True)), *self.discarded])
 
     @property
     def tokens(self) -> int:

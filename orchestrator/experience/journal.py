@@ -14,7 +14,7 @@ import msgpack
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import SCHEMA, Collected
+from orchestrator.experience.experience import SCHEMA, Collected, Scored
 from quartet.columns import Columns
 from quartet.folders import replace_file
 from quartet.wire.errors import InvalidArgument
@@ -67,7 +67,7 @@ class ExperienceJournal:
             if raw["digest"] != self._digest(list(zip(numbers, prompts, strict=True))):
                 self._note(f"journal: step {step} is of another configuration, data or models, and is sampled again")
                 return None
-            discarded = tuple(int(number) for number in raw["discarded"])
+            discarded = tuple(Scored(int(n), int(row), float(score)) for n, row, score in raw["discarded"])
             seconds = float(raw["generate_s"]), float(raw["score_s"])
             return Collected(columns, prompts, *seconds, int(raw["repeated"]), discarded)
         except FileNotFoundError:

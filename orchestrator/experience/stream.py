@@ -12,7 +12,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected, Finished, Row
+from orchestrator.experience.experience import Collected, Finished, Row, Scored
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
@@ -66,8 +66,8 @@ class Stream:
         self._finished: dict[int, list[Row]] = {}
         self._repeated = 0
         self._critic_step: int | None = None
-        self._discarded: list[int] = []
-        """Numbers of the samples that were discarded since the last batch was taken."""
+        self._discarded: list[Scored] = []
+        """The samples that were discarded since the last batch was taken."""
         self._changed = asyncio.Event()
 
     async def take(self, step: int, *, critic_step: int | None) -> Collected:
@@ -137,7 +137,7 @@ class Stream:
         self._slots.finish(group)
         if not self._config.algorithm.admit(_group(self._finished[group])):
             self._slots.discard(group)
-            self._discarded += [_number(row) for row in self._finished.pop(group)]
+            self._discarded += map(_scored, self._finished.pop(group))
             self._admit()
         self._changed.set()
 
@@ -178,6 +178,11 @@ class Stream:
 def _number(row: Row) -> int:
     finished, index = row
     return int(finished.columns["number"][index])
+
+
+def _scored(row: Row) -> Scored:
+    columns, index = row[0].columns, row[1]
+    return Scored(_number(row), int(columns["row"][index]), float(columns["score"][index]))
 
 
 def _group(rows: Sequence[Row]) -> Group:

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.algorithms.contract import Outcomes
 from orchestrator.experience.experience import Collected
 from quartet.columns import Columns
 from quartet.models.sequences import pad_rows
-from quartet.wire.codec import Floats
+from quartet.wire.codec import Bools, Floats
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,18 @@ class Batch:
     """The samples, with everything that the services answered."""
     oldest_trained: int | None = None
     """The oldest version whose tokens are trained on; None: tokens of any version are."""
+    chosen: Bools | None = None
+    """True at the samples that are trained on, [B]; None: all are."""
 
     @classmethod
-    def of(cls, collected: Collected, oldest_trained: int | None = None) -> Self:
+    def of(cls, collected: Collected, oldest_trained: int | None = None, chosen: Bools | None = None) -> Self:
         """The samples, with a column `trained` if not all of their tokens may be: True at those that are."""
-        if oldest_trained is not None:
-            collected = collected.with_sampled(trained=collected.columns["versions"] >= oldest_trained)
-        return cls(collected, oldest_trained)
+        if oldest_trained is not None or chosen is not None:
+            columns = collected.columns
+            trained = np.ones(collected.tokens, np.bool_) if chosen is None else chosen[columns.owners]
+            trained = trained if oldest_trained is None else trained & (columns["versions"] >= oldest_trained)
+            collected = collected.with_sampled(trained=trained)
+        return cls(collected, oldest_trained, chosen)
 
     @property
     def columns(self) -> Columns:
@@ -58,9 +65,24 @@ class Batch:
         return torch.from_numpy(self.columns.padded("versions") >= version) & self.sampled
 
     @property
-    def masked(self) -> float:
-        """Share of the sampled tokens that are not trained on."""
-        return 1 - int(self.mask.sum()) / int(self.sampled.sum())
+    def too_old(self) -> float:
+        """Share of the sampled tokens that are too old to be trained on."""
+        return 0.0 if self.oldest_trained is None else float((self.columns["versions"] < self.oldest_trained).mean())
+
+    @property
+    def left_out(self) -> int:
+        """Number of samples that are not chosen."""
+        return 0 if self.chosen is None else int((~self.chosen).sum())
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """The samples as an algorithm chooses among them."""
+        return Outcomes(self.columns["group"], self.columns["score"], self.columns["truncated"])
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """Number of each sample's group, [B] int64."""
+        return torch.tensor(self.columns["group"])
 
     def column(self, name: str) -> Tensor:
         """A column of one number per sampled token, [B, T], zeros at the padding."""

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.contract import Algorithm
+from orchestrator.algorithms.groups import described
 from orchestrator.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from orchestrator.algorithms.loss import mismatch
 from orchestrator.algorithms.off_policy import measures
 from orchestrator.algorithms.responses import Responses
-from orchestrator.algorithms.rewards import RunningNormaliser, shape_rewards
+from orchestrator.algorithms.rewards import RunningNormaliser, overlong_penalties, shape_rewards
 from orchestrator.loop.batch import Batch
 from quartet.models.numerics import explained_variance, masked_mean
 from quartet.wire.codec import Floats
@@ -62,6 +63,8 @@ def estimate_advantages(
     algorithm: Algorithm,
     kl_coef: float,
     normaliser: RunningNormaliser,
+    *,
+    longest: int | None = None,
 ) -> Advantages:
     """Computes rewards from scores and KL, and advantages and returns from rewards and, if there is a critic, values.
 
@@ -72,17 +75,22 @@ def estimate_advantages(
         algorithm: the estimator and its settings.
         kl_coef: coefficient of this batch.
         normaliser: running mean and deviation of earlier scores.
+        longest: most tokens of a response, for algorithm.overlong_buffer.
     """
     scores, sampled = batch.scores, batch.sampled
     if algorithm.normalise_scores:
         normaliser = normaliser.update(scores)
         scores = normaliser.normalise(scores)
+    if algorithm.overlong_buffer:
+        buffer, penalty = algorithm.overlong_buffer, algorithm.overlong_penalty
+        scores = scores - overlong_penalties(batch.lengths, longest, buffer=buffer, penalty=penalty)
     in_reward = kl_coef if algorithm.kl.placement == "reward" else 0.0
     charged = in_reward > 0 and old_logprobs is not None
     kl = _kl(batch, old_logprobs, algorithm, sampled) if charged else torch.zeros(sampled.shape)
-    rewards = shape_rewards(scores.float(), kl, sampled, kl_coef=in_reward, clip=algorithm.score_clip)
+    clip, weight = algorithm.score_clip, algorithm.score_weight
+    rewards = shape_rewards(scores.float(), kl, sampled, kl_coef=in_reward, clip=clip, weight=weight)
     values = batch.values if algorithm.needs_critic else None
-    advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values))
+    advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values, batch.groups))
 
     metrics = {
         "reward/mean": float(rewards.sum(1).mean()),
@@ -91,7 +99,7 @@ def estimate_advantages(
     if returns is not None and batch.mask.any():
         metrics["value/explained_variance"] = explained_variance(batch.values, returns, batch.mask)
     learned = None if returns is None else batch.packed(returns)
-    return Advantages(batch.packed(advantages), learned, normaliser, metrics | _described(batch))
+    return Advantages(batch.packed(advantages), learned, normaliser, metrics | _described(batch, algorithm))
 
 
 def measure_distance(batch: Batch, own: Sequence[Floats], algorithm: Algorithm, version: int) -> Distance:
@@ -131,10 +139,14 @@ def _kl(batch: Batch, old_logprobs: Tensor, algorithm: Algorithm, mask: Tensor) 
     return kl_estimate(old_logprobs, reference, algorithm.kl.estimator, mask)
 
 
-def _described(batch: Batch) -> dict[str, float]:
-    """Scores, lengths, and the share of masked tokens where there may be some."""
-    masked = {} if batch.oldest_trained is None else {"staleness/masked": batch.masked}
-    return masked | {
+def _described(batch: Batch, algorithm: Algorithm) -> dict[str, float]:
+    """Scores, lengths, groups, and the shares of masked tokens and responses where there may be some."""
+    metrics = {} if batch.oldest_trained is None else {"staleness/masked": batch.too_old}
+    if algorithm.samples_per_prompt > 1:
+        metrics |= described(batch.scores, batch.groups)
+    if algorithm.zero_variance == "leave-out" or algorithm.truncated == "mask":
+        metrics["samples/left_out"] = batch.left_out
+    return metrics | {
         "score/mean": float(batch.scores.mean()),
         "score/std": float(batch.scores.std(correction=0)),
         "response/length_mean": float(batch.lengths.float().mean()),
@@ -153,5 +165,6 @@ def _off_policy(
     metrics = {f"mismatch/{name}": value for name, value in distance.items()}
     if not algorithm.corrects:
         return metrics
-    cost = measures(algorithm.correction, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band)
+    kind = "dis" if algorithm.clip == "dis" else algorithm.correction
+    cost = measures(kind, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band)
     return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

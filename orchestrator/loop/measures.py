@@ -72,7 +72,8 @@ def check_ages(collected: Collected, step: int, version: int, bound: int) -> Non
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
     """Counts of samples that were requested, requested again, discarded, used, and begun by one replica and finished
-    by another, with the tokens kept of the first; the policy's version, and the oldest sample's staleness."""
+    by another, with the tokens kept of the first; and of the prompts seen so far. The policy's version, and the
+    oldest sample's staleness."""
     kept = collected.columns["kept"]
     oldest = int(collected.columns["versions"].min())
     return {
@@ -83,6 +84,7 @@ def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[s
         "samples/tokens_kept": int(kept.sum()),
         "samples/used": done.samples_used - before.samples_used,
         "samples/used_total": done.samples_used,
+        "prompts/seen": len(done.prompts),
         "policy/version": done.policy_version,
         "policy/staleness": before.policy_version - oldest,
     }

@@ -6,9 +6,24 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from orchestrator.algorithms.rewards import RunningNormaliser
+from orchestrator.experience.experience import Scored
 from orchestrator.experience.requests import Used
 from orchestrator.loop.identities import PartIdentity
 from quartet.config.base import Config
+
+
+class Seen(Config):
+    """The responses to one prompt that a run has scored, discarded ones included."""
+
+    responses: int = 0
+    """Number of them."""
+    total: float = 0.0
+    """Sum of their scores."""
+
+    @property
+    def mean(self) -> float:
+        """Their mean score."""
+        return self.total / self.responses
 
 
 class TrainState(Config):
@@ -20,7 +35,7 @@ class TrainState(Config):
         first_version 7, first_critic_step 4:  at step 3 the policy's version is 10, the critic's step 7
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     """Version of a checkpoint's format; raised when its files change."""
     step: int
     """Number of PPO steps done."""
@@ -41,6 +56,8 @@ class TrainState(Config):
     """Samples trained on since the run began, each once."""
     samples_discarded: int = 0
     """Samples discarded since the run began, as the algorithm did not admit their groups."""
+    prompts: dict[int, Seen] = Field(default_factory=dict)
+    """Row of a prompt -> what the run has seen of it so far."""
     used_beyond: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """Numbers of those samples that were trained on or discarded before one of a lower number, ascending; at most as
     many as may be sampled ahead. All samples numbered below `samples_used` + `samples_discarded` minus the count of
@@ -72,21 +89,29 @@ class TrainState(Config):
         kl_coef: float,
         normaliser: RunningNormaliser,
         asked: int,
-        used: Sequence[int],
-        discarded: Sequence[int] = (),
+        used: Sequence[Scored],
+        discarded: int = 0,
         skipped_in_a_row: int = 0,
     ) -> Self:
-        """The state after one more step, which trained on the samples with the numbers `used`, and for which those
-        with the numbers `discarded` were."""
+        """The state after one more step, which used up these samples, in the order of their numbers; that many of
+        them by discarding them."""
         return self.model_copy(
             update={
                 "step": self.step + 1,
                 "kl_coef": kl_coef,
                 "normaliser": normaliser,
                 "samples_asked": self.samples_asked + asked,
-                "samples_used": self.samples_used + len(used),
-                "samples_discarded": self.samples_discarded + len(discarded),
-                "used_beyond": tuple(sorted(self.used.plus([*used, *discarded]).beyond)),
+                "samples_used": self.samples_used + len(used) - discarded,
+                "samples_discarded": self.samples_discarded + discarded,
+                "prompts": self._seen(used),
+                "used_beyond": tuple(sorted(self.used.plus(each.number for each in used).beyond)),
                 "skipped_in_a_row": skipped_in_a_row,
             }
         )
+
+    def _seen(self, used: Sequence[Scored]) -> dict[int, Seen]:
+        seen = dict(self.prompts)
+        for each in used:
+            before = seen.get(each.row, Seen())
+            seen[each.row] = Seen(responses=before.responses + 1, total=before.total + each.score)
+        return seen

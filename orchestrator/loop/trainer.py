@@ -147,8 +147,8 @@ class Trainer:
             kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
             normaliser=estimate.normaliser,
             asked=len(batch.collected.numbers) + batch.collected.repeated,
-            used=batch.collected.trained_numbers,
-            discarded=batch.collected.discarded,
+            used=batch.collected.scored,
+            discarded=len(batch.collected.discarded),
             skipped_in_a_row=int(max(learned.get(f"{learner.prefix}/{SKIPPED}", 0) for learner in self._learners)),
         )
 
@@ -169,7 +169,9 @@ class Trainer:
             numbers.update(collected.trained_numbers)
         check_ages(collected, step, version, self._config.loop.max_staleness)
         await publishing.rest()
-        batch = Batch.of(collected, self._config.algorithm.oldest_trained(version))
+        algorithm = self._config.algorithm
+        batch = Batch.of(collected, algorithm.oldest_trained(version))
+        batch = Batch.of(collected, batch.oldest_trained, algorithm.chosen(batch.outcomes))
         with report.stage("logprobs"):
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
@@ -177,7 +179,7 @@ class Trainer:
         if (old_logprobs := own.result()) is not None:
             check_own_logprobs([old_logprobs])
         collected, known = valued.result(), {} if old_logprobs is None else {"old_logprobs": old_logprobs}
-        return Batch.of(collected.with_sampled(**known), batch.oldest_trained)
+        return Batch.of(collected.with_sampled(**known), batch.oldest_trained, batch.chosen)
 
     async def _old_logprobs(self, batch: Batch) -> Floats | None:
         """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
@@ -200,13 +202,15 @@ class Trainer:
         """The update for the learners, from the batch and the advantages of its tokens."""
         algorithm = self._config.algorithm
         kl_coef = make_controller(algorithm, state.kl_coef).coef
-        estimate = estimate_advantages(batch, old_logprobs_of(batch, algorithm), algorithm, kl_coef, state.normaliser)
+        longest = self._config.sampling.max_new_tokens
+        old_logprobs = old_logprobs_of(batch, algorithm)
+        estimate = estimate_advantages(batch, old_logprobs, algorithm, kl_coef, state.normaliser, longest=longest)
         step = state.step + 1
         if not batch.mask.any():
-            self._record.note(
-                f"step {step}: all its tokens are older than algorithm.max_token_staleness "
-                f"({algorithm.max_token_staleness}), so that nothing is trained on"
-            )
+            old = f"{batch.too_old:.0%} of its tokens are older than algorithm.max_token_staleness"
+            rest = f"algorithm.zero_variance and truncated leave out {batch.left_out} of its {len(batch)} responses"
+            reasons = [old] * (batch.too_old > 0) + [rest] * (batch.left_out > 0)
+            self._record.note(f"step {step}: nothing is trained on, as {', and '.join(reasons)}")
         seed = self._config.seed * 1_000_003 + step
         returns = {} if estimate.returns is None else {"returns": estimate.returns}
         columns = batch.columns.with_sampled(advantages=estimate.advantages, **returns)

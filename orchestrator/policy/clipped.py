@@ -1,4 +1,4 @@
-"""The policy's objective: PPO's clipped loss, corrected for where the samples come from."""
+"""The policy's objective: the bounded loss of an algorithm, corrected for where the samples come from."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.kl import kl_estimate
-from orchestrator.algorithms.loss import PolicyLoss, policy_loss
-from orchestrator.algorithms.off_policy import correction_weights, dis_loss, segments_of
+from orchestrator.algorithms.loss import PolicyLoss, bound, policy_loss
+from orchestrator.algorithms.off_policy import band_of, correction_weights, segments_of
 from quartet.columns import Field, Schema
 from quartet.learner.objective import Micro, Objective, Terms
 from quartet.learner.reductions import Reduction
@@ -38,7 +38,9 @@ class ClippedPolicy(Objective):
 
     @property
     def reduction(self) -> Reduction:  # type: ignore[override]
-        """The algorithm's."""
+        """The algorithm's. ValueError if it is of an unknown length, see Algorithm.sized."""
+        if self.algorithm.reduction == "constant":
+            raise ValueError("reduction constant: the longest response is not known here")
         return self.algorithm.reduction
 
     def __call__(self, model: Any, micro: Micro) -> Terms:
@@ -72,34 +74,37 @@ class ClippedPolicy(Objective):
     def _policy_loss(self, micro: Micro, new_logprobs: Tensor, old_logprobs: Tensor) -> PolicyLoss:
         algorithm, mask = self.algorithm, micro.mask
         logprobs, advantages = micro.columns["logprobs"], micro.columns["advantages"]
-        if algorithm.correction == "dis":
-            return dis_loss(
-                new_logprobs,
+        sequence, segments = algorithm.ratio == "sequence", segments_of(micro.pairs.steps)
+        weights, base = micro.factors, logprobs
+        if algorithm.clip != "dis":
+            base = old_logprobs
+            weights = correction_weights(
+                algorithm.correction,
+                old_logprobs,
                 logprobs,
-                advantages,
                 mask,
+                sampled=micro.sampled,
+                cap=algorithm.importance_cap,
                 band=algorithm.importance_band,
-                weights=micro.factors,
-                denominator=micro.tokens,
+                segments=segments,
+                sequence=sequence,
             )
-        weights = correction_weights(
-            algorithm.correction,
-            old_logprobs,
-            logprobs,
-            mask,
-            sampled=micro.sampled,
-            cap=algorithm.importance_cap,
-            band=algorithm.importance_band,
-            segments=segments_of(micro.pairs.steps),
-        )
+            weights = weights if micro.factors is None else weights * micro.factors
         return policy_loss(
             new_logprobs,
-            old_logprobs,
+            base,
             advantages,
             mask,
-            clip_eps_low=algorithm.clip_eps_low,
-            clip_eps_high=algorithm.clip_eps_high,
-            dual_clip=algorithm.dual_clip,
-            weights=weights if micro.factors is None else weights * micro.factors,
+            bound=bound(
+                algorithm.clip,
+                low=algorithm.clip_eps_low,
+                high=algorithm.clip_eps_high,
+                dual=algorithm.dual_clip,
+                cap=algorithm.clip_cap,
+                band=band_of(algorithm.clip, algorithm.importance_band),
+            ),
+            weights=weights,
             denominator=micro.tokens,
+            sequence=sequence,
+            segments=segments,
         )

@@ -85,7 +85,7 @@ class Policy:
         """
         ranks = ray_ranks("policy", config.policy)
         policy = cls(ranks, config)
-        arguments = (config.scheduled_policy, config.algorithm, distribution or sampled_from(config))
+        arguments = (config.scheduled_policy, config.sized_algorithm, distribution or sampled_from(config))
         try:
             await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
         except RanksLost as error:

@@ -13,7 +13,7 @@ from tests.commands import finished
 from tests.runs import STEPS, Run, assert_same
 
 EACH = 4
-RLOO = {"kind": "rloo", "samples_per_prompt": EACH, "whiten_advantages": False}
+RLOO = {"kind": "rloo", "samples_per_prompt": EACH, "scale": "none"}
 
 
 @pytest.fixture(scope="module")

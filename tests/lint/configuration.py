@@ -77,7 +77,7 @@ training's are at the top of its own file."""
 def page() -> str:
     """The page's text."""
     told: dict[type[BaseModel], str] = {}
-    rows: dict[str, str] = {}
+    rows: dict[str, tuple[str, str]] = {}
     lines = [INTRODUCTION]
     for title, place, section in PARTS:
         lines.append(f"\n## {title}\n")
@@ -86,13 +86,15 @@ def page() -> str:
 
 
 def _section(
-    section: type[BaseModel], place: str, told: dict[type[BaseModel], str], rows: dict[str, str]
+    section: type[BaseModel], place: str, told: dict[type[BaseModel], str], rows: dict[str, tuple[str, str]]
 ) -> Iterator[str]:
     """A section's table and those of the sections in it, each told once; and of several kinds of a section the keys
-    that mean the same in another. `rows` holds what was told: a row with its place, and of which kind it was."""
+    that mean the same in another, and those that it only fills in. `rows` holds what was told: a key's place and
+    meaning, of which kind it was, and its value."""
     told[section] = place
     shared: dict[str, list[str]] = {}
     further: dict[str, list[str]] = {}
+    filled: list[str] = []
     yield f"{' '.join((section.__doc__ or '').split())}\n"
     yield "| key | value | meaning |\n|---|---|---|"
     inner: list[tuple[type[BaseModel], str]] = []
@@ -109,15 +111,21 @@ def _section(
         told |= {each: f"{place}.{name}".lstrip(".") for each in new}
         value = _value(field, bool(nested))
         # A section in a key is not told twice, which is no difference between kinds.
-        told_before = rows.setdefault(f"{place} {name} {value} {field.description}", _kind(section))
-        if _kind(section) and told_before != _kind(section):
+        told_before, default = rows.setdefault(f"{place} {name} {field.description}", (_kind(section), value))
+        if _kind(section) and told_before != _kind(section) and value == default:
             shared.setdefault(told_before, []).append(f"`{name}`")
+            continue
+        if _kind(section) and told_before != _kind(section) and not field.is_required():
+            filled.append(f"`{name}` {_default(field.default)}")
             continue
         yield f"| `{name}` | {value} | {meaning.replace('|', chr(92) + '|')} |"
     for other, names in further.items():
         yield f"\nAs in `{other}`: {', '.join(names)}."
     for kind, names in shared.items():
-        yield f"\nAs{kind}: {', '.join(names)}."
+        known = len(names) + len(filled) + 1 == len(section.model_fields)
+        yield f"\nAs{kind}: {'all others' if known else ', '.join(names)}."
+    if filled:
+        yield f"\nFilled in: {', '.join(filled)}."
     for each, where in inner:
         yield f"\n### `{where}`{_kind(each)}\n"
         yield from _section(each, where, told, rows)

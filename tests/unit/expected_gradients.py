@@ -92,8 +92,8 @@ class Learner:
     def __init__(self, folder: Path, algorithm: Algorithm, **layout: Any) -> None:
         optimizer = OptimizerConfig(learning_rate=1e-3)
         config = PolicyConfig(model=str(folder), optimizer=optimizer, **layout)
-        self.algorithm = algorithm
-        self.trainer = PolicyTrainer(config, algorithm, DISTRIBUTION)
+        self.algorithm = algorithm.sized(MOST)
+        self.trainer = PolicyTrainer(config, self.algorithm, DISTRIBUTION)
         self._gradients: list[Tensor] = []
         self.trainer._learner._apply = self._take  # type: ignore[method-assign]
 
@@ -115,7 +115,7 @@ class Learner:
 
     def batch(self, rows: Sequence[Experience], oldest: int | None = None) -> Batch:
         """The batch with the learner's log-probs."""
-        batch = Batch.of(collected(rows), oldest)
+        batch = Batch.of(collected(rows, each=self.algorithm.samples_per_prompt), oldest)
         return Batch.of(batch.collected.with_sampled(old_logprobs=self._logprobs(batch)), oldest)
 
     def _logprobs(self, batch: Batch) -> Floats:

@@ -30,11 +30,13 @@ class Experience:
     old_logprobs: Floats = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-def collected(rows: Sequence[Experience], generate_s: float = 0.0, score_s: float = 0.0, **rest: Any) -> Collected:
-    """The batch of these."""
+def collected(
+    rows: Sequence[Experience], generate_s: float = 0.0, score_s: float = 0.0, *, each: int = 1, **rest: Any
+) -> Collected:
+    """The batch of these, of which `each` in a row are a group, numbered by the place of its first."""
     if not rows:
         return Collected.of([], rest.get("repeated", 0), rest.get("discarded", ()))
-    requests = [SampleRequest(row.number, row.prompt, None, row.number) for row in rows]
+    requests = [SampleRequest(row.number, row.prompt, None, index - index % each) for index, row in enumerate(rows)]
     columns = trajectories(requests, [row.sample for row in rows])
     columns = columns.with_rows(score=np.asarray([row.score for row in rows], np.float32))
     for name in PER_TOKEN:

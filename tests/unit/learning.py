@@ -38,7 +38,7 @@ class Learning:
             rate: the policy's learning rate; the critic's is three times that.
         """
         settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": {"coef": BETA}}
-        self.algorithm = parse_algorithm(settings | algorithm)
+        self.algorithm = parse_algorithm(settings | algorithm).sized(MOST)
         schedule = {
             "schedule": "cosine",
             "total_steps": steps * EPOCHS * BATCH // MINIBATCH,
@@ -97,4 +97,4 @@ class Learning:
             p = now[index].sum(-1).exp().numpy()
             rows = self._draw.choice(COUNT, BATCH // len(PROMPTS), p=p / p.sum())
             taken += [every[index * COUNT + row] for row in rows.tolist()]
-        return Batch.of(collected(taken))
+        return Batch.of(collected(taken, each=self.algorithm.samples_per_prompt))

@@ -178,11 +178,11 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
             f"{mask}: {masked} leaves most tokens out, as batches are sampled {loop.ahead} ahead; give a larger one"
             + (f", or orchestrator.loop.depth {masked}" if masked else "")
         )
-    if config.weights.in_flight == "keep-cache" and loop.max_staleness and algorithm.correction not in BANDED:
-        banded = BANDED if algorithm.old_logprobs == "learner" else ("dis",)
+    if config.weights.in_flight == "keep-cache" and loop.max_staleness and not algorithm.leaves_out_far_tokens:
+        banded = f"correction {', '.join(BANDED)}, or " if algorithm.old_logprobs == "learner" else ""
         yield (
             "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and algorithm.correction "
-            f"{algorithm.correction} leaves none out; choose one of {', '.join(banded)}, or in_flight keep"
+            f"{algorithm.correction} leaves none out; choose {banded}clip dis, or in_flight keep"
         )
 
 

@@ -114,6 +114,7 @@ class _Derivation:
         self._layout = Layout.of(self._gpus)
         self._algorithm = {"kind": facts.algorithm.kind} | facts.algorithm.settings
         checked = parse(self._algorithm)
+        self._compares_alone = checked.compares and not checked.penalises_rewards
         self._has_critic = checked.needs_critic
         self._has_reference = checked.needs_reference or "reference" in facts.services
 
@@ -338,8 +339,9 @@ class _Derivation:
     def _usual(self) -> dict[str, Any]:
         """The algorithm's settings that other facts suggest."""
         return {
-            # A reward model may do it with its own mean and deviation.
-            "normalise_scores": self._is_not_normalised,
+            # A reward model may do it with its own mean and deviation; and a group's scores are compared with each
+            # other alone.
+            "normalise_scores": False if self._compares_alone else self._is_not_normalised,
             "old_logprobs": "rollout" if self._engine_is_exact else "learner",
             "minibatch_size": max(1, self._facts.batch_size // 4),
         }

@@ -17,8 +17,9 @@ NAN = math.nan
 
 
 def credit(rewards: torch.Tensor, mask: torch.Tensor, group: int, *, divide: bool) -> torch.Tensor:
-    algorithm = GRPO(samples_per_prompt=group, divide_by_deviation=divide)
-    advantages, returns = algorithm.credit(Responses(rewards, mask, mask, None))
+    algorithm = GRPO(samples_per_prompt=group, scale="group" if divide else "none")
+    groups = torch.arange(len(rewards)) // group
+    advantages, returns = algorithm.credit(Responses(rewards, mask, mask, None, groups))
     assert returns is None
     return advantages
 
@@ -50,7 +51,7 @@ def test_groups_of_equal_scores_are_discarded_if_that_is_asked_for() -> None:
         count = len(scores)
         return Group(np.asarray(scores, np.float32), np.ones(count, np.int64), np.zeros(count, bool))
 
-    choosy = GRPO(samples_per_prompt=3, discard_equal=True, max_discarded=4)
+    choosy = GRPO(samples_per_prompt=3, zero_variance="resample", max_discarded=4)
     assert [choosy.admit(group(*scores)) for scores in ((1, 1, 1), (0, 0, 0), (1, 1, 0))] == [False, False, True]
     assert choosy.discard_limit == 4
     plain = GRPO(samples_per_prompt=3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from orchestrator.algorithms.kl import KLKind, kl_estimate
-from orchestrator.algorithms.loss import PolicyLoss, importance_weights, mismatch, policy_loss, surrogate
+from orchestrator.algorithms.loss import PolicyLoss, bound, importance_weights, mismatch, policy_loss, surrogate
 from quartet.models.numerics import response_mask
 from tests.unit import reference_ppo as ref
 from tests.unit.reference_ppo import close, doubles, gradient
@@ -52,7 +52,9 @@ def test_weights_and_mismatch_against_the_reference(seed: int) -> None:
     assert actual == pytest.approx(ref.mismatch(behaviour, old, 2.0), rel=1e-6)
 
 
-CLIPS: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+def ppo(dual: float | None) -> Any:
+    """PPO's bound with these clips."""
+    return bound("ppo", low=0.2, high=0.28, dual=dual)
 
 
 def test_policy_loss_by_hand() -> None:
@@ -64,7 +66,7 @@ def test_policy_loss_by_hand() -> None:
     # objectives min(1.5, 1.28); min(0.5, 0.8); min(-1, -1.6); min(-4, -1.28), with dual clip 3 at least -3
     # weighted: 1.28 + 2 * 0.5 - 0.5 * 1.6 - 3 = -1.52, without the dual clip -2.52; denominator 8
     args = (new, old, advantages, mask)
-    got = policy_loss(*args, **CLIPS, dual_clip=3.0, weights=weights, denominator=8)
+    got = policy_loss(*args, bound=ppo(3.0), weights=weights, denominator=8)
     close(got.loss, 1.52 / 8)
     for share in (got.clip_fraction_low, got.clip_fraction_high, got.dual_clip_fraction):
         close(share, 1 / 8)
@@ -72,11 +74,11 @@ def test_policy_loss_by_hand() -> None:
     close(got.approx_kl, 2.094535 / 8, 1e-6)
     close(got.ratio_mean, 6.5 / 8)
     close(got.ratio_max, 4.0)
-    plain = policy_loss(*args, **CLIPS, dual_clip=None, weights=weights, denominator=8)
+    plain = policy_loss(*args, bound=ppo(None), weights=weights, denominator=8)
     close(plain.loss, 2.52 / 8)
     assert plain.dual_clip_fraction == 0
     # unweighted: 1.28 + 0.5 - 1.6 - 4 = -3.82
-    close(policy_loss(*args, **CLIPS, dual_clip=None, weights=None, denominator=8).loss, 3.82 / 8)
+    close(policy_loss(*args, bound=ppo(None), weights=None, denominator=8).loss, 3.82 / 8)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -87,7 +89,7 @@ def test_policy_loss_and_gradient_against_the_reference(seed: int, dual: float |
     weights = [[math.exp(x) for x in row] for row in logw]
     leaf, mask = ref.pad(new).requires_grad_(), ref.mask_of(new)
     args = (leaf, ref.pad(old), ref.pad(advantages), mask)
-    got = policy_loss(*args, **CLIPS, dual_clip=dual, weights=ref.pad(weights), denominator=17.0)
+    got = policy_loss(*args, bound=ppo(dual), weights=ref.pad(weights), denominator=17.0)
     expected, slopes = ref.policy_loss(new, old, advantages, weights, (0.2, 0.28, dual), 17.0)
     actual = dict(zip(("loss", "low", "high", "dual", "approx_kl", "ratio_mean", "ratio_max"), got, strict=True))
     assert {k: float(v.detach()) for k, v in actual.items()} == pytest.approx(expected, rel=1e-6)
@@ -110,7 +112,7 @@ def test_policy_gradient_at_ratio_one_is_the_weighted_score_function() -> None:
     advantages, weights = torch.randn(2, 2, 3, dtype=torch.float64)
     logp = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     args = (logp, logp.detach(), advantages, mask)
-    loss = policy_loss(*args, **CLIPS, dual_clip=3.0, weights=weights.abs(), denominator=5).loss
+    loss = policy_loss(*args, bound=ppo(3.0), weights=weights.abs(), denominator=5).loss
     # grad log softmax = onehot - p, so d loss / d logits = -w A (onehot - p) / 5 in the mask
     onehot = torch.nn.functional.one_hot(ids, 5)
     per_token = (weights.abs() * advantages * mask / 5).unsqueeze(-1)
@@ -122,7 +124,7 @@ def test_policy_loss_passes_gradcheck() -> None:
     new = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     old, advantages = torch.randn(2, 3, 4, dtype=torch.float64)
     mask = response_mask(torch.tensor([4, 2, 1]), 4)
-    options = CLIPS | {"dual_clip": 2.0, "weights": None, "denominator": 7}
+    options = {"bound": ppo(2.0), "weights": None, "denominator": 7}
     assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages, mask, **options).loss, new)
     for kind in get_args(KLKind):
         assert torch.autograd.gradcheck(lambda x, k=kind: kl_estimate(x, old, k, mask), new)
@@ -137,7 +139,7 @@ def test_policy_loss_adds_up_over_micro_batches() -> None:
     def part(rows: slice) -> PolicyLoss:
         args = (leaf[rows], old[rows], advantages[rows], mask[rows])
         weights = logw[rows].exp()
-        return policy_loss(*args, **CLIPS, dual_clip=1.5, weights=weights, denominator=mask.sum())
+        return policy_loss(*args, bound=ppo(1.5), weights=weights, denominator=mask.sum())
 
     whole = part(slice(None))
     parts = [part(slice(*rows)) for rows in ((0, 2), (2, 3), (3, 8))]  # the second has no token
@@ -161,7 +163,7 @@ def test_log_probs_gone_astray_leave_the_loss_finite() -> None:
     new = torch.tensor([[900.0, -900.0, 0.0]], requires_grad=True)
     old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     for sign in (1.0, -1.0):
-        options = CLIPS | {"dual_clip": None, "weights": None, "denominator": 3}
+        options = {"bound": ppo(None), "weights": None, "denominator": 3}
         got = policy_loss(new, old, torch.full((1, 3), sign), mask, **options)
         assert all(x.isfinite() for x in got)
         close(gradient(got.loss, new), [[0.0, 0.0, -sign / 3]], 1e-6)
@@ -170,16 +172,20 @@ def test_log_probs_gone_astray_leave_the_loss_finite() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("clip_eps_low", 0.0, "clip_eps_low must lie in"),
-        ("clip_eps_low", 1.1, "clip_eps_low must lie in"),
-        ("clip_eps_high", -0.1, "clip_eps_high be > 0"),
-        ("dual_clip", 1.0, "dual_clip must be > 1"),
+        ("low", 0.0, "clip_eps_low must lie in"),
+        ("low", 1.1, "clip_eps_low must lie in"),
+        ("high", -0.1, "clip_eps_high be > 0"),
+        ("dual", 1.0, "dual_clip must be > 1"),
         ("weights", torch.ones(2), r"weights is \[2\], should be \[1, 2\]"),
         ("denominator", 0, "denominator must be"),
     ],
 )
 def test_policy_loss_refuses_bad_input(option: str, value: Any, message: str) -> None:
     x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    options = CLIPS | {"dual_clip": None, "weights": None, "denominator": 1} | {option: value}
+    clips = {"low": 0.2, "high": 0.28}
+    given = (
+        {"bound": bound("ppo", **clips | {option: value})} if option in ("low", "high", "dual") else {option: value}
+    )
+    options: dict[str, Any] = {"bound": ppo(None), "weights": None, "denominator": 1} | given
     with pytest.raises(ValueError, match=message):
         policy_loss(x, x, x, mask, **options)

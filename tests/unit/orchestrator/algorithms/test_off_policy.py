@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.algorithms.off_policy import correction_weights, dis_loss, measures, segments_of
+from orchestrator.algorithms.loss import bound, policy_loss
+from orchestrator.algorithms.off_policy import BANDS, correction_weights, measures, segments_of
 
 # Two responses, of three tokens and of one. Ratios of the learner to the engine: 2, 0.25, 1.2; 8.
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -37,7 +38,6 @@ def weights(kind: Any, **options: Any) -> list[list[float]]:
         ("geometric", {"band": (0.8, 1.25)}, [[1, 1, 1], [0, 1, 1]]),
         ("decoupled", {}, [[2, 0.25, 1.2], [0, 1, 1]]),
         ("decoupled", {"cap": None}, [[2, 0.25, 1.2], [8, 1, 1]]),
-        ("dis", {}, [[1, 1, 1], [1, 1, 1]]),
     ],
 )
 def test_weights(kind: str, options: dict[str, Any], expected: list[list[float]]) -> None:
@@ -95,7 +95,8 @@ def test_double_sided_importance_sampling_and_its_gradient() -> None:
     r = torch.tensor([[2.0, 0.1, 1.0], [5.0, nan, nan]])
     new = (torch.where(MASK, ENGINE, 0.0) + torch.where(MASK, r, 1.0).log()).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -3.0], [2.0, nan, nan]])
-    actual = dis_loss(new, ENGINE, advantages, MASK, band=None, denominator=4)
+    dis = bound("dis", band=BANDS["dis"])
+    actual = policy_loss(new, ENGINE, advantages, MASK, bound=dis, weights=None, denominator=4)
     actual.loss.backward()  # type: ignore[no-untyped-call]
     assert float(actual.loss.detach()) == pytest.approx(0.25)
     # d(r A) / d(log pi) = r A where r is inside the band, and nothing outside.
@@ -110,7 +111,8 @@ def test_the_ends_of_the_band_of_dis_are_outside() -> None:
     old = torch.zeros(1, 3)
     mask = torch.ones(1, 3, dtype=torch.bool)
     r = torch.tensor([[0.5, 1.0, 2.0]])
-    actual = dis_loss(r.log(), old, torch.ones(1, 3), mask, band=(0.5, 2.0), denominator=1)
+    dis = bound("dis", band=(0.5, 2.0))
+    actual = policy_loss(r.log(), old, torch.ones(1, 3), mask, bound=dis, weights=None, denominator=1)
     assert float(actual.loss) == -1
     assert (float(actual.clip_fraction_low), float(actual.clip_fraction_high)) == (1, 1)
     measured = measures("dis", r.log(), old, mask, sampled=mask, cap=None, band=(0.5, 2.0))

@@ -88,8 +88,8 @@ def refusal(section: dict[str, Any]) -> str:
         ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: should be 0.01 or more, got 0"),
         (
             {"algorithm": {"importance_band": [0.5, 2]}},
-            "orchestrator.algorithm: importance_band is for icepop, geometric, dis, and correction is tis; leave it "
-            "out",
+            "orchestrator.algorithm: importance_band is for correction icepop, geometric and for clip dis, and "
+            "correction is tis; leave it out",
         ),
         (
             {"algorithm": {"importance_cap": 3, "correction": "icepop"}},
@@ -97,12 +97,17 @@ def refusal(section: dict[str, Any]) -> str:
             "out",
         ),
         (
-            {"algorithm": {"dual_clip": 3, "correction": "dis"}},
-            "orchestrator.algorithm: dual_clip bounds a loss that correction dis does not use; leave it out",
+            {"algorithm": {"dual_clip": 3, "clip": "dis"}},
+            "orchestrator.algorithm: dual_clip belongs to clip ppo, and clip is dis; leave it out",
         ),
         (
-            {"algorithm": {"clip_eps_high": 0.3, "correction": "dis"}},
-            "orchestrator.algorithm: clip_eps_low and clip_eps_high do not belong to correction dis; leave them out",
+            {"algorithm": {"correction": "icepop", "clip": "dis"}},
+            "orchestrator.algorithm: correction has no effect with clip dis, which corrects by itself; leave it out",
+        ),
+        (
+            {"algorithm": {"kind": "dapo", "samples_per_prompt": 8, "overlong_buffer": 257}},
+            "orchestrator: algorithm.overlong_buffer (257) must not exceed sampling.max_new_tokens (256), of which "
+            "it is the last part",
         ),
         (
             {"algorithm": {"old_logprobs": "rollout", "correction": "icepop"}},

@@ -14,7 +14,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected
+from orchestrator.experience.experience import Collected, Scored
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used
 from orchestrator.experience.source import ExperienceSource
@@ -49,6 +49,10 @@ class Choosy(PPO):
 def choosy(config: OrchestratorConfig, *refused: int, most: int = 3) -> OrchestratorConfig:
     algorithm = Choosy(**config.algorithm.model_dump(), refused=refused, most=most)
     return config.model_copy(update={"algorithm": algorithm})
+
+
+def dropped(batch: Collected) -> list[int]:
+    return [each.number for each in batch.discarded]
 
 
 class Bench:
@@ -86,8 +90,8 @@ class Bench:
             kl_coef=0.1,
             normaliser=self.state.normaliser,
             asked=len(batch.numbers),
-            used=numbers,
-            discarded=batch.discarded,
+            used=batch.scored,
+            discarded=len(batch.discarded),
         )
         return numbers
 
@@ -99,7 +103,7 @@ async def test_the_next_prompts_take_the_places_of_those_that_were_discarded(pol
     state = bench.state
     assert (state.samples_used, state.samples_discarded, state.samples_asked) == (6, 3, 9)
     assert state.used == Used(9)
-    assert [bench.journal.kept[step].discarded for step in (1, 2, 3)] == [(1, 2), (), (6,)]
+    assert [dropped(bench.journal.kept[step]) for step in (1, 2, 3)] == [[1, 2], [], [6]]
     # Samples in place of others are valued at once like these, by the critic that the batch meets.
     assert [call["min_step"] for call in bench.fakes.critic.calls] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
 
@@ -110,7 +114,7 @@ async def test_a_group_is_discarded_as_a_whole_when_its_last_response_is_finishe
     async with Beside() as beside:
         assert await bench.steps(beside, 1) == [[2, 3, 4, 5]]
     assert bench.state.samples_discarded == 2
-    assert bench.journal.kept[1].discarded == (0, 1)
+    assert dropped(bench.journal.kept[1]) == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -188,10 +192,11 @@ async def test_a_discarded_group_among_those_sampled_ahead_delays_no_batch(polic
 
 def test_the_journal_keeps_the_numbers_of_what_was_discarded(tmp_path: Path, policy_folder: Path) -> None:
     journal = ExperienceJournal(tmp_path, make_config(policy_folder))
-    journal.write(1, replace(Collected.of([], 0, (3, 4)), generate_s=0.5, score_s=0.25))
+    discarded = Scored(3, 7, 0.1), Scored(4, 7, -2.0)
+    journal.write(1, replace(Collected.of([], 0, discarded), generate_s=0.5, score_s=0.25))
     again = journal.read(1, lambda number: make_prompts(1)[0])
     assert again is not None
-    assert again.discarded == (3, 4)
+    assert again.discarded == discarded
 
 
 async def test_a_whole_run_counts_them_and_goes_on_from_a_checkpoint_bit_for_bit(policy_folder: Path) -> None:
@@ -210,6 +215,11 @@ async def test_a_whole_run_counts_them_and_goes_on_from_a_checkpoint_bit_for_bit
     assert straight.log.lines[4]["samples/used_total"] == 8
     checkpoint = TrainState.model_validate_json(straight.checkpoints.states[1].model_dump_json())
     assert (checkpoint.step, checkpoint.samples_discarded) == (1, 2)
+    assert sum(each.responses for each in checkpoint.prompts.values()) == 4
+    rows = [PromptStream(make_prompts(PROMPTS), 0, 1).dealt(number, 1)[0].row for number in range(11)]
+    final = straight.checkpoints.states[4].prompts
+    # Every prompt that was dealt, discarded or not, once; a fake's score is the first token.
+    assert {row: (each.responses, each.mean) for row, each in final.items()} == {row: (1, 10 + row) for row in rows}
     await again.go_on(checkpoint)
     assert again.checkpoints.states == straight.checkpoints.states[2:]
     for (batch, seed), (other, other_seed) in zip(straight.policy.batches[1:], again.policy.batches, strict=True):

@@ -58,7 +58,7 @@ def estimated(
     kl_coef: float = 0.1,
     normaliser: RunningNormaliser | None = None,
 ) -> Estimated:
-    batch = Batch.of(collected(experiences))
+    batch = Batch.of(collected(experiences, each=settings.samples_per_prompt))
     made = estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
     distance = measure_distance(batch, OLD, settings, 0)
     assert distance.kl is not None
@@ -119,7 +119,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone() -> None:
 
 def test_the_engines_logprobs_as_the_old_ones() -> None:
     """The penalty is of the engine's log-probs; the learner's are known of the second response alone."""
-    settings = PPO(old_logprobs="rollout", gae_lambda=0.5, whiten_advantages=False)
+    settings = PPO(old_logprobs="rollout", gae_lambda=0.5, scale="none")
     batch = Batch.of(collected(BATCH))
     old = old_logprobs_of(batch, settings)
     assert old is not None
@@ -134,7 +134,7 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
     unknown = measure_distance(batch, [own[0]] * 2, settings, 0)
     assert (unknown.kl, unknown.metrics) == (distance.kl, {"kl/reference": distance.kl})
     # dis corrects by the learner's own: one token, whose ratio is exp(-0.3 + 0.5) or its inverse.
-    dis = settings.model_copy(update={"correction": "dis"})
+    dis = settings.model_copy(update={"clip": "dis"})
     corrected = measure_distance(batch, own, dis, 0).metrics
     assert corrected["off_policy/ess"] == pytest.approx(1)
     assert corrected["off_policy/ratio_p50"] == pytest.approx(np.exp(0.2))
@@ -156,7 +156,11 @@ def test_leave_one_out_takes_the_other_response_as_the_baseline() -> None:
     actual = estimate(kind="rloo", samples_per_prompt=2)
     check(actual.advantages, [[2.97, 2.97], [-2.97]])
     assert actual.returns == []
-    assert actual.metrics.keys() == estimate().metrics.keys() - {"value/explained_variance"}
+    groups = {"group/zero_variance", "group/spread"}
+    assert actual.metrics.keys() == (estimate().metrics.keys() | groups) - {"value/explained_variance"}
+    # Scores 2 and -1.
+    assert actual.metrics["group/zero_variance"] == 0
+    assert actual.metrics["group/spread"] == pytest.approx(4.5**0.5)
     assert actual.kl == pytest.approx((0.8 + 0.5) / 2)
 
 
@@ -171,7 +175,7 @@ def test_reinforce_with_the_batch_as_the_baseline() -> None:
 
 def test_whitened_advantages_and_returns_that_are_not() -> None:
     # Mean 0.285, unbiased variance (0.65^2 + 0.685^2 + 1.335^2) / 2 = 1.336975.
-    actual = estimate(whiten_advantages=True)
+    actual = estimate(scale="batch")
     scale = 1.336975**-0.5
     check(actual.advantages, [[0.65 * scale, 0.685 * scale], [-1.335 * scale]])
     check(actual.returns, [[1.435, 1.97], [-1.05]])

@@ -42,7 +42,7 @@ def made(
     experiences: list[Experience], old: list[Any], oldest: int | None = OLDEST, **algorithm: Any
 ) -> tuple[Batch, Rows, Distance]:
     settings = parse_algorithm(plain(algorithm, max_token_staleness=1))
-    batch = Batch.of(collected(experiences), oldest)
+    batch = Batch.of(collected(experiences, each=settings.samples_per_prompt), oldest)
     own = [np.asarray(row, np.float32) for row in old]
     estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, RunningNormaliser())
     rows = Rows(
@@ -109,14 +109,14 @@ def test_the_mismatch_of_the_present_version_is_that_of_its_own_tokens(version: 
 
 
 def test_whitening_is_over_the_tokens_that_are_trained_on() -> None:
-    _, estimate, _ = made(BATCH, OLD, gae_lambda=0.5, whiten_advantages=True)
+    _, estimate, _ = made(BATCH, OLD, gae_lambda=0.5, scale="batch")
     plain = np.asarray([0.145, 1.59, -1.31])
     wanted = (plain - plain.mean()) / plain.std(ddof=1)
     actual = [estimate.advantages[0][1], estimate.advantages[0][3], estimate.advantages[1][0]]
     assert actual == pytest.approx(wanted.tolist(), abs=1e-6)
     assert estimate.advantages[2].tolist() == [0]
     # A single token has no spread.
-    _, single, _ = made([BATCH[1]], [OLD[1]], whiten_advantages=True)
+    _, single, _ = made([BATCH[1]], [OLD[1]], scale="batch")
     assert rows(single.advantages) == [[0, 0]]
 
 
@@ -128,8 +128,8 @@ def test_a_response_is_one_action_with_all_its_reward_in_leave_one_out() -> None
 
 
 def test_a_batch_of_which_nothing_is_trained_on_gives_nothing() -> None:
-    batch, estimate, distance = made(BATCH, OLD, oldest=9, whiten_advantages=True)
-    assert (batch.masked, distance) == (1.0, Distance(None, {}))
+    batch, estimate, distance = made(BATCH, OLD, oldest=9, scale="batch")
+    assert (batch.too_old, distance) == (1.0, Distance(None, {}))
     assert {x for side in (estimate.advantages, estimate.returns) for row in side for x in row.tolist()} == {0.0}
     assert "value/explained_variance" not in estimate.metrics
     assert np.isfinite(list(estimate.metrics.values())).all()
@@ -225,7 +225,7 @@ async def test_a_step_whose_tokens_are_all_too_old_is_told_and_goes_on(policy_fo
     stage.progress.note = notes.append  # type: ignore[assignment, method-assign]
     await stage.run(policy_version=6)
     assert notes == [
-        "step 3: all its tokens are older than algorithm.max_token_staleness (1), so that nothing is trained on"
+        "step 3: nothing is trained on, as 100% of its tokens are older than algorithm.max_token_staleness"
     ]
     lines = [stage.log.lines[step] for step in (1, 2, 3)]
     assert [line["staleness/masked"] for line in lines] == [0.0, 0.0, 1.0]

@@ -1,12 +1,21 @@
 """The state that the loop carries from step to step."""
 
 from orchestrator.algorithms.rewards import RunningNormaliser
+from orchestrator.experience.experience import Scored
 from orchestrator.loop.state import TrainState
 
 
 def test_version_and_critic_step_follow_from_the_step() -> None:
     state = TrainState(step=3, first_version=7, first_critic_step=4, kl_coef=0.1, samples_used=12)
     assert (state.policy_version, state.critic_step) == (10, 7)
-    state = state.advanced(kl_coef=0.2, normaliser=RunningNormaliser(), asked=5, used=range(12, 16))
+    state = state.advanced(
+        kl_coef=0.2,
+        normaliser=RunningNormaliser(),
+        asked=5,
+        used=[Scored(number, number % 3, 0.25 * number) for number in range(12, 16)],
+    )
     assert (state.step, state.policy_version, state.critic_step, state.samples_used) == (4, 11, 8, 16)
+    # Rows 0 1 2 0 with scores 3, 3.25, 3.5, 3.75.
+    seen = {row: (each.responses, each.mean) for row, each in state.prompts.items()}
+    assert seen == {0: (2, 3.375), 1: (1, 3.25), 2: (1, 3.5)}
     assert TrainState.model_validate_json(state.model_dump_json()) == state

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from orchestrator.algorithms.contract import KLConfig
-from orchestrator.algorithms.registry import algorithms
+from orchestrator.algorithms.registry import algorithms, presets
 from orchestrator.algorithms.registry import parse as parse_algorithm
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
@@ -135,7 +135,7 @@ def test_gae_is_exact_with_a_perfect_critic(problem: Problem, layout: dict[str, 
 def test_whitening_divides_by_the_deviation_and_changes_nothing_else(problem: Problem) -> None:
     tables = problem.tables(perfect=True)
     plain = Learner(problem.folder, parse()).estimate(experiences(tables))[1]
-    learner = Learner(problem.folder, parse(whiten_advantages=True))
+    learner = Learner(problem.folder, parse(scale="batch"))
     batch, estimate = learner.estimate(experiences(tables))
     actual = learner.expected(batch, estimate.advantages, likely(tables.behaviour))
     report("gae, whitened", actual * spread(plain.advantages), problem.exact())
@@ -216,7 +216,7 @@ def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], o
 @pytest.mark.parametrize("kind", algorithms())
 def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
     """With the settings that a file has which names the kind alone, whatever scale and bias they have by design."""
-    needs = algorithms()[kind]
+    needs = presets()[kind]
     each = 1 if needs.needs_samples_per_prompt == 1 else 2
     tables = problem.tables(perfect=needs.needs_critic)
     algorithm = parse_algorithm({"kind": kind, "samples_per_prompt": each, "score_clip": None} | WHOLE)
@@ -235,7 +235,7 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
 def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem) -> None:
     """A response's own reward is in the mean, which takes (G - 1) / G of the gradient: half of it in pairs."""
     tables = problem.tables()
-    algorithm = parse(kind="grpo", samples_per_prompt=2, divide_by_deviation=False, reduction="tokens")
+    algorithm = parse(kind="grpo", samples_per_prompt=2, scale="none", reduction="tokens")
     learner = Learner(problem.folder, algorithm)
     advantages = leave_one_out(learner, tables, (0,) * MOST, None)
     actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
@@ -377,8 +377,8 @@ CORRECTIONS: list[tuple[dict[str, Any], Any]] = [
     ({"correction": "icepop", "importance_band": (0.8, 1.25)}, lambda pi, b: pi / b if 0.8 <= pi / b <= 1.25 else 0),
     ({"correction": "decoupled", "importance_cap": 1.2}, lambda pi, b: pi / b if pi / b <= 1.2 else 0),
     ({"correction": "decoupled", "importance_cap": None}, lambda pi, b: pi / b),
-    ({"correction": "dis"}, lambda pi, b: pi / b if 0.2 < pi / b < 4 else 0),
-    ({"correction": "dis", "importance_band": (0.8, 1.25)}, lambda pi, b: pi / b if 0.8 < pi / b < 1.25 else 0),
+    ({"clip": "dis"}, lambda pi, b: pi / b if 0.2 < pi / b < 4 else 0),
+    ({"clip": "dis", "importance_band": (0.8, 1.25)}, lambda pi, b: pi / b if 0.8 < pi / b < 1.25 else 0),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.algorithms.registry import DEFAULT, algorithms
+from orchestrator.algorithms.registry import DEFAULT, algorithms, presets
 from tests.unit import known_optimum as known
 from tests.unit.learning import Learning
 
@@ -41,7 +41,7 @@ def test_the_default_comes_within_a_tenth_of_the_optimum(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", algorithms().keys() - {DEFAULT.kind})
 def test_every_other_algorithm_comes_near_it(tmp_path: Path, kind: str) -> None:
     """With four responses to a prompt where they are compared."""
-    each = 4 if algorithms()[kind].needs_samples_per_prompt > 1 else 1
+    each = 4 if presets()[kind].needs_samples_per_prompt > 1 else 1
     assert closed(tmp_path, kind, kind=kind, samples_per_prompt=each) >= 0.8
 
 

@@ -118,10 +118,10 @@ def test_every_term_of_the_loss_has_the_reduction(
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("correction", ["tis", "dis"])
+@pytest.mark.parametrize("clip", ["ppo", "dis"])
 @pytest.mark.parametrize("reduction", ["trajectories", 3])
 def test_a_reduction_is_the_same_however_a_batch_is_cut(
-    policy_folder: Path, batch: PolicyBatch, reduction: Reduction, correction: str, packing: bool
+    policy_folder: Path, batch: PolicyBatch, reduction: Reduction, clip: str, packing: bool
 ) -> None:
     """With a response of which no token is trained on, and one that is trained on in part."""
     trained = [np.ones(len(row), bool) for row in batch.responses]
@@ -131,7 +131,7 @@ def test_a_reduction_is_the_same_however_a_batch_is_cut(
     moved = []
     for tokens in (1, 12, 1000):
         trainer = make_trainer(
-            policy_folder, micro_batch_tokens=tokens, reduction=reduction, correction=correction, packing=packing
+            policy_folder, micro_batch_tokens=tokens, reduction=reduction, clip=clip, packing=packing
         )
         before = weights(trainer)
         train_policy(trainer, marked, seed=0)
@@ -170,12 +170,10 @@ def test_every_correction_trains_alike_however_a_batch_is_cut(
             ratio = (new - old).exp()
             objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
             expected -= float((weight[correction] * objective).sum())
-    trainer = make_trainer(
-        policy_folder,
-        micro_batch_tokens=micro_batch_tokens,
-        correction=correction,
-        importance_band=band if correction in BANDED else None,
-    )
+    given: dict[str, Any] = {"clip" if correction == "dis" else "correction": correction}
+    if correction in (*BANDED, "dis"):
+        given["importance_band"] = band
+    trainer = make_trainer(policy_folder, micro_batch_tokens=micro_batch_tokens, **given)
     assert train_policy(trainer, batch, seed=0)["loss"] == pytest.approx(expected / TOKENS, abs=1e-5)
 
 

@@ -8,7 +8,7 @@ from tests.unit.step_metrics import STEP_METRICS, steady
 
 
 async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy_folder: Path) -> None:
-    algorithm = {"minibatch_size": 1, "kl": {"coef": 0}, "whiten_advantages": False}
+    algorithm = {"minibatch_size": 1, "kl": {"coef": 0}, "scale": "none"}
     with_one = Stage(policy_folder, algorithm=algorithm)
     without = Stage(policy_folder, algorithm=algorithm, services={"reference": None})
     for stage in (with_one, without):
@@ -21,7 +21,7 @@ async def test_a_run_without_a_reference_asks_for_none_and_measures_no_kl(policy
 
 
 async def test_a_run_without_a_critic_trains_the_policy_alone(policy_folder: Path) -> None:
-    algorithm = {"minibatch_size": 1, "kind": "rloo", "samples_per_prompt": 2, "whiten_advantages": False}
+    algorithm = {"minibatch_size": 1, "kind": "rloo", "samples_per_prompt": 2, "scale": "none"}
     stage = Stage(policy_folder, batch_size=4, algorithm=algorithm, services={"critic": None})
     await stage.run()
     assert {"values", "train critic"}.isdisjoint(stage.journal.names())

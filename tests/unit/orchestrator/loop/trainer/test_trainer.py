@@ -145,7 +145,7 @@ async def test_without_an_evaluator_nothing_is_evaluated(policy_folder: Path) ->
 
 async def test_what_policy_and_critic_train_on(policy_folder: Path) -> None:
     kl = {"coef": 0.2, "estimator": "k1"}
-    algorithm = {"minibatch_size": 1, "epochs": 3, "kl": kl, "whiten_advantages": False, "gae_lambda": 1}
+    algorithm = {"minibatch_size": 1, "epochs": 3, "kl": kl, "scale": "none", "gae_lambda": 1}
     stage = Stage(policy_folder, algorithm=algorithm, timeouts={"train_s": 21})
     await stage.run()
     (batch, seed), critic = stage.policy.batches[0], stage.fakes.critic.trained[0]
