@@ -179,10 +179,10 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
             + (f", or orchestrator.loop.depth {masked}" if masked else "")
         )
     if config.weights.in_flight == "keep-cache" and loop.max_staleness and not algorithm.leaves_out_far_tokens:
-        banded = f"correction {', '.join(BANDED)}, or " if algorithm.old_logprobs == "learner" else ""
+        banded = f"correction {' or '.join(BANDED)}, " if algorithm.old_logprobs == "learner" else ""
         yield (
             "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and algorithm.correction "
-            f"{algorithm.correction} leaves none out; choose {banded}clip dis, or in_flight keep"
+            f"{algorithm.correction} leaves none out; choose {banded}clip dis or in_flight keep"
         )
 
 

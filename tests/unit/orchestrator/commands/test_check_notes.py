@@ -39,7 +39,7 @@ def test_tokens_of_no_policy_want_a_correction_that_leaves_them_out(raw: dict[st
     raw["orchestrator"] |= {"loop": {"max_staleness": 1}, "weights": {"in_flight": "keep-cache"}}
     assert checked(raw, tmp_path).notes == [
         "orchestrator.weights.in_flight: keep-cache samples tokens under mixed weights, and algorithm.correction tis "
-        "leaves none out; choose one of icepop, geometric, dis, or in_flight keep"
+        "leaves none out; choose correction icepop or geometric, clip dis or in_flight keep"
     ]
     raw["orchestrator"]["algorithm"]["correction"] = "icepop"
     assert checked(raw, tmp_path).notes == []
