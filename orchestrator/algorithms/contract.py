@@ -113,7 +113,7 @@ class Outcomes:
     groups: Ints
     """Number of each response's group, [B]."""
     scores: Floats
-    """As the reward service gave them, [B]."""
+    """The reward service's, [B]."""
     truncated: Bools
     """True where the length limit cut the response off, [B]."""
 

@@ -60,7 +60,7 @@ class BareLearner:
         return [Pass(tuple(rows)) if rows else Pass((0,), counts=False) for rows in self.division(len(prompts))]
 
     def tensors(self, prompts: Sequence[Any], responses: Sequence[Any], *, last: bool = False) -> PairTensors:
-        """As of the learner."""
+        """The model's input, padded or packed."""
         return pair_tensors(prompts, responses, torch.device("cpu"), packing=self.packing, last=last)
 
     def step(self, micros: Sequence[Any], loss: Callable[[Any], tuple[Tensor, Any]]) -> dict[str, float]:

@@ -159,7 +159,7 @@ def test_trl_grpo_dapo_and_dr_grpo(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trl_counts_rows_of_which_nothing_is_trained_on(seed: int) -> None:
-    """Its means for grpo and dr_grpo are over all rows; ours over those with a token, as verl's and OpenRLHF's."""
+    """TRL's means for grpo and dr_grpo are over all rows; ours, verl's and OpenRLHF's over those with a token."""
     case = ragged(seed, left_out=True)
     padded = Padded(case)
     losses = clipped(padded.log_ratio.exp(), padded.advantages, LOW, HIGH)
@@ -256,7 +256,7 @@ def test_openrlhf_policy_loss(seed: int) -> None:
 
 
 GROUPS = torch.tensor([5, 2, 5, 9, 2, 5, 2, 9, 5])
-"""Of four, three and two responses, in no order."""
+"""Groups of four, three and two responses, in no order."""
 
 
 def rewards(seed: int) -> Tensor:
@@ -320,7 +320,7 @@ def test_a_response_without_siblings_has_no_advantage() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["grpo", "dr-grpo", "rloo", "reinforce++-baseline"])
 def test_neither_order_nor_other_groups_change_a_comparison(kind: str, seed: int) -> None:
-    """And a group without one of its responses is compared as if that had never been."""
+    """Nor does a response that is missing: the others of its group are compared as if it had never been."""
     given, settings = rewards(seed), {} if kind in ("grpo", "dr-grpo") else {"scale": "none"}
     actual = advantages(kind, given, GROUPS, **settings)
     order = torch.tensor(random.Random(seed).sample(range(9), 9))
@@ -334,7 +334,7 @@ def test_neither_order_nor_other_groups_change_a_comparison(kind: str, seed: int
 
 
 def test_the_penalty_in_the_rewards_is_in_the_baseline() -> None:
-    """As with TRL and verl: OpenRLHF takes the baseline of the scores, and the penalty of what is to come after."""
+    """The same with TRL and verl: OpenRLHF takes the baseline of the scores, and adds the penalty after that."""
     penalties = torch.tensor([[-0.1, -0.2], [-0.4, -0.3]], dtype=torch.float64)
     scores = torch.tensor([1.0, 3.0], dtype=torch.float64)
     held = penalties.clone()
