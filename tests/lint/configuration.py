@@ -122,8 +122,8 @@ def _section(
     for other, names in further.items():
         yield f"\nAs in `{other}`: {', '.join(names)}."
     for kind, names in shared.items():
-        known = len(names) + len(filled) + 1 == len(section.model_fields)
-        yield f"\nAs{kind}: {'all others' if known else ', '.join(names)}."
+        whole = len(names) + len(filled) + 1 == len(section.model_fields)
+        yield f"\nAs{kind}: {'all others' if whole else ', '.join(names)}."
     if filled:
         yield f"\nFilled in: {', '.join(filled)}."
     for each, where in inner:
