@@ -92,7 +92,7 @@ def keys(
 @app.command("init")
 def begin(
     file: Annotated[Path, typer.Argument(help="The YAML file to write, such as mine.yaml.")],
-    policy: Annotated[str, typer.Option(help="The model to train: a folder, or ORG/NAME@REVISION of a hub.")],
+    model: Annotated[str, typer.Option(help="The model to train: a folder, or ORG/NAME@REVISION of a hub.")],
     reward: Annotated[str, typer.Option(help="A reward model, or a function as package.module:name.")],
     prompts: Annotated[str, typer.Option(help="A file, a folder of splits, or ORG/NAME@REVISION of a hub.")],
     input_key: Annotated[str | None, typer.Option(help="Column of the prompts, if it has no usual name.")] = None,
@@ -104,7 +104,7 @@ def begin(
     from orchestrator.commands.init.machine import Machine
     from orchestrator.commands.init.write import Wanted, init
 
-    wanted = Wanted(policy, reward, prompts, input_key, label_key, max_new_tokens)
+    wanted = Wanted(model, reward, prompts, input_key, label_key, max_new_tokens)
     for note in init(file, wanted, Machine.here(), overwrite=overwrite):
         _say(note)
     _say(f"wrote {file}; next: quartet check {file} && quartet up {file} && quartet train {file}")

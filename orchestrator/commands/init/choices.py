@@ -59,7 +59,7 @@ class Choices:
         wanted = self.max_new_tokens or min(RESPONSE, self.longest // 2)
         if wanted < min(LEAST_RESPONSE, self.max_new_tokens or LEAST_RESPONSE):
             raise ConfigError(
-                f"--policy: takes {self.longest} tokens in all, which leaves fewer than {LEAST_RESPONSE} for a "
+                f"--model: takes {self.longest} tokens in all, which leaves fewer than {LEAST_RESPONSE} for a "
                 "response"
             )
         return wanted

@@ -48,7 +48,7 @@ _EXAMPLES = {
 class Wanted:
     """Arguments of `quartet init`, named like its flags."""
 
-    policy: str
+    model: str
     reward: str
     prompts: str
     input_key: str | None = None
@@ -101,11 +101,11 @@ def _shortage(deployment: Deployment) -> str | None:
 def chosen(file: Path, wanted: Wanted, machine: Machine) -> Choices:
     """Reads models and prompts. ConfigError if a flag is wrong."""
     pinned = Pinned.beside(file)
-    policy = Model.at(_place(pinned, wanted.policy, "model", "--policy"), "--policy")
+    policy = Model.at(_place(pinned, wanted.model, "model", "--model"), "--model")
     try:
         tokenizer = load_tokenizer(policy.folder)
     except ConfigError as error:
-        raise ConfigError(f"--policy: {error}") from None
+        raise ConfigError(f"--model: {error}") from None
     place = _place(pinned, wanted.reward, "model", "--reward")
     reward = _reward_model(place, tokenizer_hash(tokenizer))
     data = _place(pinned, wanted.prompts, "dataset", "--prompts")
@@ -116,7 +116,7 @@ def chosen(file: Path, wanted: Wanted, machine: Machine) -> Choices:
 def compose(file: Path, wanted: Wanted, choices: Choices) -> str:
     """The file's text. ConfigError if the models lack room for responses."""
     name = re.sub(r"[^\w.-]", "-", file.stem, flags=re.ASCII).lstrip("_.-") or "run"
-    facts = choices.facts(name, wanted.policy, wanted.reward, wanted.prompts)
+    facts = choices.facts(name, wanted.model, wanted.reward, wanted.prompts)
     return _text(file, facts, derived(facts, file), choices.policy.size)
 
 

@@ -202,9 +202,9 @@ def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path
     columns = write_prompts(tmp_path / "columns.jsonl", [{"a": "w4", "b": "w5"}])
     empty = write_prompts(tmp_path / "empty.jsonl", [])
     for wanted, says in (
-        (Wanted("no/such", FUNCTION, prompts), "--policy: should be a model's folder, but no/such does not exist"),
-        (Wanted(str(tmp_path), FUNCTION, prompts), f"--policy: model: {tmp_path} holds no config.json of a model"),
-        (Wanted(t5, FUNCTION, prompts), f"--policy: model: {t5} does not describe a language model"),
+        (Wanted("no/such", FUNCTION, prompts), "--model: should be a model's folder, but no/such does not exist"),
+        (Wanted(str(tmp_path), FUNCTION, prompts), f"--model: model: {tmp_path} holds no config.json of a model"),
+        (Wanted(t5, FUNCTION, prompts), f"--model: model: {t5} does not describe a language model"),
         (Wanted(policy, "judge.py", prompts), "--reward: should be a model's folder, but judge.py does not exist"),
         (
             Wanted(policy, "tests.scorers:absent", prompts),
@@ -229,7 +229,7 @@ def test_wrong_flags_are_named(policy_folder: Path, prompts: str, tmp_path: Path
 
 def test_a_model_without_room_for_responses_is_refused(prompts: str, tmp_path: Path) -> None:
     short = make_policy(tmp_path / "short", kind="llama", tied=False, max_position_embeddings=8)
-    with pytest.raises(ConfigError, match="--policy: takes 8 tokens in all, which leaves fewer than"):
+    with pytest.raises(ConfigError, match="--model: takes 8 tokens in all, which leaves fewer than"):
         init(tmp_path / "mine.yaml", Wanted(str(short), FUNCTION, prompts), HERE)
 
 
@@ -237,7 +237,7 @@ def test_the_command_writes_for_this_machine_and_check_says_fine(
     policy_folder: Path, reward_folder: Path, prompts: str, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "a run.yaml")
-    flags = ("--policy", str(policy_folder), "--reward", str(reward_folder), "--prompts", prompts)
+    flags = ("--model", str(policy_folder), "--reward", str(reward_folder), "--prompts", prompts)
     done = CliRunner().invoke(app, ["init", file, *flags])
     assert (done.exit_code, done.exception) == (0, None)
     assert CliRunner().invoke(app, ["check", file]).exit_code == 0
