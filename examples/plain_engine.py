@@ -23,7 +23,7 @@ from quartet.wire.errors import InvalidArgument
 from quartet.wire.identity import vocabulary_size
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
-from services.rollout.sample import FinishReason, Part, Sample, Sampling
+from services.rollout.sample import FinishReason, Sample, Sampling
 
 REMEMBERED = 8
 """Versions whose checksums are kept."""
@@ -69,7 +69,7 @@ class PlainEngine:
         sampling: Sampling,
         seed: int | None,
         begun: Ints | None = None,
-        report: Callable[[Part], None] = lambda part: None,
+        report: Callable[[Sample], None] = lambda part: None,
     ) -> Sample:
         """Samples one response. Each token's draw follows from seed and position, so that a response that was begun
         elsewhere goes on as it would have there."""

@@ -31,7 +31,7 @@ from services.reward.scorers.scorer import Scored, Scorer
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.replica import Rollout
-from services.rollout.sample import FinishReason, Part, Sample, Sampling
+from services.rollout.sample import FinishReason, Sample, Sampling
 
 LONGEST = 256
 
@@ -77,7 +77,7 @@ class EmulatedEngine:
         sampling: Sampling,
         seed: int | None,
         begun: Ints | None = None,
-        report: Callable[[Part], None] = lambda part: None,
+        report: Callable[[Sample], None] = lambda part: None,
     ) -> Sample:
         """A response, the halves of which were sampled by the versions at its beginning and at its end."""
         self._running += 1

@@ -11,7 +11,7 @@ from quartet.wire.codec import unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.ragged import Ragged
 from services.rollout.interface import Engine
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 
 HEARTBEAT_S = 2.0
 """Seconds after which a stream without a finished sample sends a message all the same, so that callers can tell busy
@@ -40,7 +40,7 @@ class Call:
         self._engine, self._prompts, self._sampling = engine, prompts, sampling
         self._seeds = _seeds(seeds, len(prompts))
         self._begun = _begun(begun, len(prompts), sampling.max_new_tokens)
-        self._parts: list[Part] = []
+        self._parts: list[Sample] = []
 
     async def answers(
         self,

@@ -26,7 +26,7 @@ from quartet.wire.errors import (
 )
 from quartet.wire.hedging import MOST_ATTEMPTS, first_answer
 from services.rollout.remaining import Remaining
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 
 RELAY_S = 3.0
 """Seconds beyond a phase's own deadline that the replica which passes it on gets to answer."""
@@ -95,7 +95,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
         self,
         prompts: Sequence[Ints],
         asked: list[int],
-        begun: dict[int, Part],
+        begun: dict[int, Sample],
         sampling: Sampling,
         seeds: Sequence[int] | None,
         versions: tuple[int, int | None],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.wire.codec import Floats, Ints
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
     from quartet.weight_transfer.manifest import Manifest
@@ -47,20 +47,20 @@ class Engine(Protocol):
         sampling: Sampling,
         seed: int | None,
         begun: Ints | None = None,
-        report: Callable[[Part], None] = lambda part: None,
+        report: Callable[[Sample], None] = lambda part: None,
     ) -> Sample:
         """Samples one response; cancelling aborts it in the engine. Log-probs are of the distribution that is sampled
         from: at the temperature, without entries of the vocabulary that pad it (`vocabulary_size` of
         quartet.wire.identity), and without the ends of a text before `min_new_tokens`.
 
         Args:
-            index: index for the sample and its parts.
+            index: index for the sample, and for those that are reported.
             prompt_ids: token ids, [P].
             sampling: sampling parameters.
             seed: seed of the response; None for the engine's own.
             begun: tokens that the response has already; the sample holds those that follow.
-            report: called with parts of the unfinished response now and then; with all that is left of them before
-                Unavailable is raised because the engine ended the response.
+            report: called now and then with the tokens that have come of the unfinished response since; with all that
+                are left before Unavailable is raised because the engine ended the response.
         """
 
     async def answer(self) -> None:

@@ -7,7 +7,7 @@ from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidReply, ResourceExhausted, ServiceError
 from quartet.wire.replies import reading
 from quartet.wire.splitting import PAIRS
-from services.rollout.sample import Part, Sample, following, from_wire
+from services.rollout.sample import Sample, following, from_wire
 
 
 class Remaining:
@@ -15,7 +15,7 @@ class Remaining:
 
     def __init__(self, prompts: int) -> None:
         self._missing, self._most = set(range(prompts)), PAIRS
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Sample] = {}
         self._lease = 0
 
     def __len__(self) -> int:
@@ -25,7 +25,7 @@ class Remaining:
         """Indices of the prompts for the next call; empty when all samples have come."""
         return sorted(self._missing)[: self._most]
 
-    def begun(self, asked: Sequence[int], versions: tuple[int, int | None], lease: int) -> dict[int, Part]:
+    def begun(self, asked: Sequence[int], versions: tuple[int, int | None], lease: int) -> dict[int, Sample]:
         """Parts that have come of these samples, without those that hold a token of a version outside `versions`.
         Under another lease, which is another timeline, there are none for calls that name a version."""
         if lease != self._lease and versions != (0, None):
@@ -39,16 +39,16 @@ class Remaining:
         return {index: self._parts[index] for index in asked if index in self._parts}
 
     def receive(
-        self, response: pb.GenerateResponse, asked: Sequence[int], begun: dict[int, Part], call: str
+        self, response: pb.GenerateResponse, asked: Sequence[int], begun: dict[int, Sample], call: str
     ) -> list[Sample]:
         """Records what has come; returns the samples, with the tokens that they had before the call."""
         samples = []
-        for segment in _read(response.segments, asked, call):
-            if isinstance(segment, Sample):
-                samples.append(_whole(begun, segment))
+        for sample in _read(response.segments, asked, call):
+            if sample.finish_reason is not None:
+                samples.append(_whole(begun, sample))
                 continue
-            before = self._parts.get(segment.index)
-            self._parts[segment.index] = following(before, segment) if before else segment
+            before = self._parts.get(sample.index)
+            self._parts[sample.index] = following(before, sample) if before else sample
         for sample in samples:
             self._missing.discard(sample.index)
             self._parts.pop(sample.index, None)
@@ -65,14 +65,14 @@ class Remaining:
         return refused
 
 
-def _whole(begun: dict[int, Part], rest: Sample) -> Sample:
+def _whole(begun: dict[int, Sample], rest: Sample) -> Sample:
     """A sample with the tokens that were there before its call."""
     part = begun.get(rest.index)
     return replace(following(part, rest), kept=len(part.response_ids)) if part else rest
 
 
-def _read(messages: Iterable[pb.Segment], asked: Sequence[int], call: str) -> list[Sample | Part]:
-    """Reads samples and parts, with the index of their prompt among the caller's, instead of among those of this
+def _read(messages: Iterable[pb.Segment], asked: Sequence[int], call: str) -> list[Sample]:
+    """Reads samples, with the index of their prompt among the caller's, instead of among those of this
     call."""
     read = []
     for message in messages:

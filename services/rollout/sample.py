@@ -1,15 +1,14 @@
-"""Sampling parameters, samples and parts of them of the rollout service, without torch, vLLM or Ray."""
+"""Sampling parameters and samples of the rollout service, without torch, vLLM or Ray."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar
 
 import numpy as np
 
 from protos import rollout_pb2 as pb
 from quartet.trajectory import Segment
 from quartet.trajectory import VersionSpans as VersionSpans
-from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, split, unpack_floats, unpack_ints
+from quartet.wire.codec import Floats, Ints, pack_floats, pack_ints, unpack_floats, unpack_ints
 from quartet.wire.errors import InvalidArgument
 
 MOST_STOPS = 256
@@ -29,7 +28,8 @@ class FinishReason(StrEnum):
     """The limit on its length."""
 
 
-_TO_WIRE = {
+_TO_WIRE: dict[FinishReason | None, pb.FinishReason] = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
@@ -94,7 +94,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished response."""
+    """A response, or T tokens of one that is not finished, which follow those that came before."""
 
     index: int
     """Index of its prompt in the request."""
@@ -102,9 +102,10 @@ class Sample:
     """Token ids, the end-of-sequence token included, [T]."""
     logprobs: Floats
     """log pi(y_t | prefix) of the sampling policy at the sampling temperature, [T]."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None if the response is not finished."""
     spans: VersionSpans
-    """Versions that sampled it."""
+    """Versions that sampled it, counted from its own first token."""
     kept: int = 0
     """Number of its first tokens that were kept from replicas that did not finish it."""
 
@@ -120,58 +121,36 @@ class Sample:
 
     def to_wire(self) -> pb.Segment:
         """Converts to protobuf."""
-        return _to_wire(self, _TO_WIRE[self.finish_reason])
+        return pb.Segment(
+            index=self.index,
+            ids=pack_ints(self.response_ids),
+            logprobs=pack_floats(self.logprobs),
+            spans=[
+                pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in self.spans
+            ],
+            finish_reason=_TO_WIRE[self.finish_reason],
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """T tokens of a response that is not finished, which follow those of its parts before."""
-
-    index: int
-    """Index of its prompt in the request."""
-    response_ids: Ints
-    """Token ids, [T]."""
-    logprobs: Floats
-    """Log-probs of the sampling policy, as of a sample, [T]."""
-    spans: VersionSpans
-    """Versions that sampled it, counted from its own first token."""
-
-    def to_wire(self) -> pb.Segment:
-        """Converts to protobuf."""
-        return _to_wire(self, pb.FINISH_REASON_UNSPECIFIED)
-
-
-def from_wire(message: pb.Segment, index: int) -> Sample | Part:
+def from_wire(message: pb.Segment, index: int) -> Sample:
     """Reads protobuf, as a response to the prompt with this index. InvalidArgument unless there is a log-prob for
     each token, and every version and the reason are ones that can be."""
     ids, logprobs = unpack_ints(message.ids, "segment.ids"), unpack_floats(message.logprobs, "segment.logprobs")
-    [logprobs] = split(logprobs, [len(ids)], "segment.logprobs")
+    if len(logprobs) != len(ids):
+        raise InvalidArgument(
+            f"segment.logprobs: {len(logprobs)} values for {len(ids)} response tokens; there must be one per token"
+        )
     spans = tuple((span.policy_version, span.start, span.end) for span in message.spans)
     for version, _, _ in spans:
         if not 0 <= version < 1 << 31:
             raise InvalidArgument(f"segment.spans: version {version}; must be 0 to {(1 << 31) - 1}")
-    if message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
-        return Part(index, ids, logprobs, spans)
     if message.finish_reason not in _FROM_WIRE:
         raise InvalidArgument(f"segment.finish_reason: {message.finish_reason}; must be one of the enum")
     return Sample(index, ids, logprobs, _FROM_WIRE[message.finish_reason], spans)
 
 
-def _to_wire(segment: Sample | Part, reason: pb.FinishReason) -> pb.Segment:
-    return pb.Segment(
-        index=segment.index,
-        ids=pack_ints(segment.response_ids),
-        logprobs=pack_floats(segment.logprobs),
-        spans=[pb.VersionSpan(policy_version=version, start=start, end=end) for version, start, end in segment.spans],
-        finish_reason=reason,
-    )
-
-
-Rest = TypeVar("Rest", Part, Sample)
-
-
-def following(part: Part, rest: Rest) -> Rest:
-    """Puts the tokens of a part before those of the rest of its response.
+def following(part: Sample, rest: Sample) -> Sample:
+    """Puts the tokens that came of a response before those of the rest of it.
 
     Spans (7, 0, 3) and then (7, 0, 2), (8, 2, 4) become (7, 0, 5), (8, 5, 7).
     """

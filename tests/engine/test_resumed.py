@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet.wire.codec import Floats
 from quartet.wire.errors import Unavailable
-from services.rollout.sample import Part, Sample, Sampling, following
+from services.rollout.sample import Sample, Sampling, following
 from tests import plain
 from tests.engine_process import EngineProcess
 from tests.models import WORDS, make_policy
@@ -34,9 +34,9 @@ class _Host(EngineHost, Phases):
     async def _carry_out(self, phase: bytes) -> bytes:
         return await self.carry_out(phase)
 
-    async def ended(self, sampling: Sampling, change: Callable[[], Awaitable[Any]]) -> list[Part]:
+    async def ended(self, sampling: Sampling, change: Callable[[], Awaitable[Any]]) -> list[Sample]:
         """Parts of each response that the engine handed out before `change` ended it, after some 40 of its tokens."""
-        parts: list[list[Part]] = [[] for _ in PROMPTS]
+        parts: list[list[Sample]] = [[] for _ in PROMPTS]
 
         async def begin(index: int) -> None:
             try:
@@ -54,7 +54,7 @@ class _Host(EngineHost, Phases):
             await change()
         return [reduce(following, each) for each in parts]
 
-    async def going_on(self, sampling: Sampling, begun: Sequence[Part]) -> list[Sample]:
+    async def going_on(self, sampling: Sampling, begun: Sequence[Sample]) -> list[Sample]:
         calls = [
             self._engine.generate(part.index, PROMPTS[part.index], sampling, part.index, part.response_ids)
             for part in begun
@@ -66,9 +66,9 @@ class _Host(EngineHost, Phases):
         await self._engine.pause("abort")
         assert await self._engine.abort()
 
-    async def reported(self, count: int) -> list[tuple[list[Part], Sample]]:
+    async def reported(self, count: int) -> list[tuple[list[Sample], Sample]]:
         """Parts and samples of so many responses, which nothing ends."""
-        parts: list[list[Part]] = [[] for _ in range(count)]
+        parts: list[list[Sample]] = [[] for _ in range(count)]
         sampling = Sampling(max_new_tokens=MANY, ignore_eos=True)
         calls = [self._engine.generate(i, PROMPTS[0], sampling, i, None, parts[i].append) for i in range(count)]
         return list(zip(parts, await asyncio.gather(*calls), strict=True))

@@ -17,7 +17,7 @@ from quartet.wire.errors import (
     ServiceError,
 )
 from services.rollout.client import RolloutClient
-from services.rollout.sample import FinishReason, Part, Sample, Sampling
+from services.rollout.sample import FinishReason, Sample, Sampling
 from tests.unit.wire import served
 
 PROMPTS = [np.asarray([10 + index] * (index + 1), np.int32) for index in range(4)]
@@ -58,7 +58,7 @@ class FakeReplica(RolloutServicer):
                     await asyncio.Event().wait()
                 finally:
                     self.cancelled.set()
-            segments = [each if isinstance(each, Part) else answer(each, prompts[each]) for each in act]
+            segments = [each if isinstance(each, Sample) else answer(each, prompts[each]) for each in act]
             yield pb.GenerateResponse(segments=[segment.to_wire() for segment in segments])
 
     def serve(self) -> AbstractAsyncContextManager[grpc.aio.Channel]:

@@ -25,7 +25,7 @@ from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.requests import Requests
 
@@ -122,7 +122,7 @@ class VLLMEngine:
         sampling: Sampling,
         seed: int | None,
         begun: Ints | None = None,
-        report: Callable[[Part], None] = lambda part: None,
+        report: Callable[[Sample], None] = lambda part: None,
     ) -> Sample:
         """Samples one response. See Requests.respond."""
         return await self._requests.respond(index, prompt_ids, sampling, seed, begun, report)

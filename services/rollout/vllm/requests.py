@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from quartet.seams.vllm import spans_so_far
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import Unavailable
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, VersionSpans, cut, following
+from services.rollout.sample import FinishReason, Sample, Sampling, VersionSpans, cut, following
 from services.rollout.vllm.sampling import BEGUN_KEY
 
 FINISHED = frozenset(FinishReason)
@@ -39,7 +39,7 @@ class Requests:
         sampling: Sampling,
         seed: int | None,
         begun: Ints | None,
-        report: Callable[[Part], None],
+        report: Callable[[Sample], None],
     ) -> Sample:
         """Samples one response, or the rest of it. Arguments as of Engine.generate. Cancelling aborts the engine's
         request.
@@ -50,7 +50,7 @@ class Requests:
         given = begun if begun is not None else np.empty(0, np.int32)
         name = f"r{next(self._numbers)}"
         prompt = self._prompt(np.concatenate([prompt_ids, given]))
-        response, made = None, Part(index, np.empty(0, np.int32), np.empty(0, np.float32), ())
+        response, made = None, Sample(index, np.empty(0, np.int32), np.empty(0, np.float32), None, ())
         self._responding.add(name)
         try:
             async with aclosing(self._llm.generate(prompt, _params(sampling, len(given), seed), name)) as outputs:
@@ -59,7 +59,7 @@ class Requests:
                     reported = len(made.response_ids)
                     if response.finish_reason not in FINISHED and len(response.token_ids) > reported:
                         spans = cut(self._spans(name, response), reported)
-                        part = Part(index, *_tokens(response, reported), spans)
+                        part = Sample(index, *_tokens(response, reported), None, spans)
                         made = following(made, part)
                         report(part)
         except EngineDeadError as error:

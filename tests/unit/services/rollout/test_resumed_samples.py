@@ -11,15 +11,15 @@ from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidReply
 from services.rollout.client import RolloutClient
 from services.rollout.remaining import Remaining
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, cut, following
+from services.rollout.sample import FinishReason, Sample, Sampling, cut, following
 from tests.unit.playing_replica import PROMPTS, SEEDS, FakeReplica, collect
 
 GONE = grpc.StatusCode.UNAVAILABLE
 
 
-def part(index: int, *tokens: int, version: int = 3) -> Part:
+def part(index: int, *tokens: int, version: int = 3) -> Sample:
     logprobs = -np.asarray(tokens, np.float32)
-    return Part(index, np.asarray(tokens, np.int32), logprobs, ((version, 0, len(tokens)),))
+    return Sample(index, np.asarray(tokens, np.int32), logprobs, None, ((version, 0, len(tokens)),))
 
 
 async def sampled(replica: FakeReplica, **options: Any) -> dict[int, Sample]:
@@ -68,7 +68,7 @@ def test_tokens_of_another_timeline_are_sampled_again() -> None:
 
 
 async def test_a_part_that_cannot_be_read_is_an_error_of_the_reply() -> None:
-    short = Part(0, np.asarray([5, 6], np.int32), np.zeros(1, np.float32), ((3, 0, 2),))
+    short = Sample(0, np.asarray([5, 6], np.int32), np.zeros(1, np.float32), None, ((3, 0, 2),))
     unasked, few = "a segment of prompt 4, but 4 were sent", "segment.logprobs: 1 values for 2"
     for wrong, message in ((part(4, 5), unasked), (short, few)):
         with pytest.raises(InvalidReply, match=f"^rollout.Generate: {message}"):

@@ -14,7 +14,7 @@ from quartet.wire.codec import pack_longs
 from quartet.wire.errors import InvalidArgument, Unavailable
 from quartet.wire.ragged import Ragged
 from services.rollout.call import Call
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, from_wire
+from services.rollout.sample import FinishReason, Sample, Sampling, from_wire
 from tests.unit.batches import share
 from tests.unit.virtual_time import in_virtual_time
 
@@ -28,7 +28,7 @@ class FakeEngine:
         self.asked: dict[int, tuple[list[int], Sampling, int | None]] = {}
         self.ends: dict[int, asyncio.Future[None]] = {}
         self.begun_with: dict[int, list[int]] = {}
-        self.report: Callable[[Part], None]
+        self.report: Callable[[Sample], None]
         self.cancelled: list[int] = []
 
     async def generate(
@@ -72,8 +72,10 @@ async def indices(answers: Any) -> list[int]:
     return sorted(finished(await anext(answers)))
 
 
-def part(index: int, *tokens: int) -> Part:
-    return Part(index, np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), ((1, 0, len(tokens)),))
+def part(index: int, *tokens: int) -> Sample:
+    return Sample(
+        index, np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), None, ((1, 0, len(tokens)),)
+    )
 
 
 def tokens(answer: Any) -> list[tuple[int, list[int]]]:

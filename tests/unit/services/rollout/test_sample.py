@@ -8,7 +8,7 @@ import pytest
 
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidArgument
-from services.rollout.sample import FinishReason, Part, Sample, Sampling, from_wire
+from services.rollout.sample import FinishReason, Sample, Sampling, from_wire
 
 
 def test_sampling_round_trips() -> None:
@@ -73,9 +73,9 @@ def test_samples_round_trip_and_know_their_weights() -> None:
 
 
 def test_a_segment_without_a_reason_is_part_of_a_response() -> None:
-    part = Part(2, np.asarray([7], np.int32), np.asarray([-0.5], np.float32), ((5, 0, 1),))
+    part = Sample(2, np.asarray([7], np.int32), np.asarray([-0.5], np.float32), None, ((5, 0, 1),))
     back = from_wire(part.to_wire(), 2)
-    assert isinstance(back, Part)
+    assert back.finish_reason is None
     assert (back.index, back.response_ids.tolist(), back.spans) == (2, [7], ((5, 0, 1),))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quartet.wire.errors import Unavailable
-from services.rollout.sample import Part, Sample, Sampling
+from services.rollout.sample import Sample, Sampling
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.sampling import BEGUN_KEY, RunnerRequests, continue_seeds, continued
 
@@ -65,7 +65,7 @@ class Script:
 
 
 async def answered(script: Script, begun: Any = None) -> tuple[Sample, list[list[int]]]:
-    parts: list[Part] = []
+    parts: list[Sample] = []
     requests = Requests(script)
     try:
         return await requests.respond(5, PROMPT, SAMPLING, 77, begun, parts.append), [_ids(part) for part in parts]
@@ -76,12 +76,12 @@ async def answered(script: Script, begun: Any = None) -> tuple[Sample, list[list
         script.reported = [_ids(part) for part in parts]  # type: ignore[attr-defined]
 
 
-def _ids(part: Part | Sample) -> list[int]:
+def _ids(part: Sample) -> list[int]:
     ids: list[int] = part.response_ids.tolist()
     return ids
 
 
-def _versions(part: Part) -> list[int]:
+def _versions(part: Sample) -> list[int]:
     """The version of each token."""
     return [version for version, start, end in part.spans for _ in range(start, end)]
 
