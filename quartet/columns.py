@@ -88,9 +88,9 @@ class Columns:
         for name, (kind, values) in columns.items():
             if name in STRUCTURE:
                 raise ValueError(f"{name}: is a column of every trajectory, and cannot be another")
-            if values.dtype.name not in DTYPES:
+            if (dtype := _name(values)) not in DTYPES:
                 raise ValueError(f"{name}: is {values.dtype}; must be one of {', '.join(DTYPES)}")
-            _check_array(name, values, values.dtype.name)
+            _check_array(name, values, dtype)
             if len(values) != (most := self.size(kind)):
                 raise ValueError(f"{name}: {len(values)} values for {most}; there must be one per {_EACH[kind]}")
 
@@ -205,7 +205,12 @@ class Columns:
 
     def size(self, kind: Kind) -> int:
         """B, N or M."""
-        return {"row": len(self), "token": self.tokens, "sampled": int(self.counts.sum(dtype=np.int64))}[kind]
+        return {"row": len(self), "token": self.tokens, "sampled": self._sampled_tokens}[kind]
+
+    @cached_property
+    def _sampled_tokens(self) -> int:
+        """M."""
+        return int(np.count_nonzero(self.sampled))
 
     def with_rows(self, **columns: Array) -> "Columns":
         """With these columns of one number per trajectory, in place of those of their names."""
@@ -260,10 +265,13 @@ class Columns:
         return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def padded(self, name: str) -> Array:
-        """A column of sampled tokens as [B, T], zeros on the right; T is the most that a trajectory has."""
+        """A column of sampled tokens as [B, T], zeros on the right; T is the most that a trajectory has. A view where
+        all have as many."""
         kind, values = self.columns[name]
         if kind != "sampled":
             raise ValueError(f"{name}: a column per {_EACH[kind]}; only those per sampled token are padded")
+        if self.present.all():
+            return values.reshape(self.present.shape)
         padded = np.zeros(self.present.shape, values.dtype)
         padded[self.present] = values
         return padded
@@ -275,8 +283,9 @@ class Columns:
         return np.arange(int(counts.max()) if len(counts) else 0) < counts[:, None]
 
     def unpadded(self, padded: Array) -> Array:
-        """[M] the numbers of [B, T] that belong to sampled tokens, the inverse of `padded`."""
-        return padded[self.present]
+        """[M] the numbers of [B, T] that belong to sampled tokens, the inverse of `padded`, and like it a view where
+        all trajectories have as many."""
+        return padded.reshape(-1) if self.present.all() else padded[self.present]
 
     @classmethod
     def concatenate(cls, parts: Sequence["Columns"]) -> "Columns":
@@ -303,13 +312,13 @@ class Columns:
         named: list[tuple[str, Kind, Array]] = [("ids", "token", self.ids), ("lengths", "row", self.lengths)]
         named += [("sampled", "token", self.sampled)]
         named += [(name, kind, values) for name, (kind, values) in self.columns.items()]
-        return sorted(named, key=lambda each: _place((each[0], each[1], each[2].dtype.name)))
+        return sorted(named, key=lambda each: _place((each[0], each[1], _name(each[2]))))
 
     def buffers(self) -> list[bytes | memoryview]:
         """The bytes of `pack` in pieces, without a copy of the numbers."""
         arrays = self._arrays()
         sizes = (len(self), self.tokens, self.size("sampled"))
-        header = _header(sizes, [(name, kind, values.dtype.name) for name, kind, values in arrays])
+        header = _header(sizes, [(name, kind, _name(values)) for name, kind, values in arrays])
         return [header, *(_little(values).data.cast("B") for _, _, values in arrays if len(values))]
 
     @property
@@ -402,8 +411,16 @@ class Columns:
 _EACH: dict[Kind, str] = {"row": "trajectory", "token": "token", "sampled": "sampled token"}
 
 
+_NAMES = {np.dtype(name): name for name in DTYPES}
+
+
+def _name(values: Array) -> str:
+    """Name of the type of its numbers; numpy takes microseconds to make it."""
+    return _NAMES.get(values.dtype) or values.dtype.name
+
+
 def _check_array(name: str, values: Array, dtype: str) -> None:
-    if values.ndim != 1 or values.dtype.name != dtype:
+    if values.ndim != 1 or _name(values) != dtype:
         raise ValueError(
             f"{name}: {values.dtype} of shape {list(values.shape)}; must be {dtype}, one after the other"
         )
@@ -428,7 +445,7 @@ def _described(columns: Columns, name: str) -> str:
     if name not in columns.columns:
         return "missing"
     kind, values = columns.columns[name]
-    return f"{values.dtype.name} per {_EACH[kind]}"
+    return f"{_name(values)} per {_EACH[kind]}"
 
 
 def _little(values: Array) -> Array:

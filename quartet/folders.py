@@ -102,11 +102,12 @@ def write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, contents: bytes) -> None:
-    """Writes a file beside its place, then moves it there, on disk and not only in the system's cache."""
+def replace_file(path: Path, *contents: bytes | memoryview) -> None:
+    """Writes a file, piece by piece, beside its place, then moves it there; on disk and not only in the system's
+    cache."""
     aside = path.with_name(f".{path.name}.writing")
     aside.unlink(missing_ok=True)
-    _write_new(aside, contents, 0o666)
+    _write_new(aside, 0o666, *contents)
     rename(aside, path)
 
 
@@ -118,7 +119,7 @@ def write_private(path: Path, contents: bytes, *, replace: bool = True) -> None:
     """
     # Two processes may write it at the same time: each has an aside of its own, and the first to link it wins.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    _write_new(aside, contents, 0o600)
+    _write_new(aside, 0o600, contents)
     if replace:
         rename(aside, path)
         return
@@ -141,9 +142,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _write_new(path: Path, contents: bytes, mode: int) -> None:
+def _write_new(path: Path, mode: int, *contents: bytes | memoryview) -> None:
     """Writes a file that must not exist, so that no existing file or link is written through."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(contents)
+        file.writelines(contents)
         file.flush()
         os.fsync(file.fileno())

@@ -209,9 +209,10 @@ def mismatch(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, cap: float
     """
     kl = kl_estimate(logprobs, old_logprobs, "k3", mask)
     delta = torch.where(mask, old_logprobs - logprobs, 0.0)
+    distance = delta.abs()
     return {
-        "mean_abs": float(masked_mean(delta.abs(), mask)),
-        "max_abs": float(delta.abs().max()),
+        "mean_abs": float(masked_mean(distance, mask)),
+        "max_abs": float(distance.max()),
         "kl": float(masked_mean(kl, mask)),
         "capped": float(masked_mean(delta.exp() > (cap or math.inf), mask)),
     }

@@ -25,12 +25,13 @@ def shape_rewards(
     sum to that - kl_coef * KL (Ziegler et al. 2019, eq. 2). ValueError if a response has no token, or if clip <= 0.
     """
     check_masked(mask, kl=kl)
-    check_masked(mask.any(dim=1), scores=scores)
+    some = mask.any(dim=1)
+    check_masked(some, scores=scores)
     _check_scores(scores)
     limit = math.inf if clip is None else clip
     if not limit > 0:
         raise ValueError(f"clip must be > 0, or None for no clip, got {clip}")
-    if not bool(mask.any(dim=1).all()):
+    if not bool(some.all()):
         raise ValueError("mask has a row without a response token: its score has nowhere to go")
     steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).amax(dim=1, keepdim=True)

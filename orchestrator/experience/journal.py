@@ -7,6 +7,7 @@ restarts at 20 and takes the samples of steps 21 to 23, and of 24 if they were c
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _SAMPLING_SECTIONS: dict[str, Any] = {
     "loop": {"max_staleness", "depth"},
 }
 """Sections of the configuration on which a step's samples depend, and of `loop` its keys."""
+_BYTES = b"\xc6"
+"""Type of a msgpack value: bytes, whose number follows in four."""
 
 
 class ExperienceJournal:
@@ -89,13 +92,16 @@ class ExperienceJournal:
         asked = list(zip(collected.trained_numbers, collected.prompts, strict=True))
         raw = {
             "digest": self._digest(asked),
-            "columns": collected.columns.pack(),
             "generate_s": collected.generate_s,
             "score_s": collected.score_s,
             "repeated": collected.repeated,
             "discarded": list(collected.discarded),
         }
-        replace_file(self._path(step), msgpack.packb(raw))
+        packer, columns = msgpack.Packer(), collected.columns.buffers()
+        head = [packer.pack_map_header(len(raw) + 1), *map(packer.pack, chain.from_iterable(raw.items()))]
+        # Last, and written as they lie in memory: msgpack would copy them all.
+        head += [packer.pack("columns"), _BYTES + sum(map(len, columns)).to_bytes(4, "big")]
+        replace_file(self._path(step), *head, *columns)
 
     def forget(self, step: int) -> None:
         """Deletes the records of `step` and of all steps before it."""

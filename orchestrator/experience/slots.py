@@ -90,11 +90,11 @@ class Slots:
 
     def choose(self) -> list[int] | None:
         """The groups of the next batch, which are the lowest that are finished; None if it has to wait for others."""
-        chosen = sorted(self._finished)[: self._size]
+        chosen = dict.fromkeys(sorted(self._finished)[: self._size])
         left = [deadline for group, deadline in self._deadlines.items() if group not in chosen]
         if len(chosen) < self._size or not in_time(left, self._size, self.next_take + 1):
             return None
-        return chosen
+        return list(chosen)
 
     def take(self, groups: Iterable[int]) -> None:
         """Takes the groups of a batch, as `choose` gives them."""

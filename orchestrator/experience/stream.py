@@ -135,7 +135,8 @@ class Stream:
     def _whole(self, group: int) -> None:
         """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
-        if not self._config.algorithm.admit(_group(self._finished[group])):
+        algorithm = self._config.algorithm
+        if algorithm.discard_limit and not algorithm.admit(_group(self._finished[group])):
             self._slots.discard(group)
             self._discarded += map(_scored, self._finished.pop(group))
             self._admit()

@@ -86,7 +86,9 @@ class Batch:
 
     def column(self, name: str) -> Tensor:
         """A column of one number per sampled token, [B, T], zeros at the padding."""
-        return torch.from_numpy(self.columns.padded(name))
+        padded = self.columns.padded(name)
+        # Bytes that were received cannot be written to, and torch knows no such tensors.
+        return torch.from_numpy(padded if padded.flags.writeable else padded.copy())
 
     @cached_property
     def logprobs(self) -> Tensor:

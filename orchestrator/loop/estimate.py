@@ -86,9 +86,14 @@ def estimate_advantages(
         scores = scores - overlong_penalties(batch.lengths, longest, buffer=buffer, penalty=penalty)
     in_reward = kl_coef if algorithm.kl.placement == "reward" else 0.0
     charged = in_reward > 0 and old_logprobs is not None
-    kl = _kl(batch, old_logprobs, algorithm, sampled) if charged else torch.zeros(sampled.shape)
-    clip, weight = algorithm.score_clip, algorithm.score_weight
-    rewards = shape_rewards(scores.float(), kl, sampled, kl_coef=in_reward, clip=clip, weight=weight)
+    rewards = shape_rewards(
+        scores.float(),
+        _kl(batch, old_logprobs, algorithm, sampled) if charged else torch.zeros(sampled.shape),
+        sampled,
+        kl_coef=in_reward,
+        clip=algorithm.score_clip,
+        weight=algorithm.score_weight,
+    )
     values = batch.values if algorithm.needs_critic else None
     advantages, returns = algorithm.credit(Responses(rewards, sampled, batch.mask, values, batch.groups))
 

@@ -29,6 +29,10 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _count(mask: Tensor) -> int:
+    return int(mask.count_nonzero())  # a sum would make integers of all of it
+
+
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum over the mask, at least in float32. x, mask [*same] -> []."""
     check_masked(mask, x=x)
@@ -37,7 +41,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over the mask. x, mask [*same] -> []. ValueError if nothing is masked in."""
-    count = int(mask.sum())
+    count = _count(mask)
     if count == 0:
         raise ValueError("mask is empty: a mean needs at least one True")
     return masked_sum(x, mask) / count
@@ -48,11 +52,12 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
     ValueError with fewer than two True entries when unbiased, or with none.
     """
-    count = int(mask.sum())
+    count = _count(mask)
     if unbiased and count < 2:
         raise ValueError(f"mask has {count} True entries: an unbiased variance needs at least two")
-    deviation = torch.where(mask, widen(x) - masked_mean(x, mask), 0.0)  # before squaring: see value_loss
-    return masked_sum(deviation.square(), mask) / (count - int(unbiased))
+    # In place, as a batch may be large, and before squaring: see value_loss.
+    deviation = (widen(x) - masked_mean(x, mask)).masked_fill_(~mask, 0.0)
+    return deviation.square().sum() / (count - int(unbiased))
 
 
 def partial_mean(x: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
@@ -189,9 +194,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     ValueError on an empty mask.
     """
     check_masked(mask, values=values, returns=returns)
-    values, returns = values.double(), returns.double()
-    total = masked_var(returns, mask, unbiased=False)
-    inside = returns[mask]
-    if bool(inside.min() == inside.max()):  # rounding can leave the variance of equal numbers above zero
+    # Rounding can leave the variance of equal numbers above zero.
+    if torch.where(mask, returns, torch.inf).min() == torch.where(mask, returns, -torch.inf).max():
         return float("nan")
-    return float(1 - masked_var(returns - values, mask, unbiased=False) / total)
+    residuals = returns.to(torch.float64, copy=True)
+    total = masked_var(residuals, mask, unbiased=False)
+    residuals -= values
+    return float(1 - masked_var(residuals, mask, unbiased=False) / total)

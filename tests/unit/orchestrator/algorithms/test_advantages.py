@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from orchestrator.algorithms.advantages import gae, length_lambdas, rewards_to_go, whiten
 from quartet.models.numerics import response_mask
@@ -34,6 +35,48 @@ def test_gae_against_the_reference(seed: int, gamma: float, lam: float) -> None:
     advantages, returns = gae(*args, gamma=gamma, gae_lambda=lam)
     close(advantages, expected)
     close(returns, expected + ref.pad(values, fill=0.0))
+
+
+def by_torch(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recursion of eq. 16 as torch carries it out, operation by operation."""
+    advantages = torch.zeros_like(values)
+    carry = following = values.new_zeros(len(values))
+    for t in reversed(range(mask.shape[1])):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        carry = torch.where(here, delta + gamma * gae_lambda * carry, carry)
+        following = torch.where(here, values[:, t], following)
+        advantages[:, t] = torch.where(here, carry, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_has_the_bits_of_the_same_operations_by_torch(seed: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(33, 57, generator=draw, dtype=dtype) * 10 ** (seed - 2) for _ in range(2))
+    gaps = torch.rand(33, 57, generator=draw) < 0.8  # and of one response no token
+    gaps[seed] = False
+    whole = response_mask(torch.randint(0, 58, (33,), generator=draw), 57)
+    lambdas = torch.rand(33, generator=draw, dtype=dtype)
+    for mask in (gaps, whole, gaps & whole):
+        given = [torch.where(mask, each, NAN) for each in (rewards, values)]
+        for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.97, lambdas)):
+            expected = by_torch(*given, mask, gamma=gamma, gae_lambda=lam)
+            for ours, theirs in zip(gae(*given, mask, gamma=gamma, gae_lambda=lam), expected, strict=True):
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours, theirs)
+                assert torch.equal(ours.signbit(), theirs.signbit())  # a zero too
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (2, 3)])
+def test_gae_leaves_what_it_is_given(shape: tuple[int, int]) -> None:
+    rewards, values, mask = torch.ones(shape), torch.full(shape, 0.5), torch.ones(shape, dtype=torch.bool)
+    gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
+    assert rewards.unique().tolist() == [1.0]
+    assert values.unique().tolist() == [0.5]
 
 
 def test_gae_with_gamma_and_lambda_one_is_reward_to_go_less_value() -> None:
