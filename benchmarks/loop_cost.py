@@ -15,6 +15,7 @@ the bytes.
 
 import asyncio
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
+from quartet.config.base import IDLE_THREADS_SLEEP
 from quartet.wire.client import open_channel
 from quartet.wire.codec import Floats
 from services.critic.client import CriticClient
@@ -201,7 +203,11 @@ def main(
     table = Table("responses x tokens", "s a step", "s a million tokens", "packed MiB", "peak / packed")
     for each in size or SIZES:
         command = [sys.executable, "-m", "benchmarks.loop_cost", "--alone", "--size", each, "--steps", str(steps)]
-        [line] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        # In the environment of a command of Quartet.
+        done = subprocess.run(
+            command, env=IDLE_THREADS_SLEEP | os.environ, check=True, capture_output=True, text=True
+        )
+        [line] = json.loads(done.stdout)
         responses, tokens = _numbers(each)
         rate, share = line["seconds"] / (responses * tokens / 1e6), line["peak"] / line["packed"]
         table.add_row(each, f"{line['seconds']:.3f}", f"{rate:.2f}", f"{line['packed'] / MIB:.1f}", f"{share:.1f}")

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ try:
 
     from orchestrator.monitoring.terminal import printable
     from orchestrator.supervised.registry import TRAININGS
-    from quartet.config.base import ConfigError
+    from quartet.config.base import IDLE_THREADS_SLEEP, ConfigError
     from quartet.wire.errors import NotFound, ServiceError, Unavailable, leaves
 except ModuleNotFoundError as missing:  # the light install has no command line
     sys.exit(f"error: {reason(missing)}")
@@ -268,6 +269,7 @@ def main() -> None:
     """Runs the command; errors that a user can act on are shown as text and not as a traceback."""
     # Lets judges and reward functions of the current folder be imported, as in the services' processes.
     sys.path.append(str(Path.cwd()))
+    os.environ |= IDLE_THREADS_SLEEP | os.environ
     sys.exit(_guarded(app))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from orchestrator.deployment import processes
 from orchestrator.deployment.listeners import free_ports
 from orchestrator.deployment.privacy import compiled_folder, without_token
+from quartet.config.base import IDLE_THREADS_SLEEP
 from quartet.config.functions import VARIABLE as FUNCTIONS
 from quartet.security.file_limit import raise_file_limit
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
@@ -113,9 +114,7 @@ def _environment() -> dict[str, str]:
         # Reports of Ray's dashboard on each process's memory, in seconds and in milliseconds; Ray's own are 5 s.
         "METRICS_RECORD_INTERVAL_S": "60",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        # Threads that spin at barriers make processes on the same cores several times slower.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        **IDLE_THREADS_SLEEP,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }

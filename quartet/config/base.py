@@ -199,6 +199,9 @@ def matching(pattern: str, form: str) -> AfterValidator:
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+IDLE_THREADS_SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""Environment of a process, set before it loads torch, whose threads do not spin while they wait for the next
+operation: on the cores of a machine that is busy they would make everything several times slower."""
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]

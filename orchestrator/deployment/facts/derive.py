@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
-from quartet.config.base import GIB, MIB, ConfigError
+from quartet.config.base import GIB, IDLE_THREADS_SLEEP, MIB, ConfigError
 from quartet.security.port import GUARD
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -229,8 +229,8 @@ class _Derivation:
         if threads is None:
             return {}
         environment = {"OMP_NUM_THREADS": str(threads)}
-        if threads > 1:  # idle threads would spin on cores that another process needs
-            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+        if threads > 1:
+            environment |= IDLE_THREADS_SLEEP
         if not self._gpus:
             environment["TORCHDYNAMO_DISABLE"] = "1"
             # glibc would give back tensors of more than 32 MiB after each use, and the next one would have to be
