@@ -62,10 +62,10 @@ def test_gae_has_the_bits_of_the_same_operations_by_torch(seed: int, dtype: torc
     whole = response_mask(torch.randint(0, 58, (33,), generator=draw), 57)
     lambdas = torch.rand(33, generator=draw, dtype=dtype)
     for mask in (gaps, whole, gaps & whole):
-        given = [torch.where(mask, each, NAN) for each in (rewards, values)]
+        r, v = (torch.where(mask, each, NAN) for each in (rewards, values))
         for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.97, lambdas)):
-            expected = by_torch(*given, mask, gamma=gamma, gae_lambda=lam)
-            for ours, theirs in zip(gae(*given, mask, gamma=gamma, gae_lambda=lam), expected, strict=True):
+            expected = by_torch(r, v, mask, gamma=gamma, gae_lambda=lam)
+            for ours, theirs in zip(gae(r, v, mask, gamma=gamma, gae_lambda=lam), expected, strict=True):
                 assert ours.dtype == theirs.dtype
                 assert torch.equal(ours, theirs)
                 assert torch.equal(ours.signbit(), theirs.signbit())  # a zero too
