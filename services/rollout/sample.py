@@ -103,7 +103,7 @@ class Sample:
     logprobs: Floats
     """log pi(y_t | prefix) of the sampling policy at the sampling temperature, [T]."""
     finish_reason: FinishReason | None
-    """None if the response is not finished."""
+    """Reason for its end; None if the response is not finished."""
     spans: VersionSpans
     """Versions that sampled it, counted from its own first token."""
     kept: int = 0
