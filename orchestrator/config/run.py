@@ -77,8 +77,8 @@ class OrchestratorConfig(Config):
     """Seed of the prompt order, the sampling and the minibatch order."""
     steps: Count = 100
     """PPO steps: one batch generated, one update of policy and critic, one weight push."""
-    batch_size: Count = 128
-    """Responses per step, algorithm.samples_per_prompt to each prompt."""
+    batch_size: Annotated[int, Field(ge=1, le=1 << 24)] = 128
+    """Responses per step, algorithm.samples_per_prompt to each prompt. The orchestrator holds them all in memory."""
     prompts_per_call: Count = 64
     """Responses asked for in one Generate call; smaller spreads a batch over more replicas."""
     data: DataConfig

@@ -84,7 +84,17 @@ def _too_long_phases(weights: WeightsConfig, section: RolloutConfig, name: str) 
             )
 
 
-def other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
+def misfits_of_critic(config: OrchestratorConfig, section: CriticConfig, name: str) -> Iterator[str]:
+    """Reasons for which the critic would take no batch, or no checkpoint, of the run."""
+    yield from _other_root(config.checkpoint.root, section.root, name)
+    if config.batch_size > (most := section.train_limits.max_call_rows):
+        yield (
+            f"orchestrator.batch_size: {config.batch_size}, but applications.{name}.args.train_limits.max_call_rows "
+            f"is {most}; lower the first or raise the second"
+        )
+
+
+def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
     """A difference between the run's folder for checkpoints and the critic's."""
     if Path(ours).resolve() != Path(theirs).resolve():
         yield (
@@ -110,19 +120,19 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
     if backend not in ("nccl", "cuda-ipc") or replicas is None or VISIBLE in policy.env_vars:
         return
     shared = policy.num_gpus + replicas
-    reason = ""
+    problem = ""
     if not policy.num_gpus:
-        reason = "orchestrator.policy.num_gpus is 0, so the learner is on a CPU"
+        problem = "orchestrator.policy.num_gpus is 0, so the learner is on a CPU"
     elif not replicas:
-        reason = "the replicas' ray_actor_options have no num_gpus, so they are on a CPU"
+        problem = "the replicas' ray_actor_options have no num_gpus, so they are on a CPU"
     elif backend == "nccl" and shared <= 1:
-        reason = (
+        problem = (
             f"the policy's num_gpus and a replica's are {shared:g} together: they may share a GPU, which NCCL refuses"
         )
     elif backend == "cuda-ipc" and shared > 1:
-        reason = f"the policy's num_gpus and a replica's are {shared:g} together: they never share a GPU"
-    if reason:
-        yield f"orchestrator.weights.backend: {backend}, but {reason}; set it to auto"
+        problem = f"the policy's num_gpus and a replica's are {shared:g} together: they never share a GPU"
+    if problem:
+        yield f"orchestrator.weights.backend: {backend}, but {problem}; set it to auto"
 
 
 def gpus_of_replicas(deployment: Deployment) -> float | None:

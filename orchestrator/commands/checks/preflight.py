@@ -8,10 +8,10 @@ from orchestrator.commands.checks.architectures import limit, untested
 from orchestrator.commands.checks.fitting import (
     ends_without_token,
     idle_critics,
+    misfits_of_critic,
     misfits_of_rollout,
     old_tokens,
     open_pushes,
-    other_root,
     rests,
     rounded_adapters,
     rounded_ratios,
@@ -173,7 +173,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
         if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
-            yield from other_root(config.checkpoint.root, section.root, name)
+            yield from misfits_of_critic(config, section, name)
     for field, path in models(deployment):
         model = load_model_config(path)
         if model is None:

@@ -62,8 +62,8 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
             yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):
             yield from unfit_learner(section, f"{where}.args", section.num_gpus if section.ranks > 1 else gpus)
-            if reason := unusable(Path(section.root)):
-                yield f"{where}.args.root: {reason}"
+            if problem := unusable(Path(section.root)):
+                yield f"{where}.args.root: {problem}"
 
 
 def sums_of(deployment: Deployment) -> MemorySums:

@@ -101,6 +101,10 @@ REFUSED: list[tuple[Change, list[str]]] = [
             "orchestrator.checkpoint.root: runs, but applications.critic.args.root is /elsewhere; ",
         ],
     ),
+    (
+        lambda raw, _: raw["orchestrator"].update(batch_size=1 << 20),
+        ["orchestrator.batch_size: 1048576, but applications.critic.args.train_limits.max_call_rows is 65536; "],
+    ),
 ]
 
 

@@ -85,6 +85,7 @@ def refusal(section: dict[str, Any]) -> str:
             "orchestrator: weights.senders (2) must not exceed policy.ranks (1)",
         ),
         ({"seed": -1}, "orchestrator.seed: should be 0 or more, got -1"),
+        ({"batch_size": 10**11}, "orchestrator.batch_size: should be 16777216 or less, got 100000000000"),
         ({"sampling": {"temperature": 0}}, "orchestrator.sampling.temperature: should be 0.01 or more, got 0"),
         (
             {"algorithm": {"importance_band": [0.5, 2]}},
