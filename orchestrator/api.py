@@ -169,7 +169,7 @@ class Training:
 
         Raises:
             StopIteration: the last step is done, and the policy is saved.
-            ConfigError, LeaseLost, ServiceError, PolicyError: as `quartet train` ends with.
+            ConfigError, LeaseLost, ServiceError, RanksLost: as `quartet train` ends with.
         """
         if self._thread is None:
             # A thread with an event loop of its own: a notebook's is running already.

@@ -313,9 +313,9 @@ def _is_actionable(error: BaseException) -> bool:
     from orchestrator.deployment.cluster import ClusterError
     from orchestrator.deployment.listeners import PortError
     from orchestrator.loop.mismatch import MismatchError
-    from orchestrator.policy.ranks import PolicyError
+    from quartet.ranks.group import RanksLost
 
-    return isinstance(error, ClusterError | MismatchError | PortError | PolicyError)
+    return isinstance(error, ClusterError | MismatchError | PortError | RanksLost)
 
 
 if __name__ == "__main__":

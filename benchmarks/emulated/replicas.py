@@ -192,11 +192,7 @@ class EmulatedRank:
         self._answers: dict[str, Callable[..., tuple[float, Any]]] = {
             CriticTrainer.limits.__qualname__: lambda: (0.0, (VOCABULARY, LONGEST)),
             CriticTrainer.values.__qualname__: self._values,
-            CriticTrainer.take.__qualname__: lambda part, index: (0.0, None),
-            CriticTrainer.train_taken.__qualname__: lambda parts, **_: (
-                sleep.seconds("train_critic"),
-                {"loss": 0.0},
-            ),
+            CriticTrainer.train.__qualname__: lambda *parts, **_: (sleep.seconds("train_critic"), {"loss": 0.0}),
         }
 
     def _values(self, trajectories: Columns) -> tuple[float, Floats]:

@@ -21,9 +21,9 @@ from quartet.weight_transfer.registry import Registry
 
 log = logging.getLogger("quartet")
 
-KINDS = (Rank.__name__, Registry.__name__, r"ServeReplica:\S*", "ProxyActor", "ServeController")
-"""Actors that are started again when they end, by the run, by Serve or by Ray. Ray's own processes are not: a cluster
-ends with them. Nor are the processes below a replica, which looks after them itself."""
+KINDS = (rf"\w*{Rank.__name__}", Registry.__name__, r"ServeReplica:\S*", "ProxyActor", "ServeController")
+"""Actors that are started again when they end, by the run, by a replica, by Serve or by Ray. Ray's own processes are
+not: a cluster ends with them. Nor are the processes below a replica, which looks after them itself."""
 _TITLE = re.compile(rf"ray::(?:\S*:)?(?:{'|'.join(KINDS)})(?:\.\w+)?(?:\s|$)")
 """Beginning of the title that Ray gives an actor's process. An actor that has a name, and is being made, has it in
 front."""

@@ -43,7 +43,7 @@ from orchestrator.monitoring.metrics import JOURNAL, TRACE, MetricsLog
 from orchestrator.monitoring.progress import Progress
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.early import EarlyLogprobs
-from orchestrator.policy.ranks import Policy, PolicyError
+from orchestrator.policy.ranks import Policy
 from orchestrator.push.newcomers import adding_newcomers, registered
 from orchestrator.push.prover import make_prover
 from orchestrator.push.pusher import WeightPusher
@@ -53,6 +53,7 @@ from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import Spans
 from orchestrator.tracing.waits import Waits
 from quartet.config.base import ConfigError
+from quartet.ranks.group import RanksLost
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
 
@@ -116,7 +117,7 @@ async def train(
     Raises:
         ConfigError: the configuration, the data or the services do not fit together.
         LeaseLost: another run trains with the services.
-        ServiceError, PolicyError: a service does not come within timeouts.start_s, or it or the learner failed and
+        ServiceError, RanksLost: a service does not come within timeouts.start_s, or it or the learner failed and
             the restarts are used up.
     """
     deployment = decided_here(deployment)
@@ -248,7 +249,7 @@ class Run:
             if attempt == 0:
                 raise
             # The cluster has had room for it: a process of Ray's, or of the new ranks, stands still.
-            raise PolicyError(str(error)) from None
+            raise RanksLost(str(error)) from None
 
     def _learners(self, policy: Policy, state: TrainState) -> list[Learner]:
         """The models that this run trains: the policy, and the critic if its advantages need one."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from orchestrator.policy.ranks import PolicyError
 from quartet.columns import Columns
+from quartet.ranks.group import RanksLost
 from services.critic.client import CriticReset
 
-LOSSES = (PolicyError, CriticReset)
+LOSSES = (RanksLost, CriticReset)
 """Errors that say that a learner has lost its training, so that the run has to go back to its last checkpoint."""
 
 

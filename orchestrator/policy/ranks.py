@@ -1,10 +1,8 @@
 """The policy learner as Ray actors, with asynchronous methods that each have a deadline."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
-
-import ray
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.policy.clipped import ClippedPolicy
@@ -19,9 +17,7 @@ from quartet.ranks.ray_rank import ray_ranks
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.weight_transfer.place import Place
 from quartet.wire.codec import Floats, Ints
-from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
-
-Value = TypeVar("Value")
+from quartet.wire.errors import InvalidArgument, ServiceError
 
 DEADLINES: Mapping[Method[..., Any], Callable[[OrchestratorConfig], float]] = {
     PolicyTrainer.logprobs: lambda config: config.timeouts.train_s,
@@ -45,29 +41,13 @@ DEADLINES: Mapping[Method[..., Any], Callable[[OrchestratorConfig], float]] = {
 """Seconds that the ranks may take for each of their methods."""
 
 
-class PolicyError(RuntimeError):
-    """A rank of the policy learner died or is stuck, and all ranks have ended; a run can resume from a checkpoint."""
-
-
-class StoreOnce(Protocol):
-    """Stores a value once for all ranks. What it returns stands for the value in a call: each rank fetches it."""
-
-    def __call__(self, value: Value, /) -> Value:
-        """Stores the value."""
-
-
-def in_object_store(value: Value, /) -> Value:
-    """Stores a value in Ray's object store; a method of an actor that is called with the reference gets the value."""
-    return cast(Value, ray.put(value))
-
-
 class Policy:
-    """The policy learner. Every method raises PolicyError after a rank has died or is stuck."""
+    """The policy learner. Every method raises RanksLost after a rank has died or is stuck; a run can then resume from
+    a checkpoint."""
 
-    def __init__(self, ranks: RankGroup, config: OrchestratorConfig, share: StoreOnce = in_object_store) -> None:
+    def __init__(self, ranks: RankGroup, config: OrchestratorConfig) -> None:
         self._ranks = ranks
         self._config = config
-        self._share = share
         self.memberships = 0
         """Highest number of a push group that was asked for, see WeightSource."""
 
@@ -81,30 +61,24 @@ class Policy:
 
         Raises:
             ResourceExhausted: it took longer than timeouts.start_s, usually because the cluster lacks CPUs or GPUs.
-            PolicyError: a rank died while it started.
+            RanksLost: a rank died while it started.
         """
         ranks = ray_ranks("policy", config.policy)
-        policy = cls(ranks, config)
         arguments = (config.scheduled_policy, config.sized_algorithm, distribution or sampled_from(config))
-        try:
-            await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
-        except RanksLost as error:
-            raise PolicyError(str(error)) from None
-        except DeadlineExceeded as error:
-            raise ResourceExhausted(str(error)) from None
-        return policy
+        await ranks.start(PolicyTrainer, *arguments, timeout_s=config.timeouts.start_s)
+        return cls(ranks, config)
 
     async def logprobs(self, trajectories: Columns) -> Floats:
         """Log-probs under the current weights, as PolicyTrainer.logprobs."""
-        return await self._all(PolicyTrainer.logprobs, self._share(trajectories.select()))
+        return await self._all(PolicyTrainer.logprobs, self._ranks.share(trajectories.select()))
 
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs over the whole vocabulary, as PolicyTrainer.score."""
-        return await self._all(PolicyTrainer.score, self._share(sequences))
+        return await self._all(PolicyTrainer.score, self._ranks.share(sequences))
 
     async def train(self, batch: Columns, kl_coef: float, seed: int) -> dict[str, float]:
         """Trains on one batch, as PolicyTrainer.train."""
-        return await self._all(PolicyTrainer.train, self._share(ClippedPolicy.select(batch)), kl_coef, seed)
+        return await self._all(PolicyTrainer.train, self._ranks.share(ClippedPolicy.select(batch)), kl_coef, seed)
 
     async def trained_logprobs(self) -> list[Floats]:
         """Log-probs that the last update computed, as PolicyTrainer.trained_logprobs."""
@@ -173,7 +147,7 @@ class Policy:
 
     async def close(self) -> None:
         """Ends the actors, in order if they still answer."""
-        with contextlib.suppress(PolicyError, ServiceError):
+        with contextlib.suppress(RanksLost, ServiceError):
             await self._beside(WeightSending.leave)
         self.stop()
 
@@ -185,14 +159,14 @@ class Policy:
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Answer:
         """Calls a method on all ranks in turn; rank 0's answer."""
-        return await self._told(self._ranks.call(method, self._seconds(method), *arguments, **options))
+        return await self._ranks.call(method, self._seconds(method), *arguments, **options)
 
     async def _senders(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> list[Answer]:
         """Calls a method on the sending ranks in turn; the answer of each."""
         count = self._config.weights.senders
-        return await self._told(self._ranks.some(count, method, self._seconds(method), *arguments, **options))
+        return await self._ranks.some(count, method, self._seconds(method), *arguments, **options)
 
     async def _beside(
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
@@ -201,17 +175,7 @@ class Policy:
         answer of each."""
         config = self._config
         count = config.policy.ranks if method is Snapshots.write_snapshot else config.weights.senders
-        return await self._told(self._ranks.beside(count, method, self._seconds(method), *arguments, **options))
+        return await self._ranks.beside(count, method, self._seconds(method), *arguments, **options)
 
     def _seconds(self, method: Method[Arguments, Answer]) -> float:
         return DEADLINES[method](self._config)
-
-    async def _told(self, call: Awaitable[Answer]) -> Answer:
-        try:
-            return await call
-        except (RanksLost, DeadlineExceeded) as error:
-            try:
-                self._ranks.check()
-            except RanksLost:
-                raise PolicyError(str(error)) from None
-            raise

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.policy.ranks import PolicyError
 from orchestrator.push.pusher import WeightPusher
 from protos import common_pb2
+from quartet.ranks.group import RanksLost
 from quartet.weight_transfer.registry import (
     NAME_ERRORS,
     NAMESPACE,
@@ -37,7 +37,7 @@ WAIT_S = 10.0
 """Seconds after which the registry says that none has applied."""
 GONE_S = 30
 """Seconds that Ray may take to end the registry of an earlier run of this application."""
-_TRANSIENT_ERRORS = (ServiceError, PolicyError, RayError, OSError)
+_TRANSIENT_ERRORS = (ServiceError, RanksLost, RayError, OSError)
 """Errors that may be gone when the newcomers apply again; the loop replaces a lost learner."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 from quartet.ranks.ranks import Ranks
-from quartet.wire.errors import DeadlineExceeded, Internal, ServiceError
+from quartet.wire.errors import DeadlineExceeded, Internal, ResourceExhausted, ServiceError
 
 GRACE_S = 5.0
 """Seconds that the other ranks may take to finish after one rank failed; then they count as stuck."""
@@ -20,6 +20,7 @@ seconds, since this process may have been stopped meanwhile too."""
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Given = TypeVarTuple("Given")
+Value = TypeVar("Value")
 Method = Callable[Concatenate[Any, Arguments], Answer]
 """A method of a trainer, or of one of its parts, as written in its class: `PolicyTrainer.train`."""
 
@@ -34,7 +35,8 @@ class RankFailed(Internal):
 
 
 class RanksLost(RuntimeError):
-    """The group has ended because a rank died or is stuck. The message names the rank."""
+    """The group has ended because a rank died or is stuck, and with it the training that is in no checkpoint. The
+    message names the rank."""
 
 
 class RankProcess(Protocol):
@@ -59,6 +61,18 @@ class RankProcess(Protocol):
         """Ends the process at once; does nothing if it has ended."""
 
 
+class StoreOnce(Protocol):
+    """Stores a value once for all ranks. What it returns stands for the value in a call: each rank fetches it."""
+
+    def __call__(self, value: Value, /) -> Value:
+        """Stores the value."""
+
+
+def as_it_is(value: Value, /) -> Value:
+    """The StoreOnce of ranks that get every value with the call."""
+    return value
+
+
 class RankGroup:
     """Drives the ranks of one learner. Calls take turns.
 
@@ -67,8 +81,12 @@ class RankGroup:
     raises RanksLost at once.
     """
 
-    def __init__(self, name: str, ranks: Sequence[RankProcess], grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[RankProcess], grace_s: float = GRACE_S, share: StoreOnce = as_it_is
+    ) -> None:
         """Takes over the processes. Each error begins with `name`."""
+        self.share = share
+        """Stores a large value, such as a batch, before a call that it is an argument of."""
         self._name = name
         self._ranks = ranks
         self._grace_s = grace_s
@@ -79,19 +97,19 @@ class RankGroup:
         """Connects the ranks with one another and builds their trainers: `build(*arguments, ranks)`.
 
         Raises:
-            DeadlineExceeded: it took longer than `timeout_s`, usually because the cluster lacks CPUs or GPUs.
+            ResourceExhausted: it took longer than `timeout_s`, usually because the cluster lacks CPUs or GPUs.
             RanksLost: a rank died meanwhile.
             ServiceError: the error of `build`, as for `call`. In each case the group has ended.
         """
         began = time.monotonic()
         try:
             async with self._turn:
-                (address,) = await self._ask(self._ranks[:1], "start", timeout_s, True, "open")
+                (address,) = await self._ask(self._ranks[:1], "start", timeout_s, False, "open")
                 left = timeout_s - (time.monotonic() - began)
-                await self._ask(self._ranks, "start", left, True, "start", address, build, *arguments)
+                await self._ask(self._ranks, "start", left, False, "start", address, build, *arguments)
         except DeadlineExceeded as error:
             self._end(str(error))
-            raise DeadlineExceeded(
+            raise ResourceExhausted(
                 f"{error}; does the cluster have the CPUs and GPUs that all ranks ask for?"
             ) from None
         except ServiceError as error:
@@ -109,8 +127,8 @@ class RankGroup:
         """Runs a method of the trainer on all ranks; returns rank 0's answer.
 
         Raises:
-            DeadlineExceeded: not all ranks answered within `timeout_s`. The group has ended.
-            RanksLost: a rank died, or did not finish after another failed. The group has ended.
+            RanksLost: a rank died, did not answer within `timeout_s`, or did not finish after another failed. The
+                group has ended.
             ServiceError: the method's error; RankFailed, which names rank and error, for any other type of error.
         """
         async with self._turn:
@@ -130,7 +148,7 @@ class RankGroup:
     ) -> list[Answer]:
         """Like `call`, on the first `count` ranks, for methods without collectives; returns each rank's answer.
 
-        Here a deadline does not end the group.
+        Here a deadline does not end the group: DeadlineExceeded.
         """
         async with self._turn:
             return await self._ask(
@@ -229,9 +247,7 @@ class RankGroup:
                 return self._end(f"{what}: rank {rank} of {len(self._ranks)} died: {error}")
         if not failures:
             late = f"{what}: no answer within {timeout_s:g} s from {_named(stuck)} of {len(self._ranks)}"
-            if ends:
-                self._end(late)
-            return DeadlineExceeded(late)
+            return self._end(late) if ends or self._lost else DeadlineExceeded(late)
         rank, error = next(iter(failures.items()))
         message = f"{what}: rank {rank} of {len(self._ranks)}: {type(error).__name__}: {error}"
         if stuck:

@@ -2,10 +2,12 @@
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
@@ -13,8 +15,6 @@ from torch import distributed
 from quartet.models.device import default_device
 from quartet.ranks.rendezvous import reach_store, serve_store
 from quartet.seams.deepspeed import without_shared_memory_kernel
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +107,34 @@ class Rank:
     def start(self, address: tuple[str, int] | None, build: Callable[..., Any], *arguments: Any) -> None:
         """Builds the trainer, `build(*arguments, ranks)`, in step with the other ranks."""
         store = self._store or (reach_store(*address, self._timeout_s) if address else None)
-        trainer = build(*arguments, Ranks(self._rank, self._world_size, store, self._timeout_s))
+        with _readable_errors():
+            trainer = build(*arguments, Ranks(self._rank, self._world_size, store, self._timeout_s))
         parts = getattr(trainer, "parts", (trainer,))
         self._parts = {kind.__qualname__: part for part in parts for kind in type(part).__mro__}
         # Libraries and model stay until the end. DeepSpeed searches for garbage twice with each update of a colocated
         # learner, and looking through them took it 0.3 s each time.
         gc.freeze()
 
-    def part(self, kind: type[Part]) -> Part:
-        """The part of that class."""
-        part: Part = self._parts[kind.__qualname__]
-        return part
-
     def run(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method of the trainer, or of one of its `parts`, by its qualified name: `PolicyTrainer.train`."""
         owner, _, name = method.rpartition(".")
-        return getattr(self._parts[owner], name)(*arguments, **options)
+        with _readable_errors():
+            return getattr(self._parts[owner], name)(*arguments, **options)
 
     def run_beside(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method of the trainer that may overlap others; the rank's process runs it in a separate thread."""
         return self.run(method, *arguments, **options)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Puts a RuntimeError in the place of errors that another process cannot read, for which a rank would count as
+    dead there."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))  # safe: the bytes were made in this line
+        except Exception:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise

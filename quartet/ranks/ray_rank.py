@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
-from typing import Any
+import os
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar, cast
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quartet.config.learner import LearnerConfig
-from quartet.models.device import VISIBLE
+from quartet.models.device import VISIBLE, default_device
 from quartet.ranks.group import RankDied, RankGroup
 from quartet.ranks.nccl_settings import DEFAULTS
 from quartet.ranks.ranks import Rank
-from quartet.ranks.stopped import is_stopped
+from quartet.ranks.stopped import has_ended, is_stopped
+
+Value = TypeVar("Value")
 
 CONTROL_GROUP = "beside"
 """The actor's concurrency group for methods that run beside training."""
@@ -27,20 +31,47 @@ def variables(config: LearnerConfig) -> dict[str, str]:
     return (DEFAULTS if on_gpu else {}) | config.env_vars
 
 
+def own_place(config: LearnerConfig) -> dict[str, Any]:
+    """Ray's options for a rank that has CPUs and a GPU of its own, wherever Ray finds them."""
+    return {
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "resources": config.resources,
+        "runtime_env": {"env_vars": variables(config)},
+    }
+
+
+def makers_place() -> dict[str, Any]:
+    """Ray's options for a rank that computes in the place of the actor that makes it: on its node, with its CPUs and
+    its GPU. Ray reserves nothing for the rank itself, so that another one can always begin where it ended.
+
+    Ray hands on what the actor's own runtime environment holds; what Ray gave the actor's process is added here.
+    """
+    handed_on = ["OMP_NUM_THREADS", *([VISIBLE] if default_device().type == "cuda" else [])]
+    return {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        "runtime_env": {"env_vars": {name: os.environ[name] for name in handed_on if name in os.environ}},
+    }
+
+
 class RayRank:
     """A RankProcess. It ends with the process that made it."""
 
-    def __init__(self, config: LearnerConfig, rank: int) -> None:
-        """Asks Ray for the actor and returns; calls wait until Ray has found it a place."""
+    def __init__(self, name: str, config: LearnerConfig, rank: int, place: Mapping[str, Any]) -> None:
+        """Asks Ray for the actor and returns; calls wait until Ray has found it a place.
+
+        Args:
+            name: the learner's, which the title of the process begins with: `ray::PolicyRank`.
+            config: the learner's.
+            rank: number of the rank.
+            place: Ray's options, as `own_place` or `makers_place` gives them.
+        """
+        titled = type(f"{name.capitalize()}{Rank.__name__}", (Rank,), {})
         self._actor = (
-            ray.remote(concurrency_groups={CONTROL_GROUP: BESIDE})(Rank)
-            .options(
-                num_cpus=config.num_cpus,
-                num_gpus=config.num_gpus,
-                resources=config.resources,
-                runtime_env={"env_vars": variables(config)},
-                max_concurrency=1,
-            )
+            ray.remote(concurrency_groups={CONTROL_GROUP: BESIDE})(titled)
+            .options(max_concurrency=1, **place)
             .remote(rank, config.ranks, config.rank_timeout_s)
         )
         self._placed: asyncio.Task[psutil.Process | None] | None = None
@@ -58,8 +89,10 @@ class RayRank:
 
     @property
     def death(self) -> str:
-        """Empty: Ray tells of an actor's death with the next call."""
-        return ""
+        """The way in which the actor's process ended; empty while it lives, and for one on another machine, of whose
+        death Ray tells with the next call."""
+        process = self._here
+        return "its process has ended" if process is not None and has_ended(process) else ""
 
     @property
     def stopped(self) -> bool:
@@ -102,6 +135,13 @@ async def _answer(reference: Any) -> Any:
         raise RankDied(str(error).partition("\n")[0]) from None
 
 
-def ray_ranks(name: str, config: LearnerConfig) -> RankGroup:
-    """The ranks of `config` as Ray actors, not yet started."""
-    return RankGroup(name, [RayRank(config, rank) for rank in range(config.ranks)])
+def in_object_store(value: Value, /) -> Value:
+    """Stores a value in Ray's object store; a method of an actor that is called with the reference gets the value."""
+    return cast(Value, ray.put(value))
+
+
+def ray_ranks(name: str, config: LearnerConfig, place: Mapping[str, Any] | None = None) -> RankGroup:
+    """The ranks of `config` as Ray actors, not yet started, each with the options `place`; None: with `own_place`."""
+    options = own_place(config) if place is None else place
+    ranks = [RayRank(name, config, rank, options) for rank in range(config.ranks)]
+    return RankGroup(name, ranks, share=in_object_store)

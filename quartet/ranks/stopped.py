@@ -1,6 +1,6 @@
-"""Processes that a signal has stopped, as SIGSTOP does.
+"""Processes that a signal has stopped, as SIGSTOP does, or that have ended.
 
-Such a process keeps its connections open and never answers. Silence alone does not tell it from one that loads a
+A stopped process keeps its connections open and never answers. Silence alone does not tell it from one that loads a
 model, or computes for minutes in a library that lets no other thread of Python run.
 """
 
@@ -15,6 +15,14 @@ def is_stopped(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """True once the process has ended, also while its parent has not collected it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def stopped_again(before: Mapping[psutil.Process, int], seen: Iterable[psutil.Process]) -> dict[psutil.Process, int]:

@@ -12,8 +12,8 @@ class CriticConfig(LearnerConfig):
     """A value model and its optimizer: the body of `model` (usually the reward model) with a new head, or the head
     that a critic saved there.
 
-    A single rank is a process of the replica, with its environment and its GPU. Several ranks are Ray actors beside
-    the replica, which then needs no GPU itself.
+    A single rank computes in the replica's place, with its environment and its GPU. Several ranks have CPUs and GPUs
+    of their own, and the replica then needs no GPU itself.
     """
 
     value_clip_eps: PositiveFloat | None = 0.2
@@ -42,7 +42,7 @@ class CriticConfig(LearnerConfig):
     def _a_single_rank_is_the_replica(self) -> Self:
         if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "resources", "env_vars"} & self.model_fields_set):
             raise ValueError(
-                f"{', '.join(sorted(given))}: for ranks beside the replica; with ranks: 1 set ray_actor_options and "
-                "runtime_env of the deployment"
+                f"{', '.join(sorted(given))}: for several ranks, which have a place of their own; with ranks: 1 set "
+                "ray_actor_options and runtime_env of the deployment"
             )
         return self

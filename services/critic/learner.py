@@ -214,9 +214,8 @@ class CriticModel:
         async with self.turn:
             self._expect_past(past, moment)  # lost while it waited for the step before
             try:
-                for index, part in enumerate(parts):  # one by one: the event loop waits while one is written down
-                    await self._ask(CriticTrainer.take, part, index)
-                metrics = await self._ask(CriticTrainer.train_taken, len(parts), **schedule)
+                shared = [await asyncio.to_thread(self._ranks.share, part) for part in parts]
+                metrics = await self._ask(CriticTrainer.train, *shared, **schedule)
                 self._expect_past(past, moment)  # lost as the answer came: new ranks do not hold this step
             except BaseException:
                 self._at = Moment()  # half a step belongs to no run's past
@@ -326,12 +325,8 @@ class CriticModel:
 
 
 def ranks_of(config: CriticConfig) -> RankGroup:
-    """The critic's ranks, which have no model yet: a single one as a process on the replica's GPU, several as
-    actors."""
-    if config.ranks == 1:
-        from quartet.ranks.process_rank import ProcessRank
+    """The critic's ranks, which have no model yet: a single one in the replica's place, several in their own."""
+    # Imported here because it loads Ray, which ranks of another kind do not need.
+    from quartet.ranks.ray_rank import makers_place, ray_ranks
 
-        return RankGroup("critic", [ProcessRank(config.rank_timeout_s)])
-    from quartet.ranks.ray_rank import ray_ranks
-
-    return ray_ranks("critic", config)
+    return ray_ranks("critic", config, makers_place() if config.ranks == 1 else None)

@@ -29,7 +29,6 @@ class CriticTrainer:
         self._trainer = Trainer(self._learner)
         self._model: ScalarModel = self._learner.module  # type: ignore[assignment]
         self.snapshots = Snapshots(self._learner, self._write, kind="critic", exported=False)
-        self._taken: list[Columns] = []
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -46,18 +45,10 @@ class CriticTrainer:
         values: Floats = self._trainer.evaluate(trajectories, values_of)
         return values
 
-    def take(self, part: Columns, index: int) -> None:
-        """Keeps a part of the next batch, the one with this index, for `train_taken`."""
-        self._taken[index:] = [part]
-
-    def train_taken(self, parts: int, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
-        """Joins the first `parts` parts that were taken, and trains on them as `train` does."""
-        taken, self._taken = self._taken[:parts], []
-        return self.train(Columns.concatenate(taken), epochs=epochs, minibatch_size=minibatch_size, seed=seed)
-
-    def train(self, batch: Columns, *, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
-        """Trains on one batch by Value, as Trainer.train does."""
-        return self._trainer.train(batch, Value(self._config.value_clip_eps), Schedule(epochs, minibatch_size, seed))
+    def train(self, *parts: Columns, epochs: int, minibatch_size: int, seed: int) -> dict[str, float]:
+        """Trains by Value on the batch that these parts are, as Trainer.train does."""
+        batch, objective = Columns.concatenate(parts), Value(self._config.value_clip_eps)
+        return self._trainer.train(batch, objective, Schedule(epochs, minibatch_size, seed))
 
     def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         """Body, head and tokenizer in Hugging Face's file format; a critic can start from the folder."""

@@ -15,7 +15,8 @@ _TITLES = {
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
     "registry": "ray::Registry",
-    "policy rank": "ray::Rank",
+    "policy rank": "ray::PolicyRank",
+    "critic rank": "ray::CriticRank",
 }
 
 
@@ -55,8 +56,6 @@ def victims(quartet: Quartet, kind: str, replica: int | None) -> list[int]:
             return _child(replica, "spawn_main")
         if kind == "rollout and engine":
             return [*_child(replica, "spawn_main"), replica]
-        if kind == "critic rank":
-            return _child(replica, "process_rank")
         return [replica]
     return []
 

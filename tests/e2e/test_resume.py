@@ -18,7 +18,6 @@ from protos import rollout_pb2 as pb
 from quartet.folders import MARKER
 from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.commands import PATIENCE_S, finished
-from tests.preloaded import all_of, fork_of
 from tests.runs import STEPS, Run, assert_same
 
 
@@ -103,7 +102,7 @@ async def test_a_run_goes_on_when_it_loses_its_learners(quartet: Quartet, straig
     engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
     again.wait(again.reached(3), process)
-    rank = named(quartet, "ray::Rank")
+    rank = named(quartet, "ray::PolicyRank")
     engine.suspend()
     try:
         await eventually(partial(updated, quartet, again), PATIENCE_S)
@@ -142,7 +141,7 @@ async def ended(process: psutil.Process) -> bool:
 async def test_a_rank_that_dies_at_any_moment(quartet: Quartet, straight: Run, again: Run) -> None:
     process = again.start("--resume")
     again.wait(again.reached(3), process)
-    named(quartet, "ray::Rank").kill()
+    named(quartet, "ray::PolicyRank").kill()
     again.wait(again.interrupted(1), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     assert_same(again, straight)
@@ -157,11 +156,8 @@ async def test_a_critics_rank_that_is_lost(
     process = again.start("--resume")
     again.wait(again.reached(3), process)
     replica = named(quartet, "ray::ServeReplica:critic")
-    [rank] = [child for child in replica.children(recursive=True) if "process_rank" in " ".join(child.cmdline())]
-    lost = fork_of(rank)
-    for part in all_of(rank):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            part.send_signal(number)
+    lost = named(quartet, "ray::CriticRank")
+    lost.send_signal(number)
     again.wait(again.interrupted(1), process)
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     await eventually(partial(ended, lost), PATIENCE_S)
@@ -174,7 +170,7 @@ async def test_a_frozen_learner_is_given_up(quartet: Quartet, straight: Run, aga
     """SIGSTOP: it answers nothing and does not die either. The deadlines of its calls are ten minutes."""
     process = again.start("--resume")
     again.wait(again.reached(3), process)
-    frozen = named(quartet, "ray::Rank")
+    frozen = named(quartet, "ray::PolicyRank")
     frozen.suspend()
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
     await eventually(partial(ended, frozen), PATIENCE_S)
@@ -210,7 +206,7 @@ async def test_a_learner_frozen_in_a_push_is_given_up(quartet: Quartet, straight
     engine = psutil.Process(engine_of(next(iter(rollouts(quartet).values()))))
     process = again.start("--resume")
     again.wait(again.reached(3), process)
-    frozen = named(quartet, "ray::Rank")
+    frozen = named(quartet, "ray::PolicyRank")
     engine.suspend()
     try:
         await eventually(partial(updated, quartet, again), PATIENCE_S)

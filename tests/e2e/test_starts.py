@@ -79,7 +79,7 @@ async def test_a_process_that_stands_still_as_a_run_starts(quartet: Quartet, sho
 async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Quartet, short: Run) -> None:
     """The critic dies when the run has already asked for it, and the learner starts."""
     process = short.start("--overwrite")
-    short.wait(lambda: any("ray::Rank" in title for title in titles(quartet)), process)
+    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
     named(quartet, "ray::ServeReplica:critic").kill()
     assert process.wait(PATIENCE_S) == 0, short.log.read_text()
     assert short.steps() == [1, 2]
@@ -88,7 +88,7 @@ async def test_losses_before_the_first_checkpoint_begin_the_run_again(quartet: Q
 @pytest.mark.exhaustive  # in `make test` one dies there
 async def test_a_replica_that_stands_still_in_the_first_push(quartet: Quartet, short: Run) -> None:
     process = short.start("--overwrite")
-    short.wait(lambda: any("ray::Rank" in title for title in titles(quartet)), process)
+    short.wait(lambda: any("ray::PolicyRank" in title for title in titles(quartet)), process)
     still = frozen(quartet)
     for each in still:
         each.suspend()

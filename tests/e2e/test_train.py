@@ -154,7 +154,7 @@ def test_shares_add_up_to_the_wall_clock(run: Path) -> None:
 def test_a_run_opens_nothing_to_other_machines(ended: Ended) -> None:
     beyond = [listener for listener in ended.seen if not listener.on_loopback]
     print(f"{len(ended.seen)} listeners, {len(beyond)} off loopback")
-    assert any(listener.process.startswith("ray::Rank") for listener in ended.seen)
+    assert any(listener.process.startswith("ray::PolicyRank") for listener in ended.seen)
     assert ended.drivers & {listener.pid for listener in ended.seen}
     assert beyond == []
 

@@ -12,8 +12,9 @@ import pytest
 import ray
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.policy.ranks import Policy, PolicyError
+from orchestrator.policy.ranks import Policy
 from protos import rollout_pb2 as pb
+from quartet.ranks.group import RanksLost
 from quartet.wire.errors import ServiceError
 from services.critic.client import CriticClient
 from tests import plain
@@ -79,10 +80,10 @@ async def test_the_death_of_a_rank_in_training_is_named_and_nothing_hangs(learne
     assert not training.done()
     began = time.monotonic()
     ray.kill(actor)
-    with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died"):
+    with pytest.raises(RanksLost, match=r"policy.train: rank 1 of 2 died"):
         await training
     assert time.monotonic() - began < 60
-    with pytest.raises(PolicyError, match="rank 1 of 2 died"):
+    with pytest.raises(RanksLost, match="rank 1 of 2 died"):
         await learner.logprobs(PAIRS)
 
 

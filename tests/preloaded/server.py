@@ -37,7 +37,6 @@ IMPORTED = {
         "services.reward.scorers.make",
         "services.reference.model",
         "services.critic.learner",
-        "quartet.ranks.process_rank",
         "quartet.ranks.ranks",
         "orchestrator.policy.trainer",
         "deepspeed",

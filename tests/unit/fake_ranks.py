@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
+from quartet.ranks.thread_rank import ThreadRank
+
+Part = TypeVar("Part")
 NEVER = 3600.0
 
 
@@ -30,3 +33,10 @@ class FakeRank:
 
     def kill(self) -> None:
         self.killed += 1
+
+
+def part(rank: ThreadRank, kind: type[Part]) -> Part:
+    """The object of this class whose methods the rank runs."""
+    assert rank.rank is not None
+    found: Part = rank.rank._parts[kind.__qualname__]
+    return found

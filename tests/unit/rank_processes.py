@@ -8,8 +8,11 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from quartet.ranks.group import RankDied, RankGroup
 from quartet.ranks.ranks import Rank
+from quartet.ranks.stopped import has_ended, is_stopped
 from tests.forked import FORKED
 
 HOST = "127.0.0.1"
@@ -18,15 +21,21 @@ HOST = "127.0.0.1"
 class SpawnedRank:
     """A RankProcess."""
 
-    death = ""
-    stopped = False
-
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._pipe, end = FORKED.Pipe()
         self.process = FORKED.Process(target=serve, args=(end, rank, world_size, timeout_s), daemon=True)
         self.process.start()
         end.close()
         self._thread = ThreadPoolExecutor(1)
+        self._seen = psutil.Process(self.process.pid)
+
+    @property
+    def death(self) -> str:
+        return "its process has ended" if has_ended(self._seen) else ""
+
+    @property
+    def stopped(self) -> bool:
+        return is_stopped(self._seen)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
         if method == "open":

@@ -10,9 +10,10 @@ import yaml
 from orchestrator.commands.restarts import is_loss
 from orchestrator.commands.train import Run
 from orchestrator.deployment.file import Deployment
-from orchestrator.policy.ranks import Policy, PolicyError
+from orchestrator.policy.ranks import Policy
 from orchestrator.push.pusher import PushFailed
 from quartet.config.base import ConfigError
+from quartet.ranks.group import RanksLost
 from quartet.wire.errors import DeadlineExceeded, LeaseLost, ResourceExhausted, Unavailable
 from services.critic.client import CriticReset
 
@@ -60,7 +61,7 @@ async def finish(run: Losing) -> None:
     [
         PushFailed("version 1 after 5 attempts: only: did not answer prepare"),
         CriticReset("critic.Adopt: timeline: the critic has just started"),
-        PolicyError("policy.start: rank 0 of 1 died: SIGKILL"),
+        RanksLost("policy.start: rank 0 of 1 died: SIGKILL"),
         ExceptionGroup("", [Unavailable("critic.Info: failed to connect"), DeadlineExceeded("rollout.Info: silent")]),
     ],
     ids=lambda error: type(error).__name__,
@@ -88,8 +89,8 @@ async def test_what_a_repetition_does_not_mend_ends_it(error: Exception, tmp_pat
 
 
 async def test_a_run_without_checkpoints_may_have_been_trained_and_ends(tmp_path: Path, policy_folder: Path) -> None:
-    run, _ = losing(tmp_path, policy_folder, [PolicyError("rank 0 died")], every=0)
-    with pytest.raises(PolicyError):
+    run, _ = losing(tmp_path, policy_folder, [RanksLost("rank 0 died")], every=0)
+    with pytest.raises(RanksLost):
         await finish(run)
 
 
@@ -105,5 +106,5 @@ async def test_a_cluster_with_room_for_the_learner_once_has_it_again(
     run, _ = losing(tmp_path, policy_folder, [])
     with pytest.raises(ResourceExhausted):
         await run._policy(0)
-    with pytest.raises(PolicyError, match="no answer within 300 s from rank 0"):
+    with pytest.raises(RanksLost, match="no answer within 300 s from rank 0"):
         await run._policy(1)

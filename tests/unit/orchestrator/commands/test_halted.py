@@ -24,7 +24,8 @@ SECRET = secrets.token_hex(32)
 LOOK_S = 0.5
 """Shorter than for a run, so that the tests wait for less."""
 TITLES = (
-    "ray::Rank",
+    "ray::PolicyRank",
+    "ray::CriticRank.run",
     "ray::Registry",
     "ray::ServeReplica:critic:Critic",
     "ray::SERVE_REPLICA::reward#Reward#julptkm2:ServeReplica:reward:Reward.__init__",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.loop.checkpoint_folder import latest
-from orchestrator.policy.ranks import PolicyError
+from quartet.ranks.group import RanksLost
 from quartet.wire.errors import Internal, NotFinite, ServiceError
 from services.critic.client import CriticReset
 from tests.unit.checkpoint_stage import Stage
@@ -64,9 +64,9 @@ async def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_completed(
             await checkpoints.take_if_due(state(10))
             await until(completing.is_set)
             asyncio.get_running_loop().call_later(0.05, go_on.set)
-            raise PolicyError("rank 0 died")
+            raise RanksLost("rank 0 died")
 
-    with pytest.raises(PolicyError):
+    with pytest.raises(RanksLost):
         await run()
     assert go_on.is_set()
     assert stage.checkpoint_names() == ["step-000010"]
@@ -162,7 +162,7 @@ async def test_without_the_first_a_run_does_not_begin(tmp_path: Path) -> None:
     assert isinstance(caught.value.exceptions[0], Internal)
 
 
-@pytest.mark.parametrize("loss", [CriticReset("replaced"), PolicyError("rank 0 died")])
+@pytest.mark.parametrize("loss", [CriticReset("replaced"), RanksLost("rank 0 died")])
 async def test_a_lost_learner_is_not_passed_over(tmp_path: Path, loss: Exception) -> None:
     stage = Stage(tmp_path, every=1)
     async with stage.checkpoints as checkpoints:

@@ -7,10 +7,10 @@ import pytest
 from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.commands.restarts import Restarts, is_loss
 from orchestrator.loop.checkpoint_folder import clear, latest
-from orchestrator.policy.ranks import PolicyError
 from orchestrator.push.prover import PushDisproved
 from orchestrator.push.pusher import PushFailed
 from quartet.config.base import ConfigError
+from quartet.ranks.group import RanksLost
 from quartet.wire.errors import (
     DeadlineExceeded,
     Internal,
@@ -61,7 +61,7 @@ def test_a_run_that_gets_further_may_go_back_again() -> None:
 @pytest.mark.parametrize(
     ("error", "mended"),
     [
-        (PolicyError("rank 0 died"), True),
+        (RanksLost("rank 0 died"), True),
         (CriticReset("replaced"), True),
         (ExceptionGroup("", [ExceptionGroup("", [DeadlineExceeded("critic.Values: no answer within 60 s")])]), True),
         (Unavailable("no rollout replica answers"), True),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.policy.ranks import Policy, PolicyError
-from quartet.ranks.group import RankDied, RankGroup
+from orchestrator.policy.ranks import Policy
+from quartet.ranks.group import RankDied, RankGroup, RanksLost
 from quartet.weight_transfer.memory.buckets import checksum
 from quartet.wire.errors import DeadlineExceeded
 from tests.trajectories import of
@@ -29,7 +29,7 @@ def make_policy(folder: Path, *ranks: FakeRank, senders: int = 1) -> Policy:
         },
         "orchestrator",
     )
-    return Policy(RankGroup("policy", ranks), config, share=shared)
+    return Policy(RankGroup("policy", ranks, share=shared), config)
 
 
 def shared(value: Any, /) -> Any:
@@ -86,9 +86,9 @@ async def test_a_send_out_of_time_may_be_tried_again(policy_folder: Path) -> Non
 async def test_a_dead_rank_is_the_end_of_training(policy_folder: Path) -> None:
     ranks = [FakeRank(after_s=NEVER), FakeRank(RankDied("killed"))]
     policy = make_policy(policy_folder, *ranks)
-    with pytest.raises(PolicyError, match=r"policy.train: rank 1 of 2 died: killed"):
+    with pytest.raises(RanksLost, match=r"policy.train: rank 1 of 2 died: killed"):
         await policy.train(BATCH, 0.0, 0)
-    with pytest.raises(PolicyError, match="rank 1 of 2 died"):
+    with pytest.raises(RanksLost, match="rank 1 of 2 died"):
         await policy.save("there")
     policy.stop()
     assert min(rank.killed for rank in ranks) > 0

@@ -8,10 +8,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RaySystemError
 
-from orchestrator.policy.ranks import PolicyError
 from orchestrator.push import newcomers
 from orchestrator.push.newcomers import adding_newcomers, registered
 from protos import common_pb2
+from quartet.ranks.group import RanksLost
 from quartet.weight_transfer.registry import Answer
 from quartet.wire.errors import Internal, LeaseLost, Unavailable, leaves
 from tests.unit.virtual_time import in_virtual_time
@@ -57,7 +57,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [Internal("policy.add_newcomers: gone"), PolicyError("rank 0 died"), RayActorError(), ConnectionResetError()],
+    [Internal("policy.add_newcomers: gone"), RanksLost("rank 0 died"), RayActorError(), ConnectionResetError()],
 )
 async def test_what_may_mend_itself_is_tried_again_and_said_in_one_line(
     error: Exception, capsys: pytest.CaptureFixture[str]

@@ -24,6 +24,7 @@ from services.rollout.member import WeightMember
 from tests.learner_batches import PolicyBatch
 from tests.members import LEASE, StagingEngine
 from tests.unit.fake_fleet import FakeSource, Fleet, make_pusher
+from tests.unit.fake_ranks import part
 from tests.unit.fakes import make_config
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
 
@@ -55,10 +56,9 @@ async def learner(
     rank = ThreadRank(60)
     ranks = RankGroup("policy", [rank])
     await ranks.start(PolicyTrainer, config.scheduled_policy, config.algorithm, Distribution(1.0), timeout_s=60)
-    assert rank.rank is not None
-    policy, replica = Policy(ranks, config, lambda given: given), OneReplica(backend)
+    policy, replica = Policy(ranks, config), OneReplica(backend)
     await replica.update_weights(5, claim=common_pb2.Claim(ttl_s=60))
-    yield policy, rank.rank.part(PolicyTrainer), WeightPusher(replica, policy, backend, config.weights), replica  # type: ignore[arg-type]
+    yield policy, part(rank, PolicyTrainer), WeightPusher(replica, policy, backend, config.weights), replica  # type: ignore[arg-type]
     await policy.close()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet.ranks.group import RankDied, RankGroup, RanksLost
-from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument
+from quartet.wire.errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from tests.unit.fake_ranks import NEVER, FakeRank
 
 
@@ -116,10 +116,20 @@ async def test_an_error_after_which_all_have_finished_ends_only_the_call() -> No
 
 async def test_a_deadline_names_the_silent_rank_and_ends_the_group() -> None:
     ours = group(FakeRank(), FakeRank(after_s=NEVER))
-    with pytest.raises(DeadlineExceeded, match=r"policy.train: no answer within 0.05 s from rank 1 of 2"):
+    with pytest.raises(RanksLost, match=r"policy.train: no answer within 0.05 s from rank 1 of 2"):
         await ours.call(Trainer.train, 0.05)
     with pytest.raises(RanksLost):
         ours.check()
+
+
+async def test_a_deadline_beside_a_call_in_which_the_group_ended_is_its_end() -> None:
+    slow = FakeRank(after_s=NEVER)
+    ours = group(slow)
+    beside = asyncio.ensure_future(ours.beside(1, Trainer.send, 0.1))
+    with pytest.raises(RanksLost, match=r"policy.train"):
+        await ours.call(Trainer.train, 0.02)
+    with pytest.raises(RanksLost, match=r"policy.send"):
+        await beside
 
 
 async def test_a_deadline_of_ranks_that_meet_no_other_ends_nothing() -> None:
@@ -138,7 +148,7 @@ async def test_calls_take_turns_and_a_deadline_counts_from_the_turn() -> None:
 
 async def test_a_rank_that_finds_no_place_is_named() -> None:
     ranks = [FakeRank(("host", 7)), FakeRank(after_s=NEVER)]
-    with pytest.raises(DeadlineExceeded, match=r"policy.start: .* from rank 1 of 2; does the cluster have the CPUs"):
+    with pytest.raises(ResourceExhausted, match=r"policy.start: .* from rank 1 of 2; does the cluster have the CPUs"):
         await group(*ranks).start(build, timeout_s=0.05)
     assert [rank.killed for rank in ranks] == [1, 1]
 

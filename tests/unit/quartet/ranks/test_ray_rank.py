@@ -49,9 +49,9 @@ async def test_an_error_of_its_method_is_raised_as_it_is() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("node", "stopped"), [("here", True), ("elsewhere", False)])
-async def test_a_process_that_a_signal_has_stopped_is_seen_on_this_machine_only(
-    monkeypatch: pytest.MonkeyPatch, node: str, stopped: bool
+@pytest.mark.parametrize(("node", "seen"), [("here", True), ("elsewhere", False)])
+async def test_a_process_that_is_stopped_or_has_ended_is_seen_on_this_machine_only(
+    monkeypatch: pytest.MonkeyPatch, node: str, seen: bool
 ) -> None:
     """A process id says nothing about another machine's processes."""
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
@@ -75,8 +75,9 @@ async def test_a_process_that_a_signal_has_stopped_is_seen_on_this_machine_only(
         await until(lambda: rank._placed and rank._placed.done())
         assert not rank.stopped
         process.send_signal(signal.SIGSTOP)
-        if stopped:
+        if seen:
             await until(lambda: rank.stopped)
+            assert not rank.death
             rank.kill()
             assert await process.wait() == -signal.SIGKILL
         else:
@@ -84,6 +85,9 @@ async def test_a_process_that_a_signal_has_stopped_is_seen_on_this_machine_only(
             assert not rank.stopped
             rank.kill()
             assert process.returncode is None
+            process.kill()
+            await process.wait()
+        assert rank.death == ("its process has ended" if seen else "")
         assert killed == [rank._actor]
     finally:
         if process.returncode is None:

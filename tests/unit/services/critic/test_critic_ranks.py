@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protos import common_pb2
@@ -19,6 +20,7 @@ from services.critic.trainer import CriticTrainer
 from tests.unit.contexts import Context
 from tests.unit.critic_calls import OURS, Restoration, adopt, checkpoint, claim, stage, train, train_staged, values
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
+from tests.unit.rank_processes import SpawnedRank
 from tests.unit.waiting import until
 
 
@@ -124,7 +126,7 @@ async def test_a_step_that_was_answered_as_the_ranks_were_lost_is_not_that_of_ne
 
     async def asked(method: Any, *arguments: Any, **options: Any) -> Any:
         answer = await ask(method, *arguments, **options)
-        if method is CriticTrainer.train_taken:
+        if method is CriticTrainer.train:
             lose(critic)
             await critic.check_health()
         return answer
@@ -153,12 +155,19 @@ async def test_a_replica_whose_new_ranks_do_not_start_is_replaced(critic: Any) -
 async def test_a_rank_that_stands_still_costs_seconds(reward_folder: Path, root: Path) -> None:
     """Nothing but the deadlines of a whole pass and of a collective, which are minutes, would end it otherwise."""
     config = CriticConfig(model=str(reward_folder), optimizer=OptimizerConfig(learning_rate=1e-3), root=str(root))
-    critic = CriticModel(config, "critic")
+    started: list[SpawnedRank] = []
+
+    def start_ranks(_: CriticConfig) -> RankGroup:
+        started.append(SpawnedRank(0, 1, timeout_s=60))
+        return RankGroup("critic", [started[-1]])
+
+    critic = CriticModel(config, "critic", start_ranks)
     pairs = list(zip(arrays(PROMPTS), arrays(RESPONSES), strict=True))
     try:
         await critic.start()
         before = [row.tolist() for row in await critic.values(pairs)]
-        pid = critic._ranks._ranks[0]._process.pid  # type: ignore[attr-defined]
+        pid = started[0].process.pid
+        assert pid
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(Unavailable, match="a signal has stopped its process; the critic has lost its ranks"):
@@ -168,5 +177,7 @@ async def test_a_rank_that_stands_still_costs_seconds(reward_folder: Path, root:
             while critic._renewing is not None:
                 await asyncio.sleep(0.1)
         assert [row.tolist() for row in await critic.values(pairs)] == before
+        assert len(started) == 2
+        assert not psutil.pid_exists(pid)
     finally:
         critic.stop()

@@ -33,6 +33,7 @@ from tests.unit.critic_calls import (
     train_staged,
     values,
 )
+from tests.unit.fake_ranks import part
 from tests.unit.naive import PROMPTS, RESPONSES, TOKENS, arrays
 from tests.unit.waiting import until
 
@@ -65,7 +66,7 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
         await save(critic, "mine")
     assert (root / "mine" / "config.json").read_text() == "another's model"
 
-    critic._critic._ranks._ranks[0].rank.part(CriticTrainer).train = None  # a rank that fails, and names a secret
+    part(critic._critic._ranks._ranks[0], CriticTrainer).train = None  # a rank that fails, and names a secret
     context = Context()
     request = pb.TrainRequest(step=1, batch=batch().pack(), epochs=1, minibatch_size=1, lease=OURS)
     with pytest.raises(ServiceError) as caught:
@@ -218,7 +219,7 @@ async def test_ranks_that_are_gone_for_good_are_worth_a_repetition(critic: Any) 
 
 def test_what_ray_reserves_for_ranks_is_refused_where_there_are_none(reward_folder: Path) -> None:
     given = {"model": str(reward_folder), "optimizer": {"learning_rate": 0.1}, "num_gpus": 1}
-    with pytest.raises(ConfigError, match=r"num_gpus: for ranks beside the replica; with ranks: 1 set ray_actor"):
+    with pytest.raises(ConfigError, match=r"num_gpus: for several ranks, .*; with ranks: 1 set ray_actor"):
         CriticConfig.parse(given, "critic.args")
     assert CriticConfig.parse(given | {"ranks": 2}, "critic.args").num_gpus == 1
 

@@ -38,6 +38,7 @@ from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
+from tests.unit.fake_ranks import part
 from tests.unit.fakes import Fakes, make_config, make_prompts
 
 STEPS = 3
@@ -109,8 +110,7 @@ class Run:
         ranks = RankGroup("policy", [rank])
         arguments = self.config.scheduled_policy, self.config.algorithm, Distribution(1.0)
         await ranks.start(PolicyTrainer, *arguments, timeout_s=60)
-        assert rank.rank is not None
-        yield Policy(ranks, self.config, lambda given: given), rank.rank.part(PolicyTrainer)
+        yield Policy(ranks, self.config), part(rank, PolicyTrainer)
         ranks.stop()
 
     async def finish(self) -> "Run":

@@ -1,0 +1,158 @@
+"""Tries a critic's only rank, as an actor that computes in its replica's place, on a Ray of its own.
+
+    python -m tests.critic_ranks
+
+Prints what it found, as JSON. A program for the reasons of tests/placement.py; give it a HOME of its own too.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import psutil
+import ray
+
+from quartet.config.learner import LearnerConfig
+from quartet.ranks.group import RankGroup, RanksLost
+from quartet.ranks.ranks import Ranks
+from quartet.wire.errors import InvalidArgument
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PATIENCE_S = 30.0
+
+
+class Odd(Exception):
+    """An error that cannot be unpickled."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+class Trainer:
+    """The trainer that the rank's process runs."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.seen: list[int] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def described(self) -> dict[str, Any]:
+        """What the process was given, and is called."""
+        from quartet.models.device import may_use_gpus
+
+        variables = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "QUARTET_TEST", VISIBLE)}
+        node, title = ray.get_runtime_context().get_node_id(), psutil.Process().cmdline()[0]
+        return variables | {"node": node, "title": title, "gpus": may_use_gpus()}
+
+    def note(self, number: int, seconds: float = 0) -> list[int]:
+        time.sleep(seconds)
+        self.seen.append(number)
+        return list(self.seen)
+
+    def fail(self, how: str) -> None:
+        raise InvalidArgument(how) if how == "path" else Odd("o", "dd")
+
+
+class Replica:
+    """In the place of a critic's replica, which makes the rank."""
+
+    def __init__(self, visible: str) -> None:
+        # As Ray sets it for a replica with a share of a GPU; this machine need not have one.
+        import torch
+
+        from quartet.ranks import ray_rank
+
+        if visible:
+            os.environ[VISIBLE] = visible
+            mock.patch.object(ray_rank, "default_device", return_value=torch.device("cuda")).start()
+        self._ray_rank = ray_rank
+        self._group: RankGroup | None = None
+
+    async def start(self) -> int:
+        """Starts ranks in place of those that are there; the process id."""
+        if self._group:
+            self._group.stop()
+        config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
+        self._group = self._ray_rank.ray_ranks("critic", config, self._ray_rank.makers_place())
+        await self._group.start(Trainer, timeout_s=120)
+        return await self._group.call(Trainer.pid, 60)
+
+    async def described(self) -> tuple[dict[str, Any], str]:
+        assert self._group
+        return await self._group.call(Trainer.described, 60), ray.get_runtime_context().get_node_id()
+
+    async def calls(self) -> dict[str, Any]:
+        """In turn, beside one another, and those that fail."""
+        group = self._group
+        assert group
+        turns = await asyncio.gather(*(group.call(Trainer.note, 60, n, seconds=0.1 / n) for n in (1, 2, 3)))
+        slow = asyncio.ensure_future(group.call(Trainer.note, 60, 4, seconds=2))
+        await asyncio.sleep(0.5)
+        beside = await group.beside(1, Trainer.note, 60, 5)
+        errors = []
+        for how in ("path", "odd"):
+            try:
+                await group.call(Trainer.fail, 60, how)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}"[:200])
+        return {"turns": turns[-1], "beside": beside[0], "slow": await slow, "errors": errors}
+
+    async def lost(self, number: int) -> tuple[float, str]:
+        """Sends the signal to the rank in a call; the seconds after which the call ended, and how."""
+        group = self._group
+        assert group
+        pid = await group.call(Trainer.pid, 60)
+        calling = asyncio.ensure_future(group.call(Trainer.note, 600, 6, seconds=500))
+        await asyncio.sleep(0.5)
+        os.kill(pid, number)
+        began = time.monotonic()
+        try:
+            await calling
+        except RanksLost as error:
+            return time.monotonic() - began, str(error)
+        raise AssertionError("the call has an answer")
+
+
+def ended_s(pid: int) -> float:
+    """Seconds until the process has ended."""
+    began = time.monotonic()
+    while psutil.pid_exists(pid) and time.monotonic() < began + PATIENCE_S:
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def replica(visible: str = "") -> Any:
+    options: dict[str, Any] = {"num_cpus": 2, "runtime_env": {"env_vars": {"QUARTET_TEST": "7"}}}
+    return ray.remote(**options)(Replica).remote(visible)
+
+
+def tried() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    one = replica()
+    before = ray.get(one.start.remote(), timeout=120)
+    found["described"] = ray.get(one.described.remote(), timeout=60)
+    found["calls"] = ray.get(one.calls.remote(), timeout=60)
+    pid = ray.get(one.start.remote(), timeout=120)  # a restoration
+    found["restored"] = ended_s(before)
+    for name, number in (("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP)):
+        found[name] = ray.get(one.lost.remote(int(number)), timeout=120), ended_s(pid)
+        pid = ray.get(one.start.remote(), timeout=120)
+    ray.kill(one)
+    found["replica killed"] = ended_s(pid)
+    other = replica("5")
+    pid = ray.get(other.start.remote(), timeout=120)
+    found["on a GPU"] = ray.get(other.described.remote(), timeout=60)[0]
+    os.kill(pid, signal.SIGSTOP)
+    ray.kill(other)
+    found["replica killed, rank frozen"] = ended_s(pid)
+    return found
+
+
+if __name__ == "__main__":
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    print(json.dumps(tried()))
