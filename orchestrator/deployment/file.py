@@ -20,7 +20,9 @@ from orchestrator.deployment.names import clashes
 from orchestrator.deployment.record import gaps, record
 from quartet.config.base import LAST_PORT, Config, ConfigError, read_yaml
 from quartet.config.explain import shown, unknown
+from quartet.config.learner import LearnerConfig
 from quartet.security.port import Port, SecurityConfig
+from services.critic.config import CriticConfig
 
 SERVE_KEYS = {
     "proxy_location",
@@ -41,6 +43,10 @@ _OPTIONAL = {
     "critic": f"; a run needs none if orchestrator.algorithm.kind is {kinds(critic=False)}",
 }
 """Service that some runs do without -> which runs."""
+
+
+POLICY = "policy"
+"""Name of the policy among the learners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,18 @@ class Deployment:
             if name in self.services:
                 for entry in application.get("deployments") or [{}]:
                     yield Placed(name, self.services[name], application, entry)
+
+    def learners(self) -> dict[str, LearnerConfig]:
+        """Critics by the names of their applications, and the policy. GPUs, custom resources and environment are
+        those of each rank: of a critic with one rank its replica's, in whose place it computes."""
+        learners: dict[str, LearnerConfig] = {}
+        for placed in self.placed():
+            if isinstance(section := placed.section, CriticConfig):
+                given: dict[str, Any] = {"env_vars": placed.variables | section.env_vars}
+                if section.ranks == 1:
+                    given |= {"num_gpus": placed.gpus, "resources": placed.actor.get("resources") or {}}
+                learners[placed.name] = section.model_copy(update=given)
+        return learners | {POLICY: self.orchestrator.policy}
 
     @property
     def record(self) -> dict[str, Any]:

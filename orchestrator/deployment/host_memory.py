@@ -76,11 +76,11 @@ def host_parts(deployment: Deployment, shape_at: Callable[[str], ModelSize]) -> 
     for placed in deployment.placed():
         gpus, by_hand = placed.gpus, VISIBLE in placed.variables
         needs = _service(placed.section, run, shape_at, gpu=bool(gpus) or by_hand, several=gpus > 1)
+        if isinstance(placed.section, CriticConfig):
+            gpus = 0  # they are its rank's
         part = HostPart(placed.name, gpus, frozenset(placed.actor.get("resources") or {}), _most(*needs))
         parts += [part] * replicas(placed.entry)
-    learners: dict[str, LearnerConfig] = {"policy": run.policy}
-    learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
-    for name, config in learners.items():
+    for name, config in deployment.learners().items():
         gpu = bool(config.num_gpus) or VISIBLE in config.env_vars
         for rank in range(config.ranks):
             needs = _learner(config, run, shape_at(config.model), rank, gpu=gpu)
@@ -97,7 +97,7 @@ def _most(running: Mapping[str, int], starting: Mapping[str, int]) -> tuple[tupl
 def _service(
     section: Config, run: OrchestratorConfig, shape_at: Callable[[str], ModelSize], *, gpu: bool, several: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of a replica with all its processes by kind: while it runs, and while it starts."""
+    """Bytes of a replica with all its processes, but for ranks, by kind: while it runs, and while it starts."""
     process = PROCESS if gpu else PROCESS_ON_CPU
     if isinstance(section, RolloutConfig):
         workers = section.tensor_parallel_size
@@ -108,12 +108,9 @@ def _service(
         if not gpu and section.kv_cache_mib is not None:
             own[COMPUTING] = engine_bytes(section, shape_at(section.model), 0) - CONTEXT - GRAPHS
         return own, own
-    if isinstance(section, CriticConfig):
-        if section.ranks > 1:
-            return {LIBRARIES: process}, {}
-        running, starting = _learner(section, run, shape_at(section.model), 0, gpu=gpu)
-        return {kind: size + (process if kind == LIBRARIES else 0) for kind, size in running.items()}, starting
     own = {LIBRARIES: process}
+    if isinstance(section, CriticConfig):
+        return own, {}
     frozen = frozen_models(section)
     if not gpu and isinstance(section, ReferenceConfig | RewardConfig):
         context = CONTEXT * len(frozen)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import POLICY, Deployment
 from quartet.config.base import GIB, Config
 from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import LearnerConfig
@@ -115,7 +115,7 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
     bucket = bucket_bytes(shape_at(deployment.orchestrator.policy.model), deployment.orchestrator)
     for placed in deployment.placed():
         section, share = placed.section, placed.gpus
-        if not share:
+        if not share or isinstance(section, CriticConfig):
             continue
         # A frozen model with several GPUs has its layers divided among them.
         whole = isinstance(section, RolloutConfig)
@@ -125,11 +125,9 @@ def footprints(deployment: Deployment, gpu: int, shape_at: Callable[[str], Model
             size += copy_bytes(section, shape_at)  # of weights received and not committed
         one = Footprint(placed.name, share / workers, size, *released(section, shape_at))
         parts += [one] * workers * replicas(placed.entry)
-    learners: dict[str, LearnerConfig] = {"policy": deployment.orchestrator.policy}
-    learners |= {name: s for name, s in deployment.services.items() if isinstance(s, CriticConfig) and s.ranks > 1}
-    for name, config in learners.items():
+    for name, config in deployment.learners().items():
         if config.num_gpus:
-            policy = name == "policy"
+            policy = name == POLICY
             size = rank_bytes(config, shape_at(config.model), logits=policy, bucket=bucket if policy else 0)
             if policy and (weights.backend == "cuda-ipc" or weights.stage == "gpu"):
                 size += copy_bytes(config, shape_at) // weights.senders  # of the weights that are sent
@@ -176,11 +174,9 @@ def released(section: Config, shape_at: Callable[[str], ModelSize], bucket: int 
 
 
 def service_bytes(section: Config, gpu: int, shape_at: Callable[[str], ModelSize], bucket: int = 0) -> int:
-    """Memory of one process of a service."""
+    """Memory of one process of a service that trains no model."""
     if isinstance(section, RolloutConfig):
         return engine_bytes(section, shape_at(section.model), gpu, bucket)
-    if isinstance(section, CriticConfig):
-        return rank_bytes(section, shape_at(section.model), logits=False)
     logits = isinstance(section, ReferenceConfig)
     return sum(frozen_bytes(shape_at(model.model), model, logits=logits) for model in frozen_models(section))
 

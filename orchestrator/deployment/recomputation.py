@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import POLICY, Deployment
 from orchestrator.deployment.memory import footprints, shortage
 from quartet.config.base import GIB
 from quartet.config.learner import LearnerConfig
 from quartet.models.device import VISIBLE
 from quartet.models.size import ModelSize
-from services.critic.config import CriticConfig
 
-POLICY = "orchestrator.policy"
 FIELD = "gradient_checkpointing"
 AUTO = "auto"
 
@@ -37,7 +35,7 @@ def decided(deployment: Deployment, configs: Mapping[str, Any]) -> Deployment:
     Raises:
         ConfigError: a configuration describes no language model.
     """
-    places = {name: _share(deployment, name) for name, config in _learners(deployment).items() if _open(config)}
+    places = {name: _share(config) for name, config in deployment.learners().items() if _open(config)}
     if not places:
         return deployment
     fixed = {name: share is None for name, share in places.items() if not share}
@@ -56,8 +54,8 @@ def decided(deployment: Deployment, configs: Mapping[str, Any]) -> Deployment:
 def choices(before: Deployment, after: Deployment) -> list[str]:
     """A line for each learner of which `decided` has decided."""
     return [
-        f"{_where(name)}.{FIELD}: auto is {str(_learners(after)[name].recomputes).lower()} here"
-        for name, config in _learners(before).items()
+        f"{_where(name)}.{FIELD}: auto is {str(after.learners()[name].recomputes).lower()} here"
+        for name, config in before.learners().items()
         if _open(config)
     ]
 
@@ -65,15 +63,10 @@ def choices(before: Deployment, after: Deployment) -> list[str]:
 def _by_cost(deployment: Deployment, names: list[str], shape_at: Callable[[str], ModelSize]) -> list[tuple[str, ...]]:
     """All sets of learners, those first whose recomputation takes the least arithmetic; of equals the critic's."""
     sets = [chosen for count in range(len(names) + 1) for chosen in itertools.combinations(names, count)]
-    learners = _learners(deployment)
+    learners = deployment.learners()
     return sorted(
         sets, key=lambda chosen: (sum(shape_at(learners[name].model).parameters for name in chosen), POLICY in chosen)
     )
-
-
-def _learners(deployment: Deployment) -> dict[str, LearnerConfig]:
-    learners: dict[str, LearnerConfig] = {POLICY: deployment.orchestrator.policy}
-    return learners | {name: each for name, each in deployment.services.items() if isinstance(each, CriticConfig)}
 
 
 def _open(config: LearnerConfig) -> bool:
@@ -81,19 +74,13 @@ def _open(config: LearnerConfig) -> bool:
 
 
 def _where(name: str) -> str:
-    return name if name == POLICY else f"applications.{name}.args"
+    return "orchestrator.policy" if name == POLICY else f"applications.{name}.args"
 
 
-def _share(deployment: Deployment, name: str) -> float | None:
+def _share(config: LearnerConfig) -> float | None:
     """The share of a GPU that Ray reserves for a learner's rank, 0 if it computes on the CPU; None if its GPU is
     chosen by hand, so that its sums are not known."""
-    config = _learners(deployment)[name]
-    share, variables = config.num_gpus, dict(config.env_vars)
-    for placed in deployment.placed():
-        if placed.name == name:
-            variables |= placed.variables
-            share = placed.gpus if config.ranks == 1 else share
-    return None if VISIBLE in variables and not share else share
+    return None if VISIBLE in config.env_vars and not config.num_gpus else config.num_gpus
 
 
 def _with(deployment: Deployment, chosen: Mapping[str, bool]) -> Deployment:

@@ -61,7 +61,7 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
             yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):
-            yield from unfit_learner(section, f"{where}.args", section.num_gpus if section.ranks > 1 else gpus)
+            yield from _unfit_learner(deployment.learners()[name], f"{where}.args")
             if problem := unusable(Path(section.root)):
                 yield f"{where}.args.root: {problem}"
 
@@ -79,13 +79,13 @@ def decided_here(deployment: Deployment) -> Deployment:
 
 def unfit_policy(config: OrchestratorConfig) -> Iterator[str]:
     """Reasons for which the policy's ranks would not start."""
-    yield from unfit_learner(config.policy, "orchestrator.policy", config.policy.num_gpus)
+    yield from _unfit_learner(config.policy, "orchestrator.policy")
 
 
-def unfit_learner(section: LearnerConfig, where: str, gpus: float) -> Iterator[str]:
-    """Reasons for which a rank with that share of a GPU would not start."""
+def _unfit_learner(section: LearnerConfig, where: str) -> Iterator[str]:
+    """Reasons for which a rank would not start."""
     flash = section.attn_implementation == "flash_attention_2"
-    if flash and not gpus and VISIBLE not in section.env_vars:
+    if flash and not section.num_gpus and VISIBLE not in section.env_vars:
         yield f"{where}.attn_implementation: flash_attention_2 needs a GPU, but num_gpus is 0; sdpa runs anywhere"
     size = section.tensor_parallel.size
     if size == 1 and not (section.lora and section.lora.target_modules):

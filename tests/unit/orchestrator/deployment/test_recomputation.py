@@ -60,8 +60,8 @@ def test_as_few_recompute_as_the_sums_allow(
 def test_each_choice_is_told_by_its_field(tmp_path: Path) -> None:
     file = written("ppo-1gpu", tmp_path, **{"gpu_gib: 79": "gpu_gib: 105"})
     assert choices(file, decided(file, configs(tmp_path, QWEN["1.5B"], QWEN["1.5B"]))) == [
-        "orchestrator.policy.gradient_checkpointing: auto is false here",
         "applications.critic.args.gradient_checkpointing: auto is true here",
+        "orchestrator.policy.gradient_checkpointing: auto is false here",
     ]
 
 
