@@ -66,7 +66,8 @@ async def test_its_own_errors_reach_the_caller_and_others_do_not(critic: Any, ro
         await save(critic, "mine")
     assert (root / "mine" / "config.json").read_text() == "another's model"
 
-    part(critic._critic._ranks._ranks[0], CriticTrainer).train = None  # a rank that fails, and names a secret
+    trainer: Any = part(critic._critic._ranks._ranks[0], CriticTrainer)
+    trainer.train = None  # a rank that fails, and names a secret
     context = Context()
     request = pb.TrainRequest(step=1, batch=batch().pack(), epochs=1, minibatch_size=1, lease=OURS)
     with pytest.raises(ServiceError) as caught:

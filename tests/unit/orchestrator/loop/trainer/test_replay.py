@@ -37,8 +37,8 @@ from services.critic.client import Values
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from services.rollout.sample import FinishReason, Sample
-from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
 from tests.unit.fake_ranks import part
+from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
 from tests.unit.fakes import Fakes, make_config, make_prompts
 
 STEPS = 3
