@@ -42,7 +42,7 @@ class Trainer:
         return os.getpid()
 
     def described(self) -> dict[str, Any]:
-        """What the process was given, and is called."""
+        """The variables and the node that the process was given, and its title."""
         from quartet.models.device import may_use_gpus
 
         variables = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "QUARTET_TEST", VISIBLE)}
