@@ -7,6 +7,7 @@ from pydantic import Discriminator, Tag
 from orchestrator.algorithms.cispo import CISPO
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.dapo import DAPO
+from orchestrator.algorithms.distil import Distil
 from orchestrator.algorithms.dr_grpo import DrGRPO
 from orchestrator.algorithms.grpo import GRPO
 from orchestrator.algorithms.gspo import GSPO
@@ -14,6 +15,7 @@ from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.reinforce_pp import ReinforcePP
 from orchestrator.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
 from orchestrator.algorithms.rloo import RLOO
+from orchestrator.algorithms.sao import SAO
 from quartet.config.base import Config
 
 DEFAULT = PPO()
@@ -29,6 +31,8 @@ Rows = (
     | Annotated[DAPO, Tag("dapo")]
     | Annotated[GSPO, Tag("gspo")]
     | Annotated[CISPO, Tag("cispo")]
+    | Annotated[SAO, Tag("sao")]
+    | Annotated[Distil, Tag("distil")]
 )  # fmt: skip
 """A row for each algorithm, with its kind."""
 
