@@ -367,7 +367,12 @@ def test_what_may_be_on_one_host_must_fit_there_and_check_prints_the_sums(
     for key in ("gpu_gib", "host_gib"):
         del raw["orchestrator"][key]
     checked(raw, tmp_path)
-    assert "memory of" not in CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output
+    raw["orchestrator"]["algorithm"] = {"kind": "ppo", "gae_lambda": 0.9}
+    checked(raw, tmp_path)
+    said = " ".join(CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")]).output.split())
+    assert "memory of" not in said
+    filled = "kind ppo fills in baseline critic, scale batch; set otherwise: gae_lambda 0.9"
+    assert f"orchestrator.algorithm: {filled}" in said
 
 
 @pytest.mark.parametrize(
