@@ -38,7 +38,7 @@ from quartet.learner.shards import Pass
 from quartet.models.device import default_device
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
-from quartet.models.numerics import logprobs_of, masked_sum
+from quartet.models.numerics import masked_sum
 from quartet.models.sequences import pad_pairs, pad_rows
 from tests.learner_batches import PolicyBatch, train_policy
 from tests.response_logits import response_logits
@@ -106,7 +106,7 @@ class Plain:
         )
         mask = pairs.action_mask
         logits = response_logits(self._model, pairs)
-        new = logprobs_of(logits, pairs.response_ids)
+        new = Distribution().logprobs(logits, pairs)
         result = policy_loss(
             new,
             old,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from torch import nn
@@ -15,6 +16,8 @@ from torch import nn
 from benchmarks.gpu.results import Cell, Results, seconds, wait
 from quartet.models import numerics
 from quartet.models.attention.packed import Lengths, packed_attention
+from quartet.models.distribution import Distribution
+from quartet.models.sequences import pad_pairs
 
 HEADS, GROUPS, WIDTH = 12, 2, 128
 """Attention sizes of a model of 1.5B parameters."""
@@ -44,22 +47,23 @@ def main(
 
 def _logprobs(results: Results, where: torch.device, positions: int, vocabulary: int) -> None:
     logits = torch.randn(1, positions, vocabulary, device=where, dtype=torch.bfloat16, requires_grad=True)
-    ids = torch.randint(0, vocabulary, (1, positions), device=where)
+    ids = np.random.default_rng(0).integers(vocabulary, size=positions, dtype=np.int32)
+    pairs, every = pad_pairs([ids[:1]], [ids], where), Distribution()
 
     def forward() -> torch.Tensor:
-        return numerics.logprobs_of(logits, ids)
+        return every.logprobs(logits, pairs)
 
     def both() -> None:
         forward().sum().backward()
 
     def entropy() -> torch.Tensor:
         with torch.no_grad():
-            return numerics.entropy_of(logits)
+            return every.with_entropy(logits, pairs)[1]
 
     kept = dict(numerics.CHUNK_ELEMENTS)
     for chunk in (2**24, 2**27, 2**30):
         numerics.CHUNK_ELEMENTS[where.type] = chunk
-        for name, action in (("log-probs", forward), ("and backward", both), ("entropy", entropy)):
+        for name, action in (("log-probs", forward), ("and backward", both), ("log-probs and entropy", entropy)):
             results.attempt(f"{name}, chunks of {chunk >> 20} Mi", partial(_timed, action, where))
     numerics.CHUNK_ELEMENTS.update(kept)
 

@@ -31,7 +31,7 @@ from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution
 from quartet.models.loading import load_causal
-from quartet.models.numerics import logprobs_of, masked_sum
+from quartet.models.numerics import masked_sum
 from quartet.models.sequences import PairTensors, concatenate_pairs
 from tests.learner_batches import PolicyBatch, train_policy
 from tests.response_logits import response_logits
@@ -126,7 +126,7 @@ class Plain:
         old, advantages = pairs.spread(self._batch.old_logprobs), pairs.spread(self._batch.advantages)
         mask, count = pairs.action_mask, sum(pairs.lengths)
         logits = response_logits(self._model, pairs)
-        new = logprobs_of(logits, pairs.response_ids)
+        new = Distribution().logprobs(logits, pairs)
         result = policy_loss(
             new,
             old,

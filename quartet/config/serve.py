@@ -13,8 +13,6 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from quartet.config.explain import explain, shown, unknown
 
-SECTIONS = frozenset(ServeDeploySchema.model_fields)
-"""Names of Serve's own sections."""
 DEFAULT_ROUTE = "/"
 """Route of an application that names none; a test compares it with Serve's schema."""
 

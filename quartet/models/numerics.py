@@ -1,4 +1,4 @@
-"""Masked reductions, log-probs, entropy and the value loss: the arithmetic services and orchestrator share.
+"""Masked reductions, pieces of logits, entropy and the value loss: the arithmetic services and orchestrator share.
 
 Letters in shapes: B sequences, T token positions, V vocabulary entries. A mask is boolean, True where a
 token counts. Values outside it (padding, even NaN or inf) change neither a result nor a gradient.
@@ -120,42 +120,12 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     return widen(logits) if temperature == 1 else widen(logits) / temperature
 
 
-def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs of given tokens: log softmax(logits / temperature) at each id, at least in float32.
-
-    logits [B, T, V] (position t predicts ids[:, t]), ids int64 [B, T] in 0..V-1 also at padding -> [B, T],
-    in nats. The same temperature as the sampler's gives the sampler's distribution.
-    ValueError if temperature <= 0 or the shapes do not fit.
-    """
-    check_logits(logits, temperature)
-    if ids.shape != logits.shape[:2]:
-        raise ValueError(f"ids has shape {list(ids.shape)}, should be the logits' {list(logits.shape[:2])}")
-
-    def piece(logits: Tensor, ids: Tensor) -> Tensor:
-        return tempered(logits, temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-    return by_time(piece, logits, ids)
-
-
 def shannon(logprobs: Tensor) -> Tensor:
     """Shannon entropy -sum_v p log p of distributions given whole, in nats. logprobs [*any, V] -> [*any].
 
     Log-probs of -inf (forbidden tokens) add nothing, 0 log 0 = 0, and get no gradient.
     """
     return -(logprobs.exp() * logprobs.clamp(min=LEAST_LOGPROB)).sum(-1)
-
-
-def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`shannon` of softmax(logits / temperature). logits [B, T, V], -inf for forbidden tokens -> [B, T], in nats.
-
-    ValueError as for `logprobs_of`.
-    """
-    check_logits(logits, temperature)
-
-    def piece(logits: Tensor) -> Tensor:
-        return shannon(tempered(logits, temperature).log_softmax(-1))
-
-    return by_time(piece, logits)
 
 
 def value_loss(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.serve.schema import ServeApplicationSchema
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from orchestrator.deployment.applications import SERVICES, failure_of, hindrance
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import SERVE_KEYS, Deployment
 from quartet.config.base import ConfigError
-from quartet.config.serve import DEFAULT_ROUTE, SECTIONS
+from quartet.config.serve import DEFAULT_ROUTE
 from quartet.security.port import GUARD
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
@@ -286,9 +286,7 @@ def test_a_route_that_is_left_out_is_the_default_of_serve() -> None:
 
 
 def test_the_sections_are_those_of_serve() -> None:
-    from orchestrator.deployment.file import SERVE_KEYS
-
-    assert SERVE_KEYS == SECTIONS
+    assert set(ServeDeploySchema.model_fields) == SERVE_KEYS
 
 
 CONSTRUCTOR = """The deployment failed to start 3 times in a row. This may be due to its constructor. Error:

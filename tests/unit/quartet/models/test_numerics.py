@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quartet.models import numerics
+from quartet.models.distribution import Distribution
+from quartet.models.sequences import pad_pairs
 from tests.unit import reference_ppo as ref
 from tests.unit.numeric_cases import INF, NAN, SEEDS, M, X
 from tests.unit.reference_ppo import close
@@ -88,15 +91,25 @@ def test_response_mask() -> None:
 LOGITS = torch.tensor([[[0.0, math.log(3)]]], dtype=torch.float64)
 
 
+def of_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs of the ids [B, T], and entropies, from logits [B, T, V]."""
+    pairs = pad_pairs([np.zeros(1, np.int32)] * len(ids), [row.int().numpy() for row in ids])
+    return Distribution(temperature).with_entropy(logits, pairs)
+
+
+def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    return of_logits(logits, torch.zeros(logits.shape[:2], dtype=torch.long), temperature)[1]
+
+
 def test_logprobs_and_entropy_by_hand() -> None:
     for token, cold, warm in ((0, 0.1, 0.25), (1, 0.9, 0.75)):
         ids = torch.tensor([[token]])
-        close(numerics.logprobs_of(LOGITS, ids), [[math.log(warm)]])
-        close(numerics.logprobs_of(LOGITS, ids, 0.5), [[math.log(cold)]])
+        close(of_logits(LOGITS, ids)[0], [[math.log(warm)]])
+        close(of_logits(LOGITS, ids, 0.5)[0], [[math.log(cold)]])
     # 1/4 ln 4 + 3/4 ln 4/3 = 0.346574 + 0.215762; 1/10 ln 10 + 9/10 ln 10/9 = 0.230259 + 0.094824
-    close(numerics.entropy_of(LOGITS), [[0.562336]], 1e-5)
-    close(numerics.entropy_of(LOGITS, 0.5), [[0.325083]], 1e-5)
-    close(numerics.entropy_of(torch.zeros(1, 1, 4), 0.7), [[math.log(4)]], 1e-6)
+    close(entropy_of(LOGITS), [[0.562336]], 1e-5)
+    close(entropy_of(LOGITS, 0.5), [[0.325083]], 1e-5)
+    close(entropy_of(torch.zeros(1, 1, 4), 0.7), [[math.log(4)]], 1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -109,13 +122,15 @@ def test_logprobs_and_entropy_against_the_reference(seed: int, temperature: floa
         for zs, ys in zip(logits.tolist(), ids.tolist(), strict=True)
     ]
     entropies = [[ref.entropy(z, temperature) for z in zs] for zs in logits.tolist()]
-    close(numerics.logprobs_of(logits, ids, temperature), logprobs)
-    close(numerics.entropy_of(logits, temperature), entropies)
+    actual = of_logits(logits, ids, temperature)
+    close(actual[0], logprobs)
+    close(actual[1], entropies)
 
 
 def test_large_logits_and_half_precision() -> None:
     logits = torch.tensor([[[1000.0, 1000.0]]], dtype=torch.bfloat16)  # e^1000 would overflow
-    for result in (numerics.logprobs_of(logits, torch.tensor([[0]])), -numerics.entropy_of(logits)):
+    logprob, entropy = of_logits(logits, torch.tensor([[0]]))
+    for result in (logprob, -entropy):
         assert result.dtype == torch.float32
         close(result, [[-math.log(2)]], 1e-6)
 
@@ -124,14 +139,13 @@ def test_logprob_and_entropy_gradients() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(5, (2, 3))
-    assert torch.autograd.gradcheck(lambda z: numerics.logprobs_of(z, ids, 0.7), logits)
-    assert torch.autograd.gradcheck(lambda z: numerics.entropy_of(z, 0.7), logits)
+    assert torch.autograd.gradcheck(lambda z: of_logits(z, ids, 0.7), logits)
 
 
 def test_a_forbidden_token_adds_no_entropy_and_no_nan() -> None:
     logits = torch.tensor([[[0.0, math.log(3), -INF]]], dtype=torch.float64, requires_grad=True)
-    entropy = numerics.entropy_of(logits)
-    close(entropy.detach(), numerics.entropy_of(LOGITS))
+    entropy = entropy_of(logits)
+    close(entropy.detach(), entropy_of(LOGITS))
     (gradient,) = torch.autograd.grad(entropy.sum(), logits)
     # dH/dz_j = -p_j (ln p_j + H): -1/4 (-1.386294 + 0.562336) = 0.205990, the opposite, and zero
     close(gradient, torch.tensor([[[0.205990, -0.205990, 0.0]]]), 1e-5)
@@ -148,13 +162,13 @@ def test_a_large_vocabulary_is_worked_on_in_pieces() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        logprobs, entropies = numerics.logprobs_of(logits, ids, 2.0), numerics.entropy_of(logits, 2.0)
+        logprobs, entropies = of_logits(logits, ids, 2.0)
     own = [x.numel() for x in kept if x.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()]
     assert sum(own) < 0.01 * logits.numel()
     weights = torch.randn(2, 9)
     (gradient,) = torch.autograd.grad((weights * (logprobs - entropies)).sum(), logits)
     with torch.no_grad():
-        assert torch.equal(numerics.logprobs_of(logits, ids, 2.0), logprobs)
+        assert torch.equal(of_logits(logits, ids, 2.0)[0], logprobs)
     for at in ((0, 0), (1, 8)):  # in the first and in the last piece
         logp = (logits[at].detach().double() / 2).log_softmax(-1)
         p, entropy = logp.exp(), -(logp.exp() * logp).sum()
@@ -169,16 +183,12 @@ def test_a_large_vocabulary_is_worked_on_in_pieces() -> None:
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
 def test_a_temperature_must_be_positive(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
-        numerics.logprobs_of(LOGITS, torch.tensor([[0]]), temperature)
-    with pytest.raises(ValueError, match="temperature must be > 0"):
-        numerics.entropy_of(LOGITS, temperature)
+        of_logits(LOGITS, torch.tensor([[0]]), temperature)
 
 
-def test_logits_and_ids_must_fit() -> None:
+def test_logits_must_be_of_batches() -> None:
     with pytest.raises(ValueError, match=r"logits must be \[B, T, V\], got \[1, 2\]"):
-        numerics.entropy_of(LOGITS[0])
-    with pytest.raises(ValueError, match=r"ids has shape \[1\], should be the logits' \[1, 1\]"):
-        numerics.logprobs_of(LOGITS, torch.tensor([0]))
+        of_logits(LOGITS[0], torch.tensor([[0]]))
 
 
 def test_value_loss_by_hand() -> None:

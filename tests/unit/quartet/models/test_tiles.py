@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quartet.models.distribution import Distribution
-from quartet.models.numerics import entropy_of, logprobs_of
 from quartet.models.sequences import PairTensors, concatenate_pairs, pad_pairs
 from quartet.models.tiles import Softmax, linear_logprobs
 from tests import plain
@@ -43,8 +42,9 @@ def test_they_are_those_of_whole_logits(tile: int | None, dtype: torch.dtype) ->
     torch.manual_seed(1)
     hidden, weight, ids = drawn(2, 9, 64, dtype=dtype), drawn(40, 64, dtype=dtype), torch.randint(40, (2, 9))
     actual = linear_logprobs(hidden, weight, ids, Softmax(0.8), entropy=True, tile=tile)
-    logits = torch.nn.functional.linear(hidden, weight)
-    expected = torch.stack([logprobs_of(logits, ids, 0.8), entropy_of(logits, 0.8)], dim=-1)
+    every = (torch.nn.functional.linear(hidden, weight).float() / 0.8).log_softmax(-1)
+    chosen = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    expected = torch.stack([chosen, -(every.exp() * every).sum(-1)], dim=-1)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-6)
     factors = torch.randn_like(actual)
@@ -123,7 +123,7 @@ def test_neither_logits_nor_their_gradient_exist_as_a_whole(entropy: bool) -> No
         linear_logprobs(hidden, weight, ids, Softmax(0.9, size=2900), entropy=entropy, tile=100).sum().backward()
     assert seen.numbers == 50_000
     with Largest() as seen:
-        logprobs_of((hidden @ weight.t())[None], ids[None])
+        (hidden @ weight.t()).log_softmax(-1)
     assert seen.numbers == 1_500_000
 
 
