@@ -117,6 +117,26 @@ class Replica:
             return time.monotonic() - began, str(error)
         raise AssertionError("the call has an answer")
 
+    async def frozen_in_its_start(self) -> tuple[float, str]:
+        """Stops a rank's process as soon as it is known, which is before it has read its libraries."""
+        if self._group:
+            self._group.stop()
+        config = LearnerConfig.model_construct(ranks=1, rank_timeout_s=60.0)
+        self._group = self._ray_rank.ray_ranks("critic", config, self._ray_rank.makers_place())
+        (rank,) = self._group._ranks
+        assert isinstance(rank, self._ray_rank.RayRank)
+        starting = asyncio.ensure_future(self._group.start(Trainer, timeout_s=600))
+        async with asyncio.timeout(PATIENCE_S):
+            while rank._here is None:
+                await asyncio.sleep(0.005)
+        rank._here.suspend()
+        began = time.monotonic()
+        try:
+            await starting
+        except RanksLost as error:
+            return time.monotonic() - began, str(error)
+        raise AssertionError("it started")
+
 
 def ended_s(pid: int) -> float:
     """Seconds until the process has ended."""
@@ -139,9 +159,11 @@ def tried() -> dict[str, Any]:
     found["calls"] = ray.get(one.calls.remote(), timeout=60)
     pid = ray.get(one.start.remote(), timeout=120)  # a restoration
     found["restored"] = ended_s(before)
-    for name, number in (("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP)):
-        found[name] = ray.get(one.lost.remote(int(number)), timeout=120), ended_s(pid)
-        pid = ray.get(one.start.remote(), timeout=120)
+    found["killed"] = ray.get(one.lost.remote(int(signal.SIGKILL)), timeout=120), ended_s(pid)
+    pid = ray.get(one.start.remote(), timeout=120)
+    found["frozen"] = ray.get(one.lost.remote(int(signal.SIGSTOP)), timeout=120), ended_s(pid)
+    found["frozen in its start"] = ray.get(one.frozen_in_its_start.remote(), timeout=120), 0
+    pid = ray.get(one.start.remote(), timeout=120)
     ray.kill(one)
     found["replica killed"] = ended_s(pid)
     other = replica("5")

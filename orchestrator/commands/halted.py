@@ -15,7 +15,7 @@ import psutil
 
 from orchestrator.deployment import processes
 from orchestrator.deployment.cluster import Cluster, running
-from quartet.ranks.ranks import Rank
+from quartet.ranks.rank import Rank
 from quartet.ranks.stopped import stopped_again
 from quartet.weight_transfer.registry import Registry
 

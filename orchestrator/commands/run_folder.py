@@ -29,8 +29,8 @@ def locked(run_dir: Path, checkpoints: Path) -> Iterator[None]:
     files = {run_dir: run_dir / ".lock", checkpoints: checkpoints.with_name(f".{checkpoints.name}.lock")}
     with contextlib.ExitStack() as opened:
         for folder, path in files.items():
-            if reason := unusable(path.parent):
-                raise ConfigError(f"{folder} cannot be made: {reason}")
+            if problem := unusable(path.parent):
+                raise ConfigError(f"{folder} cannot be made: {problem}")
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 opened.enter_context(held(path, timeout_s=0))

@@ -14,7 +14,7 @@ from quartet.config.learner import LearnerConfig
 from quartet.models.device import VISIBLE, default_device
 from quartet.ranks.group import RankDied, RankGroup
 from quartet.ranks.nccl_settings import DEFAULTS
-from quartet.ranks.ranks import Rank
+from quartet.ranks.rank import Rank
 from quartet.ranks.stopped import has_ended, is_stopped
 
 Value = TypeVar("Value")

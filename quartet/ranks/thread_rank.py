@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quartet.ranks.group import RankDied
-from quartet.ranks.ranks import Rank
+from quartet.ranks.rank import Rank
 
 
 class ThreadRank:

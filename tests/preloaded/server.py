@@ -37,6 +37,7 @@ IMPORTED = {
         "services.reward.scorers.make",
         "services.reference.model",
         "services.critic.learner",
+        "quartet.ranks.rank",
         "quartet.ranks.ranks",
         "orchestrator.policy.trainer",
         "deepspeed",

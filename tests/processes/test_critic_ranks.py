@@ -51,7 +51,7 @@ def test_calls_take_turns_or_run_beside_and_errors_arrive(found: dict[str, Any])
     assert odd == "RankFailed: critic.fail: rank 0 of 1: RuntimeError: Odd: odd"
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen"])
+@pytest.mark.parametrize("fault", ["killed", "frozen", "frozen in its start"])
 def test_a_rank_that_is_lost_costs_seconds_and_leaves_no_process(found: dict[str, Any], fault: str) -> None:
     (seconds, told), ended_s = found[fault]
     assert "rank 0 of 1 died: " in told

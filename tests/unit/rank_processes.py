@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from quartet.ranks.group import RankDied, RankGroup
-from quartet.ranks.ranks import Rank
+from quartet.ranks.rank import Rank
 from quartet.ranks.stopped import has_ended, is_stopped
 from tests.forked import FORKED
 

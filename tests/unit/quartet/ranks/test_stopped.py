@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -79,6 +81,13 @@ async def test_a_rank_that_waits_for_long_does_not_stand_still() -> None:
         assert not rank.stopped
         # What was imported is not searched for garbage either.
         assert await group.call(Trainer.searched, 60) < 0.05
+
+
+def test_the_class_of_a_rank_is_read_without_the_libraries_of_its_model() -> None:
+    """Until it is, the rank's process is not known, and nothing notices that it stands still."""
+    code = "import sys, quartet.ranks.rank; print(sorted({'torch', 'deepspeed', 'ray'} & sys.modules.keys()))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
 
 
 async def test_a_group_that_is_stopped_has_given_all_its_memory_back() -> None:
