@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,11 @@ class Order:
         return np.random.default_rng([self.seed, epoch]).permutation(self.count)
 
 
+def connection(training: Supervised) -> AbstractContextManager[None]:
+    """Context with what the ranks of a training need: a Ray cluster for several."""
+    return connected_ray() if training.ranks > 1 else ended_like_interrupted()
+
+
 async def fit(
     file: TrainingFile,
     progress: Progress,
@@ -154,6 +160,7 @@ async def fit(
     overwrite: bool = False,
     resume: bool = False,
     start: Callable[[Supervised], RankGroup] = ranks_of,
+    connect: Callable[[Supervised], AbstractContextManager[None]] = connection,
 ) -> Path:
     """Carries out one training from start to end; returns the folder of its model.
 
@@ -166,6 +173,7 @@ async def fit(
         overwrite: True to replace an earlier run of the same name.
         resume: True to continue that run from its last checkpoint.
         start: makes the ranks.
+        connect: opened before ranks are made, and closed at the end.
 
     Raises:
         ConfigError: the configuration, the data and the model do not fit together.
@@ -179,8 +187,7 @@ async def fit(
     if training.gradient_checkpointing == "auto":
         training = training.model_copy(update={"gradient_checkpointing": default_device().type == "cuda"})
     run = Run(training.for_steps(order.steps), file.record, inputs, order, progress, run_dir, start)
-    cluster = connected_ray() if training.ranks > 1 else ended_like_interrupted()
-    with locked(run_dir, run.checkpoints), cluster:
+    with locked(run_dir, run.checkpoints), connect(training):
         await run.finish(overwrite=overwrite, resume=resume)
     return run.save_to
 

@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,25 @@ class Stopped(Exception):
     """A run was ended in the midst."""
 
 
-class Watched(PlainProgress):
-    """A display that ends the run after a step."""
+def stop() -> None:
+    """Ends the run in which it is called."""
+    raise Stopped
 
-    def __init__(self, stop_after: int | None) -> None:
+
+class Watched(PlainProgress):
+    """A display that does something after some steps, once each."""
+
+    def __init__(self, after: Mapping[int, Callable[[], None]]) -> None:
         self.lines = io.StringIO()
         super().__init__(self.lines)
-        self._stop_after = stop_after
-        self._step = 0
+        self._after, self._step = dict(after), 0
 
     def step(self, step: int, metrics: Mapping[str, float], seconds_left: float) -> None:
         super().step(step, metrics, seconds_left)
         self._step = step
 
     async def pause(self) -> None:
-        if self._step == self._stop_after:
-            raise Stopped
+        self._after.pop(self._step, lambda: None)()
 
 
 class Runs:
@@ -48,14 +51,21 @@ class Runs:
         self.said = ""
 
     def run(
-        self, command: str, fields: Mapping[str, Any], *, stop_after: int | None = None, resume: bool = False
+        self,
+        command: str,
+        fields: Mapping[str, Any],
+        *,
+        after: Mapping[int, Callable[[], None]] = {},
+        resume: bool = False,
+        **places: Any,
     ) -> Path:
-        """Carries out a training of a file with these fields; returns its folder."""
+        """Carries out a training of a file with these fields, and does something `after` some steps; returns its
+        folder. `places` are `fit`'s `start` and `connect`."""
         file = self.folder / f"{fields['name']}.yaml"
         file.write_text(json.dumps(fields))
-        progress, run_dir = Watched(stop_after), self.folder / "runs" / str(fields["name"])
+        progress, run_dir = Watched(after), self.folder / "runs" / str(fields["name"])
         try:
-            asyncio.run(fit(TrainingFile.load(command, file), progress, run_dir=run_dir, resume=resume))
+            asyncio.run(fit(TrainingFile.load(command, file), progress, run_dir=run_dir, resume=resume, **places))
         finally:
             self.said = progress.lines.getvalue()
         return run_dir

@@ -1,6 +1,7 @@
 """Trainings on examples from a file to a model: what they write, and what a run that was ended goes on with."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 
 from orchestrator.commands.supervised import Order, TrainingFile
 from orchestrator.report.page import write_report
+from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
+from quartet.ranks.group import RankGroup
+from tests.unit.rank_processes import SpawnedRank
 from tests.unit.runs_on_disk import printed
-from tests.unit.training_runs import Runs, Stopped, measured, rows, same, weights
+from tests.unit.training_runs import Runs, Stopped, measured, rows, same, stop, weights
 
 Write = Callable[[str, list[dict[str, str]]], str]
 STEPS = 5
@@ -62,7 +66,7 @@ def test_a_run_leaves_a_model_its_metrics_and_a_report(command: str, fields: dic
 def test_a_run_that_was_ended_goes_on_bit_for_bit(command: str, fields: dict[str, Any], runs: Runs) -> None:
     whole = runs.run(command, fields)
     with pytest.raises(Stopped):
-        runs.run(command, fields | {"name": "ended"}, stop_after=3)
+        runs.run(command, fields | {"name": "ended"}, after={3: stop})
     assert [line["step"] for line in measured(runs.folder / "runs/ended")] == [0, 1, 2, 3]
     ended = runs.run(command, fields | {"name": "ended"}, resume=True)
     assert "after step 2 of 5" in runs.said
@@ -74,7 +78,7 @@ def test_other_examples_or_another_order_cannot_go_on(
     command: str, fields: dict[str, Any], runs: Runs, write: Write
 ) -> None:
     with pytest.raises(Stopped):
-        runs.run(command, fields, stop_after=3)
+        runs.run(command, fields, after={3: stop})
     with pytest.raises(ConfigError, match=r"^batch_size: not what the checkpoint of step 2 was trained with"):
         runs.run(command, fields | {"batch_size": 6}, resume=True)
     write("train", rows(command, 18, seed=2))
@@ -130,6 +134,42 @@ def test_ranges_of_one_split_share_no_row(command: str, fields: dict[str, Any], 
     data = fields["data"] | {"prompt_split": "train[:90%]", "eval_split": "train[80%:]"}
     with pytest.raises(ConfigError, match=r"share 2 row\(s\) of 'train', row 14 for one"):
         runs.run(command, fields | {"data": data})
+
+
+class TwoRanks:
+    """Groups of two ranks in processes of their own, one for each start."""
+
+    def __init__(self) -> None:
+        self.started: list[list[SpawnedRank]] = []
+
+    def start(self, training: Supervised) -> RankGroup:
+        """Makes a group."""
+        self.started.append([SpawnedRank(rank, training.ranks, 60) for rank in range(training.ranks)])
+        return RankGroup("model", self.started[-1])
+
+    def places(self) -> dict[str, Any]:
+        """The places of a run's ranks."""
+        return {"start": self.start, "connect": lambda _: nullcontext()}
+
+    def lose(self) -> None:
+        """Kills the second rank of the group that was started last."""
+        self.started[-1][1].process.kill()
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_lost_changes_nothing(command: str, fields: dict[str, Any], runs: Runs) -> None:
+    one = runs.run(command, fields)
+    fields |= {"ranks": 2, "zero_stage": 1, "micro_batch_tokens": 60}
+    whole = runs.run(command, fields | {"name": "whole"}, **TwoRanks().places())
+    two = TwoRanks()
+    lost = runs.run(command, fields | {"name": "lost"}, after={3: two.lose}, **two.places())
+    assert len(two.started) == 2
+    assert "rank 1 of 2 died" in runs.said
+    assert "resuming after step 2" in runs.said
+    assert measured(lost) == measured(whole)
+    assert same(weights(lost / "model"), weights(whole / "model"))
+    expected = [line["train/loss"] for line in measured(one)[1:]]
+    assert [line["train/loss"] for line in measured(whole)[1:]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
