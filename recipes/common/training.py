@@ -48,6 +48,7 @@ def train(
             "model": str(base),
             "save": str(save),
             "optimizer": optimizer | {"schedule": "cosine", "final_fraction": 0.05},
+            "packing": True,
             "checkpoint": {"every": 0},
             "log": {"tensorboard": False},
         }
