@@ -8,12 +8,11 @@ from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.learners.learner import LOSSES
 from orchestrator.loop.checkpoint_folder import Checkpoint
 from orchestrator.push.pusher import PushFailed
-from quartet.ranks.group import RanksLost
 from quartet.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves
 
 Kept = TypeVar("Kept", bound=Checkpoint[Any])
 
-RECOVERABLE = (*LOSSES, RanksLost, Unavailable, DeadlineExceeded, PushFailed, OffTimeline)
+RECOVERABLE = (*LOSSES, Unavailable, DeadlineExceeded, PushFailed, OffTimeline)
 """Errors that new learners and a first push to all replicas may mend. A push also fails where the learner's sender
 stands still, and a replica is off the run's timeline where no push reached it."""
 

@@ -38,11 +38,11 @@ class SupervisedModel:
 
     async def train(self, batch: Columns, seed: int) -> dict[str, float]:
         """Takes one optimizer step, see SupervisedTrainer.train."""
-        return await self._ranks.call(SupervisedTrainer.train, self._seconds, batch, seed)
+        return await self._ranks.call(SupervisedTrainer.train, self._seconds, self._ranks.share(batch), seed)
 
     async def outputs(self, examples: Columns) -> Floats:
         """The model's numbers for sampled tokens, [M]."""
-        return await self._ranks.call(SupervisedTrainer.outputs, self._seconds, examples)
+        return await self._ranks.call(SupervisedTrainer.outputs, self._seconds, self._ranks.share(examples))
 
     async def describe(self, entries: dict[str, float]) -> None:
         """Adds entries to the config.json of the model that is saved."""

@@ -102,16 +102,16 @@ def test_a_training_that_is_killed_twice_ends_like_another(name: str, policy_fol
     for run in ("whole", "killed"):
         (tmp_path / f"{run}.yaml").write_text(json.dumps(fields | {"name": run}))
     carried_out(tmp_path, name, "whole.yaml")
-    run = tmp_path / "runs/killed"
+    folder = tmp_path / "runs/killed"
 
     def has_steps(count: int) -> Callable[[], bool]:
-        return lambda: (run / "metrics.jsonl").exists() and len(read_metrics(run / "metrics.jsonl")) >= count
+        return lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder / "metrics.jsonl")) >= count
 
     killed(tmp_path, has_steps(3), name, "killed.yaml")
-    last = complete(run / "checkpoints")[-1].name
+    last = complete(folder / "checkpoints")[-1].name
     killed(tmp_path, has_steps(7), name, "killed.yaml", "--resume")
-    assert complete(run / "checkpoints")[-1].name > last
+    assert complete(folder / "checkpoints")[-1].name > last
     carried_out(tmp_path, name, "killed.yaml", "--resume")
     assert "resuming runs/killed after step" in (tmp_path / "command.log").read_text()
-    assert measured(run) == measured(tmp_path / "runs/whole")
-    assert same(weights(run / "model"), weights(tmp_path / "runs/whole/model"))
+    assert measured(folder) == measured(tmp_path / "runs/whole")
+    assert same(weights(folder / "model"), weights(tmp_path / "runs/whole/model"))
