@@ -37,7 +37,8 @@ class Learning:
             steps: steps of training, over which the rates fall along a cosine.
             rate: the policy's learning rate; the critic's is three times that.
         """
-        settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": {"coef": BETA}}
+        penalty = {"coef": BETA, "placement": "reward", "estimator": "k1"}  # J's, also for kinds that have another
+        settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": penalty}
         self.algorithm = parse_algorithm(settings | algorithm).sized(MOST)
         schedule = {
             "schedule": "cosine",
