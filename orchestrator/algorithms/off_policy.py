@@ -102,6 +102,7 @@ def measures(
     measured = {"ess": float(k.sum().square() / (k.square().sum() * len(k)))}
     for share, value in zip(QUANTILES, np.quantile(k.numpy(), QUANTILES, overwrite_input=True), strict=True):
         measured[f"ratio_p{round(100 * share):02d}"] = float(value)
+    del k  # twice as large as a column
     if kind == "dis":
         low, high = band_of(kind, band)
         r = ratio(old_logprobs, logprobs, mask)

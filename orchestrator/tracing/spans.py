@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 Result = TypeVar("Result")
 Value = int | float | str
@@ -17,8 +17,7 @@ _WRITE_EVERY = 1024
 """Spans after which the recorder writes even within a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One thing that was done, in seconds of the recorder's clock."""
 
     track: str

@@ -167,7 +167,14 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     # Rounding can leave the variance of equal numbers above zero.
     if torch.where(mask, returns, torch.inf).min() == torch.where(mask, returns, -torch.inf).max():
         return float("nan")
-    residuals = returns.to(torch.float64, copy=True)
-    total = masked_var(residuals, mask, unbiased=False)
-    residuals -= values
-    return float(1 - masked_var(residuals, mask, unbiased=False) / total)
+    total = _consumed_var(returns.to(torch.float64, copy=True), mask)
+    return float(1 - _consumed_var(returns.to(torch.float64, copy=True).sub_(values), mask) / total)
+
+
+def _consumed_var(x: Tensor, mask: Tensor) -> Tensor:
+    """`masked_var`, not `unbiased`, computed in `x` itself, as one more copy of a batch may be large."""
+    count = _count(mask)
+    if count == 0:
+        raise ValueError("mask is empty: a variance needs at least one True")
+    mean = x.masked_fill_(~mask, 0.0).sum() / count
+    return x.sub_(mean).masked_fill_(~mask, 0.0).square_().sum() / count

@@ -95,6 +95,22 @@ def test_explained_variance_against_the_reference(seed: int) -> None:
     close(got, ref.explained_variance(values, returns))
 
 
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_explained_variance_is_that_of_whole_copies_bit_for_bit(share: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    values, returns = torch.randn(2, 70, 90, generator=draw)
+    mask = torch.rand(70, 90, generator=draw) < share
+    unchanged = values.clone(), returns.clone()
+    of_residuals, of_returns = (
+        numerics.masked_var(x, mask, unbiased=False) for x in (returns.double() - values.double(), returns.double())
+    )
+    assert numerics.explained_variance(values, returns, mask) == float(1 - of_residuals / of_returns)
+    assert torch.equal(values, unchanged[0])
+    assert torch.equal(returns, unchanged[1])
+    with pytest.raises(ValueError, match="mask is empty"):
+        numerics.explained_variance(values, returns, mask & False)
+
+
 def test_explained_variance_of_constant_returns_is_nan() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     for constant in (0.0, 0.1, 1e6 + 0.3):  # (0.1 + 0.1 + 0.1) / 3 is not 0.1
