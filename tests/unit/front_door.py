@@ -74,9 +74,12 @@ class Replicas:
 
 @asynccontextmanager
 async def front_door(
-    port: Port, applications: Mapping[str, str] = APPLICATIONS, clock: Callable[[], float] = time.monotonic
+    port: Port,
+    applications: Mapping[str, str] = APPLICATIONS,
+    clock: Callable[[], float] = time.monotonic,
+    kind: Callable[[ProxyRouter], Replicas] = Replicas,
 ) -> AsyncIterator[tuple[str, Replicas]]:
-    """Target and replicas of a server that Serve's own function starts."""
+    """Target and replicas of a server that Serve's own function starts. `kind` makes the replicas."""
     from ray.serve._private import default_impl
 
     from quartet.serving.door.port import open_port
@@ -85,7 +88,7 @@ async def front_door(
     router.update_routes(
         {DeploymentID(deployment, name): EndpointInfo(f"/{name}") for name, deployment in applications.items()}
     )
-    replicas, numbers = Replicas(router), []
+    replicas, numbers = kind(router), []
     before = default_impl.add_grpc_address
     default_impl.add_grpc_address = lambda server, _: numbers.append(open_port(server, 0, port, clock=clock))
     try:
