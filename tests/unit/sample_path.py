@@ -164,7 +164,7 @@ class SamplePath:
 
 
 def _stop(code: CodeType) -> str:
-    """What happens at a function; empty for one that is no stop."""
+    """The stop that a function is; empty if it is another function."""
     for (file, name), stop in STOPS.items():
         if code.co_qualname == name and code.co_filename.endswith(file):  # type: ignore[attr-defined]  # since 3.11
             return stop
