@@ -195,7 +195,7 @@ def agreed_backend(ours: str, theirs: str) -> str:
 def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, config: OrchestratorConfig) -> None:
     """Raises ConfigError unless each service's model uses the policy's tokens and takes the longest pair."""
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
-    needed = config.data.max_prompt_length + config.sampling.max_new_tokens
+    needed, sum_of = config.longest_sequence
     for name, model in models.items():
         if model.tokenizer_hash != expected:
             raise ConfigError(
@@ -208,7 +208,4 @@ def check_models(models: Mapping[str, common_pb2.ModelInfo], tokenizer: Any, con
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
         if model.max_length < needed:
-            raise ConfigError(
-                f"{name}: takes {model.max_length} tokens, but orchestrator.data.max_prompt_length + "
-                f"orchestrator.sampling.max_new_tokens is {needed}"
-            )
+            raise ConfigError(f"{name}: takes {model.max_length} tokens, but {sum_of}")

@@ -195,6 +195,24 @@ class Columns:
         """[sum of T] True at sampled tokens of `responses`."""
         return self.sampled[self.answered]
 
+    @cached_property
+    def turn_steps(self) -> list[Array] | None:
+        """The index, from 0, of each sampled token in its segment, [T] for the `responses` of each trajectory; what
+        stands at given tokens has no meaning. None if each has one segment, where it is the token's own index."""
+        if self.single_turn:
+            return None
+        mask, at = self.response_mask, np.arange(len(self.response_mask), dtype=np.int32)
+        first = mask & ~np.concatenate([[False], mask[:-1]])
+        ends = self.responses.ends
+        first[ends[ends < len(mask)]] = True
+        return np.split(at - np.maximum.accumulate(np.where(first, at, 0)), ends[:-1])
+
+    def segments(self, row: int) -> list[Array]:
+        """The ids of each segment of a trajectory after its prompt, as views: sampled, given, sampled."""
+        ids = self.responses[row]
+        mask = self.sampled[self.answered][slice(*self.responses.bounds(row))]
+        return np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
+
     def on_responses(self, values: Array) -> Array:
         """[sum of T] a number for each token of `responses`, from one for each sampled token; zeros at given ones."""
         if self.single_turn:

@@ -20,6 +20,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.learners.critic import CriticLearner
 from orchestrator.learners.learner import Update
+from orchestrator.loop.identities import identities
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.push.pusher import WeightPusher
@@ -170,7 +171,8 @@ class Run:
 
     async def _trained(self) -> list[Line]:
         config, services, pace = self._config, self._services, self._pace
-        state = first_state(config, await services.infos(config.timeouts.info_s), lambda note: None)
+        infos = await services.infos(config.timeouts.info_s)
+        state = first_state(config, infos, identities(infos), lambda note: None)
         assert services.critic is not None
         assert state.first_critic_step is not None
         await services.critic.adopt(state.first_critic_step, config.timeouts.train_s)

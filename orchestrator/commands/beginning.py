@@ -14,7 +14,7 @@ from orchestrator.deployment.record import record
 from orchestrator.learners.learner import Learner
 from orchestrator.learners.policy import PolicyLearner
 from orchestrator.loop.checkpoint_folder import Checkpoint, latest
-from orchestrator.loop.identities import PartIdentity, changes, identities
+from orchestrator.loop.identities import PartIdentity, changes
 from orchestrator.loop.state import TrainState
 from orchestrator.monitoring.metrics import FILE, read_metrics
 from quartet.config.base import ConfigError, read_yaml
@@ -83,8 +83,10 @@ def check_groups(before: Mapping[str, Any], wanted: int) -> None:
         )
 
 
-def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], None]) -> TrainState:
-    """The state of a new run, with the services in their present state."""
+def first_state(
+    config: OrchestratorConfig, infos: Infos, parts: Mapping[str, PartIdentity], note: Callable[[str], None]
+) -> TrainState:
+    """The state of a new run, with the services in their present state, and the identities of all parts."""
     critic_step = infos.critic.last_step if infos.critic else None
     if critic_step:
         note(
@@ -97,7 +99,7 @@ def first_state(config: OrchestratorConfig, infos: Infos, note: Callable[[str], 
         first_version=infos.rollout.policy_version + 1,
         first_critic_step=critic_step,
         kl_coef=config.algorithm.kl.coef,
-        services=identities(infos),
+        services=dict(parts),
     )
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from orchestrator.clients import Services, check_models
 from orchestrator.commands.checks.fitting import ends_without_token
-from orchestrator.commands.checks.preflight import evaluation_prompts, load_judges
+from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.patience import patience_of, reached
 from orchestrator.commands.train import RUNS
 from orchestrator.config.data import EVAL
@@ -26,6 +26,7 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import evaluate_samples
 from orchestrator.evaluation.intervals import Interval, over_prompts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
+from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.policy.sampled import sampled_from
@@ -96,7 +97,7 @@ async def evaluate_model(
     split = split or config.data.eval_split or EVAL
     tokenizer = load_tokenizer(config.policy.model)
     prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
-    judges = load_judges(config)
+    judges, environment = load_judges(config), environment_of(config)
     sampled = sampled_from(config, tokenizer)
     for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)
@@ -113,7 +114,9 @@ async def evaluate_model(
         requests = evaluation_requests(config, prompts)
         # One call for all prompts, so that an offline engine starts only once.
         everything = config.model_copy(update={"prompts_per_call": len(requests)})
-        collector = Collector(services, config if offline is None else everything, sampled.end_ids)
+        answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
+        asking = config if offline is None else everything
+        collector = Collector(services, asking, sampled.end_ids, answers=answers)
         collected = await collector.collect(requests, version=None, critic_step=None)
         if offline is None and (older := int(collected.columns["versions"].min())) < oldest:
             raise ConfigError(
@@ -190,6 +193,8 @@ class OfflineRollout:
                 f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
             )
         self._env = env_vars(_rollout(deployment), "applications.rollout")
+        self._engine = asyncio.Lock()
+        """Held by the process of an engine: later turns of a conversation come in calls of their own."""
 
     async def generate(
         self,
@@ -202,9 +207,16 @@ class OfflineRollout:
         **_of_replicas: Any,
     ) -> AsyncIterator[list[Sample]]:
         """Samples like RolloutClient.generate, but yields all samples at once."""
+        async with self._engine:
+            samples = await self._sampled(prompts, sampling, seeds or range(len(prompts)), timeout_s)
+        yield samples
+
+    async def _sampled(
+        self, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int], timeout_s: float
+    ) -> list[Sample]:
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "request"), Path(folder, "samples")
-            source.write_bytes(pack_request(self._config, prompts, sampling, seeds or range(len(prompts))))
+            source.write_bytes(pack_request(self._config, prompts, sampling, seeds))
             process = await asyncio.create_subprocess_exec(
                 # -P: no module of the current folder hides one of an installed package.
                 *(sys.executable, "-P", "-m", "services.rollout.offline", str(source), str(target)),
@@ -225,7 +237,7 @@ class OfflineRollout:
                     await process.wait()
             if process.returncode:
                 raise Internal(f"generating with {self._config.model} failed:\n{log.decode()[-2000:]}")
-            yield unpack_samples(target.read_bytes())
+            return unpack_samples(target.read_bytes())
 
 
 def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:

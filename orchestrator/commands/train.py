@@ -26,6 +26,7 @@ from orchestrator.data.prompts import PromptStream
 from orchestrator.deployment.cluster import running
 from orchestrator.deployment.file import Deployment
 from orchestrator.evaluation.evaluator import Evaluator
+from orchestrator.experience.answers import Answers
 from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import evaluation_requests
@@ -35,7 +36,7 @@ from orchestrator.learners.learner import Learner
 from orchestrator.learners.policy import PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
-from orchestrator.loop.identities import digests, identities
+from orchestrator.loop.identities import digests, environment_identity, identities
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.loop.watch import watching_certificates, watching_services
@@ -199,11 +200,12 @@ class Run:
         config, services, run_dir = self._config, self.services, self.run_dir
         note = self.progress.note
         infos = await patience_of(self.deployment, note)(services.infos)
-        now = identities(infos)
+        services_now = identities(infos)
+        now = services_now | environment_identity(self.inputs.environment)
         if checkpoint:
             state = resumed_state(checkpoint.state, now, accept=self.accept_changed_services, note=note)
         else:
-            state = first_state(config, infos, note)
+            state = first_state(config, infos, now, note)
         after = state.step if checkpoint else -1 if resume else None
         with (
             MetricsLog.open(
@@ -236,7 +238,7 @@ class Run:
                 evaluator = self._evaluator(SampleStages(spans, key="held_out"))
                 trainer = Trainer(config, source, policy, learners, pusher, checkpoints, evaluator, record, waits)
                 newcomers = adding_newcomers(pusher, registry, services.rollout.lease, config.timeouts.lease_s)
-                async with pusher, newcomers, watching_services(services, now), checkpoints:
+                async with pusher, newcomers, watching_services(services, services_now), checkpoints:
                     save_to = Path(config.save or run_dir / "policy").resolve()
                     await trainer.run(state, save_to, resumed=checkpoint is not None)
             finally:
@@ -266,7 +268,9 @@ class Run:
     def _collector(
         self, services: Services, stages: SampleStages, old_logprobs: OldLogprobs | None = None
     ) -> Collector:
-        return Collector(services, self._config, self.inputs.distribution.end_ids, stages, old_logprobs)
+        config, inputs, ends = self._config, self.inputs, self.inputs.distribution.end_ids
+        answers = Answers.of(inputs.environment, config, inputs.tokenizer, ends)
+        return Collector(services, config, ends, stages, old_logprobs, answers)
 
     def _evaluator(self, stages: SampleStages) -> Evaluator | None:
         config, inputs = self._config, self.inputs

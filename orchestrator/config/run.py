@@ -13,6 +13,7 @@ from orchestrator.config.evaluation import EvaluationConfig
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
 from orchestrator.config.weights import WeightsConfig
+from orchestrator.environments.config import EnvironmentConfig
 from quartet.config.base import Config, Count, Seconds, matching
 from quartet.config.learner import PolicyConfig
 
@@ -33,7 +34,8 @@ class TimeoutsConfig(Config):
     grows if answers usually take more than a third of it, up to a third of the deadline."""
     take_s: Seconds | None = None
     """The loop's wait for a batch, whatever causes it. Null: the sum of start_s, twice score_s, and generate_s for
-    each batch that may be under way. Sampling, scoring and a push that keep their own deadlines need less."""
+    each batch that may be under way, with an environment for each turn, and the time for its answers. Sampling,
+    scoring and a push that keep their own deadlines need less."""
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
@@ -85,6 +87,8 @@ class OrchestratorConfig(Config):
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()
     """Generation."""
+    environment: EnvironmentConfig | None = None
+    """An environment that answers between responses. Null: each prompt gets one response."""
     algorithm: AnyAlgorithm = DEFAULT
     """The algorithm: its `kind` names the estimator of advantages, which decides what else there is to set."""
     policy: PolicyConfig
@@ -132,8 +136,24 @@ class OrchestratorConfig(Config):
     @property
     def longest_take_s(self) -> float:
         """Longest wait of the loop for a batch."""
-        times = self.timeouts
-        return times.take_s or self.longest_generate_s + times.start_s + 2 * times.score_s
+        times, sampled_s = self.timeouts, self.longest_generate_s
+        if self.environment is not None:
+            turns = self.environment.max_turns
+            sampled_s = turns * sampled_s + (turns - 1) * self.environment.longest_answer_s
+        return times.take_s or sampled_s + times.start_s + 2 * times.score_s
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens after a prompt: of one response, or of a whole conversation."""
+        response = self.sampling.max_new_tokens
+        return response if self.environment is None else self.environment.longest(response)
+
+    @property
+    def longest_sequence(self) -> tuple[int, str]:
+        """Most tokens of a prompt and what follows it, and the keys that say so."""
+        follows = "sampling.max_new_tokens" if self.environment is None else "environment.max_tokens"
+        needed = self.data.max_prompt_length + self.longest_response
+        return needed, f"orchestrator.data.max_prompt_length + orchestrator.{follows} is {needed}"
 
     @property
     def early_logprobs(self) -> bool:
@@ -183,10 +203,24 @@ class OrchestratorConfig(Config):
     @model_validator(mode="after")
     def _buffer_is_part_of_the_longest_response(self) -> Self:
         buffer, longest = self.algorithm.overlong_buffer, self.sampling.max_new_tokens
+        if buffer and self.environment is not None:
+            raise ValueError(
+                "algorithm.overlong_buffer: is for single responses, and an environment makes conversations of "
+                "several; leave one of them out"
+            )
         if buffer > longest:
             raise ValueError(
                 f"algorithm.overlong_buffer ({buffer}) must not exceed sampling.max_new_tokens ({longest}), of which "
                 "it is the last part"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_have_room(self) -> Self:
+        if self.environment is not None and self.longest_response <= 2 * self.sampling.max_new_tokens:
+            raise ValueError(
+                f"environment.max_tokens ({self.environment.max_tokens}) must be more than twice "
+                f"sampling.max_new_tokens ({self.sampling.max_new_tokens}), for two responses and an answer"
             )
         return self
 

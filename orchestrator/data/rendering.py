@@ -1,6 +1,6 @@
 """Chat templates: programs that come with a model, and are therefore run with limits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.data.bounded import bounded
@@ -10,6 +10,8 @@ MEMORY = GIB
 """Bytes that rendering may take, beyond eight times the characters of the messages."""
 LEAST_S, EACH_S = 60.0, 0.01
 """Seconds that rendering may take, and more of them for each conversation; usually it takes a thousandth of that."""
+_WORD, _MARK = "question", "response-bf1c0e6d"
+"""Stand-ins for a prompt and for a response; the second is a word that no template writes by itself."""
 _TOGETHER = 256
 """Conversations whose texts are handed over at once."""
 
@@ -51,6 +53,21 @@ def render(
 
     parts = bounded(work, "data.chat_template", memory=MEMORY + 8 * given, seconds=LEAST_S + EACH_S * count)
     return [text for texts in parts for text in texts]
+
+
+def follow(answers: Sequence[Sequence[Mapping[str, Any]]], tokenizer: Any, where: Sequence[str]) -> list[str]:
+    """The text of messages as it follows a response: its end of turn, the messages, and the beginning of the next
+    response. The template renders each answer behind a response of one word, in the place of what was sampled, which
+    is never rendered.
+
+    Arguments and errors are those of `render`; ConfigError also if the template does not write a response as it is.
+    """
+    stand_in = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _MARK}]
+    texts = render([[*stand_in, *map(dict, messages)] for messages in answers], tokenizer, where)
+    for text, place in zip(texts, where, strict=True):
+        if text.count(_MARK) != 1:
+            raise ConfigError(f"{place}: the chat template does not write a response once and as it is")
+    return [text.partition(_MARK)[2] for text in texts]
 
 
 def _rendered(messages: list[dict[str, Any]], tokenizer: Any, place: str, generating: bool) -> str:

@@ -59,9 +59,9 @@ async def evaluate_samples(
 
     asked, responses = decoded(list(columns.prompts)), decoded(list(columns.responses))
     pairs = [
-        Pair(prompt=text, response=response, label=prompt.label, ended=not truncated)
-        for prompt, text, response, truncated in zip(
-            prompts, asked, responses, columns["truncated"].tolist(), strict=True
+        Pair(prompt=text, response=response, label=prompt.label, ended=not truncated, texts=texts)
+        for prompt, text, response, truncated, texts in zip(
+            prompts, asked, responses, columns["truncated"].tolist(), _parts(columns, tokenizer), strict=True
         )
     ]
     judged = await verdicts(judges, pairs, judge_s)
@@ -81,6 +81,14 @@ async def evaluate_samples(
             zip(prompts, pairs, columns["score"].tolist(), kl_of(columns), columns.counts.tolist(), strict=True)
         )
     ]
+
+
+def _parts(columns: Columns, tokenizer: Any) -> list[tuple[str, ...]]:
+    """The texts of what followed each prompt; nothing for one response."""
+    if columns.single_turn:
+        return [()] * len(columns)
+    parts = [columns.segments(row) for row in range(len(columns))]
+    return [tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) if len(each) > 1 else () for each in parts]
 
 
 def kl_of(columns: Columns) -> list[float]:

@@ -1,11 +1,11 @@
 """Judges: functions of the user's that score an evaluation's samples, and that training never sees."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from orchestrator.experience.beside import in_thread
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 
@@ -28,32 +28,11 @@ async def verdicts(judges: Mapping[str, Judge], pairs: Sequence[Pair], limit_s: 
 
 
 async def _in_time(name: str, judge: Judge, pairs: Sequence[Pair], limit_s: float) -> list[float]:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[float]] = loop.create_future()
-
-    def settle(given: list[float] | BaseException) -> None:
-        if answer.done():
-            return
-        if isinstance(given, BaseException):
-            answer.set_exception(given)
-        else:
-            answer.set_result(given)
-
-    def run() -> None:
-        try:
-            given: list[float] | BaseException = _checked(name, judge(pairs), len(pairs))
-        except Exception as error:
-            given = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, given)
-
-    # Not in a pool: the end of the program would wait for a judge that hangs.
-    threading.Thread(target=run, name=f"judge {name}", daemon=True).start()
     try:
-        async with asyncio.timeout(limit_s):
-            return await answer
+        async with asyncio.timeout(limit_s) as limit:
+            return await in_thread(lambda: _checked(name, judge(pairs), len(pairs)), f"judge {name}")
     except TimeoutError:
-        if answer.done() and not answer.cancelled():
+        if not limit.expired():  # the judge's own
             raise
         raise ConfigError(
             f"evaluation.judges.{name}: gave no verdict on {len(pairs)} pairs within evaluation.judge_s "

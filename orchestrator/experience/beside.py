@@ -1,9 +1,12 @@
-"""Tasks beside the loop: their failures end it at once, and its end ends them."""
+"""Work beside the loop: tasks whose failures end it at once, and that end with it; and a user's code, in threads."""
 
 import asyncio
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Beside:
@@ -40,3 +43,33 @@ class Beside:
             if len(failed.exceptions) > 1:
                 raise
             raise failed.exceptions[0] from None
+
+
+async def in_thread(work: Callable[[], Result], name: str) -> Result:
+    """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
+    and reading responses. A caller that gives up leaves the thread to itself; it does not keep the program from
+    ending."""
+    loop = asyncio.get_running_loop()
+    settled: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if settled.done():
+            return
+        if error is None:
+            settled.set_result(result)
+        else:
+            settled.set_exception(error)
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except Exception as error:
+            # A future does not take StopIteration.
+            failed = RuntimeError(f"{error!r}") if isinstance(error, StopIteration) else error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    # Not in a pool: the end of the program would wait for work that hangs.
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await settled

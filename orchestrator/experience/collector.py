@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.experience.answers import Answers
 from orchestrator.experience.checks import (
     check_own_logprobs,
     check_samples,
@@ -15,7 +16,8 @@ from orchestrator.experience.checks import (
     check_tokens,
     within,
 )
-from orchestrator.experience.experience import Collected, Finished, Row, trajectories
+from orchestrator.experience.conversation import Conversation, trajectories
+from orchestrator.experience.experience import Collected, Finished, Row
 from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
@@ -24,6 +26,8 @@ from quartet.wire.codec import Floats
 from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
+LINGER_S = 0.05
+"""Seconds that an answered conversation waits for others to go on with it, in one call."""
 OldLogprobs = Callable[[Columns], Awaitable[Floats]]
 """Log-probs [M] of the sampled tokens under the weights that will be trained on them."""
 
@@ -38,6 +42,7 @@ class Collector:
         end_ids: Sequence[int] = (),
         stages: SampleStages | None = None,
         old_logprobs: OldLogprobs | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """
         Args:
@@ -46,11 +51,13 @@ class Collector:
             end_ids: the tokens that end a response; needed if the configuration has a least length.
             stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
             old_logprobs: asked for each finished sample; None leaves them for later.
+            answers: those of the run's environment; None if it has none.
         """
         self._services = services
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
+        self._answers = answers
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -88,6 +95,9 @@ class Collector:
     ) -> None:
         """Finishes the experience of each request of one Generate call, each as soon as its sample has come.
 
+        Where an environment answers a response, another call goes on from all tokens of the conversation so far, by
+        whatever replica has weights of `version` or later: what a lost replica had sampled is here.
+
         Waits for all services. If one fails beyond its client's retries, the other calls are cancelled, and cancelled
         Generate calls abort their requests in the engines.
 
@@ -101,21 +111,48 @@ class Collector:
         """
         asked = time.monotonic()
 
-        async def complete(samples: Sequence[Sample]) -> None:
-            sampled, theirs = time.monotonic(), [requests[sample.index] for sample in samples]
-            columns = await self._complete(theirs, samples, critic_step)
-            put(Finished(columns, [each.prompt for each in theirs], asked, sampled, time.monotonic()))
+        answered: list[Conversation] = []
+
+        async def complete(conversations: Sequence[Conversation]) -> None:
+            sampled = time.monotonic()
+            columns = await self._complete(conversations, critic_step)
+            prompts = [each.request.prompt for each in conversations]
+            put(Finished(columns, prompts, asked, sampled, time.monotonic()))
+
+        async def respond(conversations: Sequence[Conversation]) -> None:
+            """Samples the next response of each, in one call."""
+            with (
+                self.stages("generate", [each.request.number for each in conversations]) as finished,
+                within(self._deadline),
+            ):
+                async for samples in self._samples(conversations, version or 0, newest, on_repeat):
+                    theirs = [conversations[sample.index] for sample in samples]
+                    check_samples([each.request.prompt for each in theirs], samples)
+                    for each, sample in zip(theirs, samples, strict=True):
+                        finished(each.request.number, tokens=len(sample.response_ids))
+                    further = [each.responded(sample) for each, sample in zip(theirs, samples, strict=True)]
+                    if self._answers is None:
+                        group.create_task(complete(further))
+                    else:
+                        for conversation in further:
+                            group.create_task(go_on(self._answers, conversation))
+
+        async def go_on(answers: Answers, conversation: Conversation) -> None:
+            """Has it answered; the first of those that are answered together takes them further."""
+            with self.stages("answer", [conversation.request.number]):
+                answered.append(await answers.to(conversation))
+            if len(answered) == 1:
+                await asyncio.sleep(LINGER_S)
+                together = answered[:]
+                answered.clear()
+                if over := [each for each in together if each.segments[-1].sampled]:
+                    group.create_task(complete(over))
+                if others := [each for each in together if not each.segments[-1].sampled]:
+                    await respond(others)
 
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
-            with (
-                self.stages("generate", [request.number for request in requests]) as finished,
-                within(self._deadline),
-            ):
-                async for samples in self._samples(requests, version or 0, newest, on_repeat):
-                    for sample in samples:
-                        finished(requests[sample.index].number, tokens=len(sample.response_ids))
-                    group.create_task(complete(samples))
+            await respond([Conversation.of(request) for request in requests])
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
@@ -130,15 +167,15 @@ class Collector:
 
     def _samples(
         self,
-        requests: Sequence[SampleRequest],
+        conversations: Sequence[Conversation],
         version: int,
         newest: int | None,
         on_repeat: Callable[[int], None],
     ) -> AsyncIterator[list[Sample]]:
-        seeds = [request.seed for request in requests if request.seed is not None]
+        seeds = [seed for each in conversations if (seed := each.seed) is not None]
         sampling = self._config.sampling
         return self._services.rollout.generate(
-            [request.prompt.prompt_ids for request in requests],
+            [each.ids for each in conversations],
             Sampling(
                 max_new_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
@@ -153,13 +190,10 @@ class Collector:
             on_repeat=on_repeat,
         )
 
-    async def _complete(
-        self, requests: Sequence[SampleRequest], samples: Sequence[Sample], critic_step: int | None
-    ) -> Columns:
-        """The samples with the columns of SCHEMA."""
-        check_samples([request.prompt for request in requests], samples)
-        columns = trajectories(requests, samples)
-        labels = [request.prompt.label for request in requests]
+    async def _complete(self, conversations: Sequence[Conversation], critic_step: int | None) -> Columns:
+        """The conversations with the columns of SCHEMA."""
+        columns = trajectories(conversations)
+        labels = [each.request.prompt.label for each in conversations]
         async with asyncio.TaskGroup() as group:
             scores = group.create_task(self._scores(columns, labels))
             per_token = {

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.requests import SampleRequest
+from orchestrator.experience.conversation import trajectories
 from quartet.columns import Columns, Field, Schema
-from quartet.trajectory import Segment, Trajectory, columns_of
-from services.rollout.sample import FinishReason, Sample
 
 SCHEMA: Schema = {
     "number": Field("row", "int64"),
@@ -32,27 +30,13 @@ SCHEMA: Schema = {
 - number, group: of the sample, as in SampleRequest.
 - row: of its prompt, as in Prompt.
 - score: of the reward service.
-- truncated: True if the length limit cut the response off.
-- kept: number of its first tokens, which came from replicas that did not finish it.
+- truncated: True if the length limit cut the last response off, or left no room for another turn.
+- kept: number of its tokens that came from replicas which did not finish the response.
 - logprobs: of the policy that sampled each token, and `versions`, which one that was.
 - ref_logprobs: the reference's; missing if the run has none.
 - values: the critic's; missing if they were not asked for.
 - old_logprobs: the learner's before the update; missing if they were left for the loop.
 """
-
-
-def trajectories(requests: Sequence[SampleRequest], samples: Sequence[Sample]) -> Columns:
-    """The samples as trajectories of their prompts and responses, with what the rollout service says about them."""
-    made = [
-        Trajectory(
-            request.number, request.group, request.prompt.row, (Segment(request.prompt.prompt_ids), sample.segment)
-        )
-        for request, sample in zip(requests, samples, strict=True)
-    ]
-    return columns_of(made).with_rows(
-        truncated=np.asarray([sample.finish_reason is FinishReason.LENGTH for sample in samples], np.bool_),
-        kept=np.asarray([sample.kept for sample in samples], np.int32),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,4 +144,4 @@ class Collected:
 
 def _nothing() -> Columns:
     """The columns of no samples."""
-    return trajectories([], []).with_rows(score=np.empty(0, np.float32))
+    return trajectories([]).with_rows(score=np.empty(0, np.float32))

@@ -46,11 +46,12 @@ class ExperienceJournal:
             config: the run's configuration, on which samples depend.
             note: called with a message if a file cannot be written or read; the run then continues, and samples again
                 after a restart.
-            services: digests of the services' models; experience from other models is not read.
+            services: digests of the services' models, and of the environment; experience from others is not read.
         """
         self._folder = folder
         self._note = note
-        self._settings = config.model_dump_json(include=_SAMPLING_SECTIONS).encode()
+        sections = _SAMPLING_SECTIONS | ({} if config.environment is None else {"environment": True})
+        self._settings = config.model_dump_json(include=sections).encode()
         self._settings += repr(sorted((services or {}).items())).encode()
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -1,8 +1,9 @@
-"""Identities of the services' models, by which a run notices that one was replaced."""
+"""Identities of the services' models and of the environment, by which a run notices that one was replaced."""
 
 from collections.abc import Iterator, Mapping
 
 from orchestrator.clients import Infos
+from orchestrator.environments.contract import Environment
 from protos import reward_pb2
 from quartet.config.base import Config
 
@@ -20,6 +21,13 @@ class PartIdentity(Config):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.digest[:SHOWN_DIGITS]})"
+
+
+def environment_identity(environment: Environment | None) -> dict[str, PartIdentity]:
+    """Place -> identity of the run's environment; nothing without one."""
+    if environment is None:
+        return {}
+    return {"environment": PartIdentity(name=environment.name, digest=environment.identity)}
 
 
 def identities(infos: Infos) -> dict[str, PartIdentity]:

@@ -17,6 +17,7 @@ _PARTS = {"policy": "learner", "rollout": "rollout"}
 """The parts of which the phrase speaks, and their names in it."""
 _AWAITED_WORDS = {
     "rollout": "samples",
+    "environment": "answers",
     "scoring": "scores",
     "policy": "the policy",
     "critic": "the critic",

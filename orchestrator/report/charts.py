@@ -11,6 +11,7 @@ WAITING = "Who worked and who waited"
 """The heading under which the page puts the last steps' picture too."""
 COLOURS = {
     "rollout": "blue",
+    "environment": "brown",
     "scoring": "orange",
     "policy": "green",
     "critic": "purple",
@@ -191,5 +192,5 @@ THROUGHPUT = _chart(
 LOOP = _chart(
     "The loop",
     "What it waits for. Nothing is missing: all shares add up to the wall clock.",
-    _shares(Line(f"wait/loop/{what}", what, colour, scale=100) for what, colour in zip(LOOPS, PALETTE, strict=True)),
+    _shares(Line(f"wait/loop/{what}", what, colour, scale=100) for what, colour in zip(LOOPS, PALETTE, strict=False)),
 )

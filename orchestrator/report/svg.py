@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Metrics = Sequence[Mapping[str, float]]
 Column = NDArray[np.float64]
 
-PALETTE = ("blue", "orange", "green", "purple", "sky", "amber", "yellow", "grey")
+PALETTE = ("blue", "orange", "green", "purple", "sky", "amber", "yellow", "grey", "brown")
 """Names of CSS variables, `--blue` and so on, to which the page gives values for its light and dark schemes."""
 _MOST_POINTS = 300
 """Most points of a line; longer runs are drawn as means over neighbouring steps, to stay readable and small."""

@@ -10,6 +10,7 @@ PARTS = ("rollout", "scoring", "policy", "critic", "push")
 """The parts of a run that work side by side."""
 TRACK_PARTS = {
     "rollout": "rollout",
+    "environment": "environment",
     "reward": "scoring",
     "reference": "scoring",
     "values": "scoring",
@@ -17,7 +18,7 @@ TRACK_PARTS = {
     "critic": "critic",
     "push": "push",
 }
-"""Track -> part."""
+"""Track -> part; an environment, which some runs have, is only waited for."""
 LOOP = "loop"
 WORKING = "working"
 AWAITED = {
@@ -34,8 +35,8 @@ OWN_WORK = "own"
 """The loop's own work."""
 _WORKS_BESIDE_POLICY = {"logprobs": "scoring", "training": "critic"}
 """A wait for the policy -> the part that works beside it: on the values, or on the critic."""
-_HANDED_OVER_BY = {"rollout": "push", "scoring": "rollout"}
-"""Part -> the part that hands it its work without the loop."""
+_HANDED_OVER_BY = {"rollout": ("push", "environment"), "scoring": ("rollout", "environment")}
+"""Part -> the parts that hand it its work without the loop."""
 
 
 def parts_with(learners: Collection[str]) -> list[str]:
@@ -60,9 +61,10 @@ def stretches(window: Window, parts: Sequence[str] = PARTS) -> list[Stretch]:
     it all.
 
     A part works while a span of its tracks is open. Otherwise it waits: rollout for a push that is under way, scoring
-    for rollout, and failing that each for what the loop waits for at that moment. For example in lock-step, with a
-    window of 10 s in which samples are generated until 4 and the policy trains from 5 to 9 while the loop waits for
-    it, rollout works for 4 s, waits for the policy for 4 s and for the loop for 2 s.
+    for rollout, both for an environment that answers, and failing that each for what the loop waits for at that
+    moment. For example in lock-step, with a window of 10 s in which samples are generated until 4 and the policy
+    trains from 5 to 9 while the loop waits for it, rollout works for 4 s, waits for the policy for 4 s and for the
+    loop for 2 s.
 
     A moment in which several waits of the loop are open belongs to the one that began last.
     """
@@ -105,8 +107,9 @@ def _began(span: Span) -> float:
 def _doing(part: str, working: Mapping[str, int], waiting: str) -> str:
     if working[part]:
         return WORKING
-    if part in _HANDED_OVER_BY and working[_HANDED_OVER_BY[part]]:
-        return _HANDED_OVER_BY[part]
+    for other in _HANDED_OVER_BY.get(part, ()):
+        if working[other]:
+            return other
     awaited = AWAITED.get(waiting, LOOP)
     if waiting in _WORKS_BESIDE_POLICY and not working["policy"]:
         awaited = _WORKS_BESIDE_POLICY[waiting] if working[_WORKS_BESIDE_POLICY[waiting]] else LOOP

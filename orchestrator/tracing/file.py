@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from orchestrator.tracing.spans import STEPS, Span
 
-TRACKS = (STEPS, "loop", "rollout", "reward", "reference", "values", "policy", "critic", "push")
+TRACKS = (STEPS, "loop", "rollout", "environment", "reward", "reference", "values", "policy", "critic", "push")
 """Tracks from top to bottom; others come below them."""
 _END = b"\n]\n"
 _LANES = 1_000_000

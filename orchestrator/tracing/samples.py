@@ -8,6 +8,7 @@ from orchestrator.tracing.spans import Spans, Value
 
 TRACKS = {
     "generate": "rollout",
+    "answer": "environment",
     "score": "reward",
     "reference": "reference",
     "value": "values",
@@ -40,8 +41,8 @@ class SampleStages:
         block."""
         track = self._tracks[stage]
         spans = {number: track(stage, **{self._key: number}) for number in numbers}
-        under_way, error = self._under_way[stage], ""
-        under_way.update(dict.fromkeys(numbers, self._clock()))
+        under_way, error, began = self._under_way[stage], "", self._clock()
+        under_way.update(dict.fromkeys(numbers, began))
 
         def finished(number: int, **args: Value) -> None:
             spans[number].args.update(args)
@@ -56,10 +57,12 @@ class SampleStages:
         finally:
             for number, span in spans.items():
                 span.end(error=error)
-                under_way.pop(number, None)
+                if under_way.get(number) == began:  # not of a later turn of the sample
+                    del under_way[number]
 
     def __str__(self) -> str:
-        """The services that work on samples now: `rollout: 2 samples for up to 31 s, the first is number 64; ...`."""
+        """The services, and the environment, that work on samples now:
+        `rollout: 2 samples for up to 31 s, the first is number 64; ...`."""
         now, parts = self._clock(), []
         for stage, under_way in self._under_way.items():
             if under_way:

@@ -29,9 +29,9 @@ class Waits:
     def for_batch(self) -> Iterator[set[int]]:
         """Context of the wait for a batch, whose samples' numbers are to be put into the set that it gives.
 
-        The wait is for samples until the last of them was generated, then for scores until the last was scored,
-        referenced and valued, then for log-probs if the policy took the last of them later. The rest, such as the
-        journal, is the loop's own work.
+        The wait is for samples until the last of them was generated and answered, then for scores until the last was
+        scored, referenced and valued, then for log-probs if the policy took the last of them later. The rest, such as
+        the journal, is the loop's own work.
         """
         numbers: set[int] = set()
         samples = self._track("samples")
@@ -40,7 +40,7 @@ class Waits:
         except BaseException as error:
             samples.end(error=type(error).__name__)
             raise
-        generated = self._last(numbers, {"rollout"}, samples.began)
+        generated = self._last(numbers, {"rollout", "environment"}, samples.began)
         scored = self._last(numbers, {"scoring"}, generated)
         samples.end(at=generated)
         self._track("scores", at=generated).end(at=scored)

@@ -1,31 +1,34 @@
-"""Functions named by import path in the configuration: scorers and judges."""
+"""Code named by import path in the configuration: scorers, judges, and environments."""
 
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 
+PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""The form of `package.module:name`."""
 VARIABLE = "QUARTET_FUNCTIONS"
 """Folder of the user's modules, which `quartet up` gives to the services: its own. Python looks there last, so that
 no module in it hides one of an installed package."""
 
 
-def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair]], Sequence[float]]:
-    """The function at `package.module:name`, which stands at `field` of the configuration.
+def imported(path: str, field: str) -> Any:
+    """The object at `package.module:name`, which stands at `field` of the configuration.
 
     Raises:
-        ConfigError: it does not exist, is not a function of one argument, or its module cannot be imported.
+        ConfigError: it does not exist, or its module cannot be imported.
     """
     module, _, name = path.partition(":")
     folder = os.environ.get(VARIABLE)
     if folder and folder not in sys.path:
         sys.path.append(folder)
     try:
-        function = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         # Says which file was read, as another module of the same name may have been found first.
         place = getattr(sys.modules.get(module), "__file__", None)
@@ -35,6 +38,15 @@ def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair
         ) from None
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         raise ConfigError(f"{field}: importing {module} fails with {type(error).__name__}: {error}") from None
+
+
+def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair]], Sequence[float]]:
+    """The function at `package.module:name`, which stands at `field` of the configuration.
+
+    Raises:
+        ConfigError: it does not exist, is not a function of one argument, or its module cannot be imported.
+    """
+    function = imported(path, field)
     if not callable(function):
         raise ConfigError(f"{field}: {path!r} is not a function")
     if inspect.iscoroutinefunction(function):
@@ -45,13 +57,13 @@ def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair
     return loaded
 
 
-def source_of(function: Callable[..., object], path: str, where: str) -> str:
-    """The text of the function's module, by which a scorer is identified. ConfigError, which names `path` at `where`,
-    if it has none."""
+def source_of(code: Callable[..., object], path: str, where: str) -> str:
+    """The text of the module of a function or class, by which it is identified. ConfigError, which names `path` at
+    `where`, if it has none."""
     try:
-        return inspect.getsource(inspect.getmodule(function) or function)
+        return inspect.getsource(inspect.getmodule(code) or code)
     except (OSError, TypeError):
-        raise ConfigError(f"{where}.function: {path} has no Python source to identify it by") from None
+        raise ConfigError(f"{where}: {path} has no Python source to identify it by") from None
 
 
 def _other_arguments(function: Callable[..., object]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from quartet.columns import Columns
 from quartet.config.learner import LearnerConfig, OptimizerConfig, describe
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
@@ -183,10 +184,17 @@ class TrainedModule:
             ranks.rank
         ]
 
-    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, last: bool = False) -> PairTensors:
-        """The model's input for the sequences of one pass: packed or padded, on this rank's device. With `last` it
-        holds the last token of each response, from which nothing is predicted."""
-        return pair_tensors(prompts, responses, self.device, packing=self._config.packing, last=last)
+    def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
+        """The model's input for one pass: packed or padded, on this rank's device. With `last` it holds the last
+        token of each response, from which nothing is predicted."""
+        return pair_tensors(
+            list(trajectories.prompts),
+            list(trajectories.responses),
+            self.device,
+            packing=self._config.packing,
+            last=last,
+            turn_steps=trajectories.turn_steps,
+        )
 
     def shared(self, rows: Mapping[int, Floats], lengths: Sequence[int]) -> Floats:
         """Collects the rows of all ranks, end to end; every rank calls it.

@@ -57,15 +57,13 @@ class Trainer:
     ) -> Floats:
         """The model's numbers for the sampled tokens of a batch: `outputs(model, pairs)`, [R, C] -> [M]. With `last`
         the model sees the last token of each trajectory too."""
-        prompts, responses = batch.prompts, batch.responses
-        by_row: dict[int, Floats] = {}
-        for each in self.learner.passes(prompts, responses):
-            some = [prompts[i] for i in each.rows], [responses[i] for i in each.rows]
-            pairs = self.learner.tensors(*some, last=last)
+        bare, by_row = batch.select(), dict[int, Floats]()
+        for each in self.learner.passes(batch.prompts, batch.responses):
+            pairs = self.learner.tensors(bare.take(each.rows), last=last)
             numbers = outputs(self.learner.model, pairs)
             if each.counts:
                 by_row |= dict(zip(each.rows, pairs.unpad(numbers), strict=True))
-        return self.learner.shared(by_row, responses.lengths.tolist())[batch.response_mask]
+        return self.learner.shared(by_row, batch.responses.lengths.tolist())[batch.response_mask]
 
     def train(
         self, batch: Columns, objective: Objective, schedule: Schedule, *, keep: bool = False
@@ -144,7 +142,7 @@ class Trainer:
         def micro(one: Pass) -> Micro:
             rows = list(one.rows)
             own = part.take(rows)
-            pairs = self.learner.tensors(list(own.prompts), list(own.responses), last=objective.last)
+            pairs = self.learner.tensors(own, last=objective.last)
             sampled = None if own.single_turn else _rows(own, own.response_mask)
             marks = sampled if "trained" not in own else _rows(own, own.on_responses(own["trained"]))
             return Micro(

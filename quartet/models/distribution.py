@@ -30,7 +30,7 @@ class Distribution:
     vocabulary: int | None = None
     """Ids from here on are padding: entries of the model that are not tokens of its tokenizer. None: no padding."""
     min_new_tokens: int = 0
-    """Fewest tokens of a response: end tokens have probability 0 before this many."""
+    """Fewest tokens of a response: end tokens have probability 0 before this many, in each sampled segment."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
 
@@ -40,7 +40,7 @@ class Distribution:
 
         Computed in the model's head without logits (`linear_logprobs`), or from the logits if it has another head.
         """
-        early = pairs.steps < self.min_new_tokens if self.min_new_tokens and self.end_ids else None
+        early = _steps(pairs) < self.min_new_tokens if self.min_new_tokens and self.end_ids else None
         softmax = Softmax(self.temperature, size=self.vocabulary, ends=self.end_ids)
         asked = Asked(
             softmax, pairs.response_ids, None if early is None else early.expand_as(pairs.response_ids), entropy
@@ -89,7 +89,12 @@ class Distribution:
                 chosen = torch.where(never, chosen + both[..., 0] - both[..., 1], chosen)
             return chosen if other is None else torch.stack([chosen, other], dim=-1)
 
-        return by_time(piece, logits, pairs.response_ids, pairs.steps.expand_as(pairs.response_ids))
+        return by_time(piece, logits, pairs.response_ids, _steps(pairs).expand_as(pairs.response_ids))
+
+
+def _steps(pairs: PairTensors) -> Tensor:
+    """[R or 1, C] the index of each token among those that the engine sampled in one go."""
+    return pairs.steps if pairs.turn_steps is None else pairs.turn_steps
 
 
 def _filled(ids: tuple[int, ...], device: torch.device) -> Tensor:

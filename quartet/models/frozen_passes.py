@@ -35,13 +35,33 @@ class FrozenPasses:
         """
         self._max_tokens, self._device, self._packing, self._last = max_tokens, device, packing, last
 
-    def run(self, compute: Callable[[PairTensors], Iterable[Floats]], pairs: Sequence[Pair]) -> list[Floats]:
-        """Calls `compute` for each pass; returns the array that it gave for each pair."""
+    def run(
+        self,
+        compute: Callable[[PairTensors], Iterable[Floats]],
+        pairs: Sequence[Pair],
+        turn_steps: Sequence[Ints | None] = (),
+    ) -> list[Floats]:
+        """Calls `compute` for each pass; returns the array that it gave for each pair.
+
+        Args:
+            compute: the pass.
+            pairs: prompts and responses.
+            turn_steps: the index of each token of a response in its segment, [T]; None for a response that is one
+                segment; nothing at all if each is.
+        """
         prompts, responses = [pair.prompt_ids for pair in pairs], [pair.response_ids for pair in pairs]
         answers: list[Floats] = [np.empty(0, np.float32)] * len(pairs)
         for batch in self._batches(prompts, responses):
             some, their = [prompts[i] for i in batch], [responses[i] for i in batch]
-            tensors = pair_tensors(some, their, self._device, packing=self._packing, last=self._last)
+            several = any(turn_steps[i] is not None for i in batch) if turn_steps else False
+            tensors = pair_tensors(
+                some,
+                their,
+                self._device,
+                packing=self._packing,
+                last=self._last,
+                turn_steps=[_steps(turn_steps[i], responses[i]) for i in batch] if several else None,
+            )
             for i, row in zip(batch, compute(tensors), strict=True):
                 answers[i] = row
         return answers
@@ -50,3 +70,7 @@ class FrozenPasses:
         if self._packing:
             return packed_batches(prompts, responses, self._max_tokens)
         return length_batches(prompts, responses, self._max_tokens, enough_tokens(self._device))
+
+
+def _steps(steps: Ints | None, response: Ints) -> Ints:
+    return np.arange(len(response), dtype=np.int32) if steps is None else steps

@@ -1,7 +1,7 @@
 """Prompts and responses of any lengths as the tensors that models take: padded, or packed into one row."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -53,6 +53,9 @@ class PairTensors:
     """Response lengths."""
     steps: torch.Tensor
     """[1, C] int64: the index, from 0, of a column's token in its response."""
+    turn_steps: torch.Tensor | None = None
+    """[R, C] int64: the index, from 0, of a sampled token in its segment, where responses have several; None: as
+    `steps`."""
     boundaries: torch.Tensor | None = None
     """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
     pair_lengths: tuple[int, ...] = ()
@@ -102,11 +105,19 @@ class PairTensors:
 
 
 def pair_tensors(
-    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device, *, packing: bool, last: bool
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    device: torch.device,
+    *,
+    packing: bool,
+    last: bool,
+    turn_steps: Sequence[Ints] | None = None,
 ) -> PairTensors:
-    """Packs B pairs, or else pads them."""
+    """Packs B pairs, or else pads them; with the index of each response token in its segment, B arrays [T], if
+    responses have several."""
     make = concatenate_pairs if packing else pad_pairs
-    return make(prompts, responses, device, last=last)
+    pairs = make(prompts, responses, device, last=last)
+    return pairs if turn_steps is None else replace(pairs, turn_steps=pairs.spread(turn_steps).long())
 
 
 def pad_pairs(

@@ -14,14 +14,16 @@ Item = TypeVar("Item")
 class TokenCall(Generic[Item]):
     """B trajectories, and a number for each sampled token."""
 
-    def __init__(self, trajectories: Columns, make: Callable[[Ints, Ints], Item]) -> None:
+    def __init__(self, trajectories: Columns, make: Callable[[Ints, Ints, Ints | None], Item]) -> None:
         """
         Args:
             trajectories: those of the call.
-            make: makes the model's input from a prompt and its response, in which the model computes every token.
+            make: makes the model's input from a prompt, its response, in which the model computes every token, and
+                the `turn_steps` of that.
         """
         self._trajectories, self._make = trajectories, make
         self._prompts, self._responses = trajectories.prompts, trajectories.responses
+        self._steps = trajectories.turn_steps
         self.costs = trajectories.lengths
         self._computed: Floats = np.empty(len(self._responses.ids), np.float32)
 
@@ -32,7 +34,8 @@ class TokenCall(Generic[Item]):
 
     def items(self, rows: Sequence[int]) -> list[Item]:
         """The model's inputs for these rows."""
-        return [self._make(self._prompts[row], self._responses[row]) for row in rows]
+        steps = self._steps
+        return [self._make(self._prompts[row], self._responses[row], steps[row] if steps else None) for row in rows]
 
     def put(self, rows: Sequence[int], results: Sequence[Floats]) -> None:
         """Stores the model's numbers for these rows, each [T]."""

@@ -14,8 +14,15 @@ class Pair:
     prompt: str
     """The prompt without special tokens."""
     response: str
-    """The response without special tokens."""
+    """The response without special tokens; where an environment answered, all that followed the prompt."""
     label: str = ""
     """The data set's label for the prompt (`data.label_key`), empty when there is none."""
     ended: bool = True
     """The response ended with an end-of-sequence or stop token, and was not cut off by the length limit."""
+    texts: tuple[str, ...] = ()
+    """The parts of `response` where an environment answered: a response, the answer, another response."""
+
+    @property
+    def last(self) -> str:
+        """The last response."""
+        return self.texts[-1] if self.texts else self.response

@@ -14,7 +14,7 @@ class ValuesCall(TokenCall[tuple[Ints, Ints]]):
 
     def __init__(self, trajectories: Columns, step: Callable[[], int]) -> None:
         """`step` returns the critic's step; it raises if the critic is not in a state that the caller accepts."""
-        super().__init__(trajectories, lambda prompt, response: (prompt, response))
+        super().__init__(trajectories, lambda prompt, response, _: (prompt, response))
         self._step = step
         self.steps = np.zeros(len(trajectories), np.int64)
         """[B] the step whose weights computed the values of each trajectory."""

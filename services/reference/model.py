@@ -24,6 +24,8 @@ class Question:
     prompt_ids: Ints
     response_ids: Ints
     distribution: Distribution
+    turn_steps: Ints | None = None
+    """The index of each token in its sampled segment, [T]; None: in the response, which is one segment."""
 
 
 class Frozen(Protocol):
@@ -77,4 +79,4 @@ class FrozenModel:
         def compute(pairs: PairTensors) -> list[Floats]:
             return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
 
-        return self._passes.run(compute, questions)
+        return self._passes.run(compute, questions, [question.turn_steps for question in questions])

@@ -85,7 +85,7 @@ class Reference(HealthMixin):
         data, model = request.trajectories, self._model
         with self._admission.admitted(share, *Columns.measure(data, "trajectories"), "trajectories"):
             trajectories = Columns.received(data, {}, vocab_size=model.vocab_size, max_length=model.max_length)
-            call = TokenCall(trajectories, lambda prompt, response: self._question(prompt, response, asked))
+            call = TokenCall(trajectories, lambda prompt, response, at: self._question(prompt, response, asked, at))
             await self._batcher.submit(share, call)
         return pb.LogprobsResponse(ref_logprobs=pack_floats(call.out))
 

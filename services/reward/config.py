@@ -6,6 +6,7 @@ from pydantic import Field
 
 from quartet.config.base import Config, Count, ModelPath, matching
 from quartet.config.frozen import FrozenConfig
+from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
 
 
@@ -25,7 +26,7 @@ class FunctionScorerConfig(Config):
 
     kind: Literal["function"]
     """Kind of the scorer."""
-    function: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function")]
+    function: Annotated[str, matching(PATH, "package.module:function")]
     """`package.module:function`, which takes a sequence of Pair (quartet/wire/pairs.py) and returns
     scores."""
     batch_tokens: Count = 16_384

@@ -12,7 +12,6 @@ from quartet.columns import Columns
 from quartet.wire.codec import Floats, Ints, check_length
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
-from quartet.wire.ragged import Ragged
 from services.reward.scorers.scorer import Scored
 
 NO_TEXT = Pair("", "")
@@ -85,14 +84,13 @@ class Encoder:
         trajectories = Columns.received(
             received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
         )
-        prompts, responses, given = trajectories.prompts, trajectories.responses, received.request
-        _check_labels(given, len(prompts))
-        _check_ended(given, len(prompts))
-        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(prompts, responses, given, rows))
+        given = received.request
+        _check_labels(given, len(trajectories))
+        _check_ended(given, len(trajectories))
+        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(trajectories, given, rows))
 
-    def _from_tokens(
-        self, prompts: Ragged, responses: Ragged, given: pb.ScoreRequest, rows: Sequence[int]
-    ) -> list[Scored]:
+    def _from_tokens(self, trajectories: Columns, given: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
+        prompts, responses = trajectories.prompts, trajectories.responses
         asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
         if not self._texts:
             return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
@@ -108,10 +106,18 @@ class Encoder:
                     response=rt,
                     label=given.labels[row] if given.labels else "",
                     ended=given.ended[row] if given.ended else bool(r[-1] == eos),
+                    texts=() if trajectories.single_turn else self._parts(trajectories, row),
                 ),
             )
             for p, r, pt, rt, row in pairs
         ]
+
+    def _parts(self, trajectories: Columns, row: int) -> tuple[str, ...]:
+        """The texts of what follows the prompt, if it is more than a response."""
+        segments = trajectories.segments(row)
+        if len(segments) == 1:
+            return ()
+        return tuple(self._tokenizer.batch_decode(segments, skip_special_tokens=True))
 
     def _of_texts(self, request: pb.ScoreRequest) -> ScoreCall:
         prompts, responses = request.texts.prompts, request.texts.responses

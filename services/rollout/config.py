@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from quartet.config.base import Config, Count, Dtype, ModelPath, Seconds
+from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
 from services.rollout.engines import ENGINES
 
@@ -14,7 +15,7 @@ DEFAULT_LENGTH = 2048
 
 
 def _known(engine: str) -> str:
-    if engine not in ENGINES and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", engine):
+    if engine not in ENGINES and not re.fullmatch(PATH, engine):
         raise ValueError(f"should be {' or '.join(ENGINES)}, or package.module:function, got {engine!r}")
     return engine
 

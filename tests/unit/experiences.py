@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import Collected, Finished, trajectories
+from orchestrator.experience.conversation import Conversation, trajectories
+from orchestrator.experience.experience import Collected, Finished
 from orchestrator.experience.requests import SampleRequest
 from quartet.wire.codec import Floats
 from services.rollout.sample import FinishReason, Sample
@@ -37,7 +38,8 @@ def collected(
     if not rows:
         return Collected.of([], rest.get("repeated", 0), rest.get("discarded", ()))
     requests = [SampleRequest(row.number, row.prompt, None, index - index % each) for index, row in enumerate(rows)]
-    columns = trajectories(requests, [row.sample for row in rows])
+    asked = zip(requests, rows, strict=True)
+    columns = trajectories([Conversation.of(request).responded(row.sample) for request, row in asked])
     columns = columns.with_rows(score=np.asarray([row.score for row in rows], np.float32))
     for name in PER_TOKEN:
         if all(len(getattr(row, name)) for row in rows):

@@ -145,7 +145,7 @@ class FakeReward(FakeAsk):
 
 class FakeReference(FakeAsk):
     async def logprobs(self, columns: Columns, **asked: Any) -> Any:
-        return np.concatenate(await self.ask(columns, **asked))
+        return np.concatenate(await self.ask(columns, **asked))[columns.response_mask]
 
 
 @dataclass
@@ -156,7 +156,7 @@ class FakeCritic(FakeAsk):
 
     async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
         rows = await self.ask(columns, min_step=min_step, timeout_s=timeout_s)
-        return Values(np.concatenate(rows), [min_step] * len(rows))
+        return Values(np.concatenate(rows)[columns.response_mask], [min_step] * len(rows))
 
     async def train(self, step: int, batch: Columns, **options: Any) -> dict[str, float]:
         self.journal.note("train critic", step)

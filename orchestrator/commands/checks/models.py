@@ -153,7 +153,8 @@ def missing_functions(deployment: Deployment) -> Iterator[str]:
         for field, scorer in scorers(section.scorer, f"applications.{name}.args.scorer"):
             if isinstance(scorer, FunctionScorerConfig):
                 try:
-                    source_of(load_function(scorer.function, f"{field}.function"), scorer.function, field)
+                    where = f"{field}.function"
+                    source_of(load_function(scorer.function, where), scorer.function, where)
                 except ConfigError as error:
                     yield str(error)
 

@@ -31,6 +31,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
 from orchestrator.data.tables import split_names
 from orchestrator.deployment.file import Deployment
+from orchestrator.environments.contract import Environment, load_environment
 from orchestrator.evaluation.judges import Judge
 from orchestrator.policy.sampled import sampled_from
 from quartet.config.base import Config, ConfigError
@@ -57,6 +58,8 @@ class Inputs:
     judges: dict[str, Judge]
     distribution: Distribution
     """Distribution that responses are sampled from."""
+    environment: Environment | None = None
+    """The environment that answers responses; None if the run has none."""
     remarks: tuple[str, ...] = ()
     """Remarks on the configuration."""
 
@@ -89,6 +92,7 @@ def _inputs(deployment: Deployment) -> Inputs:
     config, problems = deployment.orchestrator, _Problems()
     problems.lines += _disagreements(deployment)
     judges = problems.among(load_judges, config)
+    environment = problems.among(environment_of, config)
     problems.lines += [*unstartable(deployment), *unfit_policy(config)]
     tokenizer = problems.among(load_tokenizer, config.policy.model, before=f"{POLICY_FIELD}: ")
     train = held_out = None
@@ -110,13 +114,19 @@ def _inputs(deployment: Deployment) -> Inputs:
             f"orchestrator.data: {config.data.path} has no split {EVAL}, so nothing is evaluated during the run; "
             "to hold prompts out, set prompt_split to train[:90%] and eval_split to train[90%:]",
         )
-    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), remarks)
+    return Inputs(tokenizer, train, held_out, judges, sampled_from(config, tokenizer), environment, remarks)
 
 
 def load_judges(config: OrchestratorConfig) -> dict[str, Judge]:
     """The evaluation's judges by name. ConfigError if one cannot be imported."""
     where = "orchestrator.evaluation.judges"
     return {name: load_function(path, f"{where}.{name}") for name, path in config.evaluation.judges.items()}
+
+
+def environment_of(config: OrchestratorConfig) -> Environment | None:
+    """The run's environment; None if it has none. ConfigError if it cannot be made."""
+    section = config.environment
+    return None if section is None else load_environment(section.kind, "orchestrator.environment.kind")
 
 
 def evaluation_prompts(held_out: PromptSet, config: OrchestratorConfig) -> list[Prompt]:
@@ -154,8 +164,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     """Contradictions between sections of the file, and lengths that do not fit."""
     config, services = deployment.orchestrator, deployment.services
     yield from wrong_backend(deployment)
-    needed = config.data.max_prompt_length + config.sampling.max_new_tokens
-    sum_of = f"orchestrator.data.max_prompt_length + orchestrator.sampling.max_new_tokens is {needed}"
+    needed, sum_of = config.longest_sequence
     for name, section in services.items():
         if (length := _longest(section)) is not None and length < needed:
             yield f"applications.{name}.args.max_length: {length}, but {sum_of}"

@@ -12,9 +12,10 @@ from orchestrator.algorithms.registry import parse
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.facts import DEPLOYMENT_KEYS, Facts
 from quartet.config.base import GIB, IDLE_THREADS_SLEEP, MIB, ConfigError
+from quartet.config.functions import PATH
 from quartet.security.port import GUARD
 
-FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+FUNCTION = re.compile(PATH)
 """The form of `package.module:function`."""
 TARGET = re.compile(r"(?:grpcs?://)?([\w.\[\]:-]+:\d{1,5})/?")
 """The form of the address of a service that runs."""
@@ -192,11 +193,19 @@ class _Derivation:
 
     @cached_property
     def _response(self) -> int:
-        return self._facts.max_new_tokens or min(RESPONSE, max(1, self._longest // 2))
+        environment = self._facts.environment
+        parts = 1 if environment is None else environment.parts
+        return self._facts.max_new_tokens or min(RESPONSE, max(1, self._longest // 2 // parts))
+
+    @cached_property
+    def _follows(self) -> int:
+        """Most tokens after a prompt."""
+        environment = self._facts.environment
+        return self._response if environment is None else environment.longest(self._response)
 
     @cached_property
     def _prompt(self) -> int:
-        return self._facts.prompts.max_prompt_length or min(PROMPT, max(1, self._longest - self._response))
+        return self._facts.prompts.max_prompt_length or min(PROMPT, max(1, self._longest - self._follows))
 
     @property
     def _memory_gib(self) -> float:
@@ -219,7 +228,7 @@ class _Derivation:
     def _kv_cache(self) -> int:
         """MiB for keys and values of all responses that are sampled at the same time, or an eighth of the memory."""
         cached = self._model_at(self._facts.model, "model").cached(self._dtype)
-        whole = self._facts.batch_size * (self._prompt + self._response + 128) * cached
+        whole = self._facts.batch_size * (self._prompt + self._follows + 128) * cached
         return max(64, min(-(-whole // MIB), int(self._memory_gib * 1024 / 8)))
 
     @cached_property
@@ -278,13 +287,15 @@ class _Derivation:
         return args | ({"kv_cache_mib": self._kv_cache} if self._layout.rollout < 1 else {})
 
     def _whole(self) -> int:
-        """Longest prompt + response, in tokens."""
-        return max(3, self._prompt + self._response)
+        """Longest prompt and what follows it, in tokens."""
+        return max(3, self._prompt + self._follows)
 
     def _reward(self) -> dict[str, Any]:
         # Others may have it score longer pairs than the run does.
         args = {"tokenizer": self._facts.model, "scorer": self._scorer}
-        known = (self._facts.prompts.max_prompt_length or PROMPT) + (self._facts.max_new_tokens or RESPONSE)
+        response, environment = self._facts.max_new_tokens or RESPONSE, self._facts.environment
+        follows = response if environment is None else environment.longest(response)
+        known = (self._facts.prompts.max_prompt_length or PROMPT) + follows
         return args | ({"max_length": self._whole} if known > REWARD_LENGTH else {})
 
     def _reference(self) -> dict[str, Any]:
@@ -326,6 +337,9 @@ class _Derivation:
         section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}
         section["data"] = prompts | {"max_prompt_length": lambda: self._prompt}
         section["sampling"] = {"max_new_tokens": lambda: self._response}
+        section |= (
+            {} if facts.environment is None else {"environment": facts.environment.model_dump(exclude_unset=True)}
+        )
         section["algorithm"] = {"kind": facts.algorithm.kind} | self._usual() | self._algorithm
         ranks = (facts.orchestrator.get("policy") or {}).get("ranks", layout.policy_ranks)
         policy = self._learner(facts.model, "model", ranks)
@@ -398,7 +412,7 @@ _NAMES = (
     (r"orchestrator\.data\b", "prompts"),
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
-    (r"orchestrator\.(name|seed|steps|batch_size)\b", r"\1"),
+    (r"orchestrator\.(name|seed|steps|batch_size|environment)\b", r"\1"),
     (r"(?<![\w.])grpc_options\.port\b", "port"),
     (r"(?<![\w.])http_options\.port\b", "http_port"),
 )

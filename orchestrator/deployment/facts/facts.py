@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat
 from orchestrator.config.data import PromptsConfig
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
+from orchestrator.environments.config import EnvironmentConfig
 from quartet.config.base import LAST_PORT, Config, ConfigError, Count, Dtype
 from quartet.config.explain import shown, unknown, unknown_keys
 from quartet.config.learner import LoraConfig
@@ -40,6 +41,7 @@ _STATED = {
     "host_gib": "machine.host_gib",
     "data": "prompts",
     "sampling.max_new_tokens": "max_new_tokens",
+    "environment": "environment",
     "policy.model": "model",
     "policy.dtype": "dtype",
     "policy.optimizer.learning_rate": "algorithm.learning_rate",
@@ -114,7 +116,11 @@ class Facts(Config):
     batch_size: Count = 128
     """Responses in a step."""
     max_new_tokens: Count | None = None
-    """Longest response, in tokens. Null: half of what the models take, 256 at most."""
+    """Longest response, in tokens. Null: half of what the models take, 256 at most; with an environment less, so that
+    a conversation has room."""
+    environment: EnvironmentConfig | None = None
+    """An environment that answers between responses: its `kind`, as package.module:Class, and the bounds of a
+    conversation. Text alone is its `kind`. Null: each prompt gets one response."""
     seed: NonNegativeInt = 0
     """Seed of the prompt order, the sampling and the minibatch order."""
     dtype: Dtype | None = None
@@ -148,8 +154,9 @@ class Facts(Config):
             ConfigError: a line for each wrong field.
         """
         values = {key: value for key, value in raw.items() if key != "shared"}
-        if isinstance(path := values.get("prompts"), str):
-            values["prompts"] = {"path": path}
+        for fact, field in (("prompts", "path"), ("environment", "kind")):
+            if isinstance(text := values.get(fact), str):
+                values[fact] = {field: text}
         problems = list(_repeated(values))
         try:
             facts = cls.parse(values, "")

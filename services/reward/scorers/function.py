@@ -29,7 +29,7 @@ class FunctionScorer:
         self.batch_tokens = config.batch_tokens
         self.texts = True
         self.vocab_size: int | None = None
-        source = source_of(self._function, config.function, "reward.args.scorer")
+        source = source_of(self._function, config.function, "reward.args.scorer.function")
         self.identity = pb.ScorerIdentity(
             name=f"function:{config.function}",
             model_hash=hashlib.sha256(source.encode()).hexdigest(),

@@ -182,6 +182,28 @@ def test_three_segments_of_which_one_was_sampled_are_not_a_single_turn() -> None
     assert columns.on_responses(np.asarray([7, 8])).tolist() == [7, 8, 0, 0]
 
 
+def test_steps_count_from_the_first_token_of_each_sampled_segment() -> None:
+    """q q A A t B B B, then q C, then q q D t t E."""
+    ids, lengths = np.arange(16, dtype=np.int32), np.asarray([8, 2, 6], np.int32)
+    sampled = np.asarray([0, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 1], bool)
+    columns = Columns.of(ids, lengths, sampled)
+    assert columns.turn_steps is not None
+    steps = np.concatenate(columns.turn_steps)[columns.response_mask]
+    assert [len(row) for row in columns.turn_steps] == [6, 1, 4]
+    assert steps.tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
+    assert [[part.tolist() for part in columns.segments(row)] for row in range(3)] == [
+        [[2, 3], [4], [5, 6, 7]],
+        [[9]],
+        [[12], [13, 14], [15]],
+    ]
+    alone = columns.take([1])
+    assert alone.turn_steps is None
+    # A trajectory of which nothing was sampled, at the end.
+    given = Columns.of(ids, lengths, np.where(np.arange(16) < 10, sampled, False))
+    assert given.turn_steps is not None
+    assert [len(row) for row in given.turn_steps] == [6, 1, 0]
+
+
 def test_columns_are_replaced_selected_and_left_out() -> None:
     columns = packed([a_trajectory(np.random.default_rng(0), 0)])
     changed = columns.with_rows(score=np.asarray([2.5], np.float32))

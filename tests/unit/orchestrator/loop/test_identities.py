@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from examples.second_try import SecondTry
 from orchestrator.clients import Infos
 from orchestrator.commands.beginning import first_state, resumed_state
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.loop.identities import digests, identities
+from orchestrator.loop.identities import digests, environment_identity, identities
 from orchestrator.loop.state import TrainState
 from protos import common_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
@@ -38,7 +39,7 @@ def infos(
 def kept(policy_folder: Path) -> TrainState:
     """The state of a run that began with these services, as a checkpoint has it."""
     notes: list[str] = []
-    state = first_state(make_config(policy_folder), infos(), notes.append)
+    state = first_state(make_config(policy_folder), infos(), identities(infos()), notes.append)
     assert (state.policy_version, state.critic_step) == (7, 4)
     [trained] = notes
     assert all(words in trained for words in ("4 steps", "`quartet up`", "`serve deploy`"))
@@ -81,7 +82,8 @@ def test_accepted_changes_are_told_and_are_what_the_next_checkpoint_holds(kept: 
 
 
 def test_a_run_that_loses_or_gains_a_critic_says_so(policy_folder: Path, kept: TrainState) -> None:
-    without = first_state(make_config(policy_folder), infos(with_critic=False), print)
+    now = infos(with_critic=False)
+    without = first_state(make_config(policy_folder), now, identities(now), print)
     assert (without.first_critic_step, without.critic_step) == (None, None)
     assert TrainState.model_validate_json(without.model_dump_json()) == without
     with pytest.raises(ConfigError, match=r"critic.model: critic \(.*\) when the checkpoint was taken, nothing now"):
@@ -111,6 +113,24 @@ def test_a_blend_is_compared_part_by_part_with_the_weights(kept: TrainState) -> 
         resume(state, blend("b", 0.25))
     with pytest.raises(ConfigError, match=r"reward.scorer.parts.0: 0.5 of model:a .* nothing now"):
         resume(state, infos())
+
+
+def test_another_environment_is_an_error_as_another_model_is(policy_folder: Path) -> None:
+    class Other(SecondTry):
+        identity = "another"
+
+    before = identities(infos()) | environment_identity(SecondTry())
+    state = first_state(make_config(policy_folder), infos(), before, print)
+    assert resumed_state(state, before, accept=False, note=print) == state
+    for now in (
+        identities(infos()) | environment_identity(Other()),
+        identities(infos()) | environment_identity(None),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^environment: examples.second_try:SecondTry \(.* when the checkpoint"
+        ):
+            resumed_state(state, now, accept=False, note=print)
+        assert resumed_state(state, now, accept=True, note=print).services == now
 
 
 def test_scores_of_another_scorer_are_not_taken_from_the_journal(tmp_path: Path, policy_folder: Path) -> None:

@@ -130,6 +130,11 @@ def test_what_overlaps_counts_once_and_goes_on_over_the_windows_edge() -> None:
             [span("loop", "logprobs", 0, 1), span("values", "value", 0, 1)],
             {LOOP: "logprobs", "rollout": "scoring", "policy": "scoring"},
         ),
+        # An environment answers before the next turn is sampled.
+        (
+            [span("loop", "samples", 0, 1), span("environment", "answer", 0, 1)],
+            {LOOP: "samples", "rollout": "environment", "policy": "rollout"},
+        ),
         # Training has begun and neither learner has.
         ([span("loop", "training", 0, 1)], {LOOP: "training", "rollout": LOOP, "policy": LOOP}),
         # The wait that began last counts.

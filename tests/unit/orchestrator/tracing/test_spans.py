@@ -97,6 +97,21 @@ def test_a_long_step_is_written_on_the_way_and_a_cut_forgets_it() -> None:
     assert spans.since(-1.0) == []
 
 
+def test_a_sample_that_is_in_a_later_turn_stays_under_way_when_the_call_of_an_earlier_one_ends() -> None:
+    clock = Clock()
+    with Spans(lambda spans: None, clock) as spans:
+        stages = SampleStages(spans)
+        first = stages("generate", [7, 8])
+        finished = first.__enter__()
+        finished(7)
+        clock.now = 1.0
+        with stages("generate", [7]):
+            first.__exit__(None, None, None)
+            clock.now = 3.0
+            assert str(stages) == "rollout: 1 sample for up to 2 s, the first is number 7"
+        assert str(stages) == "no service works on a sample"
+
+
 def test_without_a_run_nothing_is_kept() -> None:
     UNTRACED.on("rollout")("x").end()
     assert UNTRACED.since(-1.0) == []

@@ -8,6 +8,7 @@ import torch
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.policy.trainer import PolicyTrainer
+from quartet.columns import Columns
 from quartet.config.learner import OptimizerConfig, PolicyConfig
 from quartet.models.distribution import Distribution, end_ids
 from quartet.models.sequences import PairTensors, concatenate_pairs, pad_pairs
@@ -137,6 +138,49 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
         ]
         for value, wanted in zip(actual[index].tolist(), expected, strict=True):
             assert wanted is None or value == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_ends_are_left_out_before_their_time_in_each_segment_that_was_sampled(
+    policy_folder: Path, packing: bool
+) -> None:
+    """As by an engine, which samples each segment in a call of its own, from all tokens before it."""
+    distribution = Distribution(0.9, vocabulary=len(WORDS), min_new_tokens=2, end_ids=(EOS,))
+    rng = np.random.default_rng(4)
+    turns = [
+        [rng.integers(4, 64, length).astype(np.int32) for length in row]
+        for row in ((3, 4, 2, 5), (2, 3), (1, 1, 3, 2, 1, 4))
+    ]
+    parts = [part for row in turns for part in row]
+    marks = np.concatenate([np.full(len(part), at % 2 == 1) for row in turns for at, part in enumerate(row)])
+    lengths = [sum(map(len, row)) for row in turns]
+    columns = Columns.of(np.concatenate(parts), np.asarray(lengths, np.int32), marks)
+    config = PolicyConfig(
+        model=str(policy_folder),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        packing=packing,
+        micro_batch_tokens=20,
+    )
+    learner = PolicyTrainer(config, PPO(), distribution)
+    actual = learner.logprobs(columns)
+    calls = [(np.concatenate(row[:at]), row[at]) for row in turns for at in range(1, len(row), 2)]
+    expected = np.concatenate(
+        [learner.logprobs(Columns.of_pairs([prompt], [response])) for prompt, response in calls]
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    frozen = FrozenModel(
+        ReferenceConfig(model=str(policy_folder), dtype="float32", packing=packing, batch_tokens=20),
+        torch.device("cpu"),
+    )
+    steps = columns.turn_steps
+    assert steps is not None
+    # The second is one segment, and its steps may be left out.
+    questions = [
+        Question(prompt, response, distribution, None if row == 1 else steps[row])
+        for row, (prompt, response) in enumerate(zip(columns.prompts, columns.responses, strict=True))
+    ]
+    reference = np.concatenate(frozen.logprobs(questions))[columns.response_mask]
+    np.testing.assert_allclose(reference, expected, atol=1e-5)
 
 
 def _at(step: int) -> Distribution:

@@ -29,7 +29,7 @@ def reference() -> Any:
         made.passes.append(len(questions))
         return [response.astype(np.float32) for _, response in questions]
 
-    made._question, made._distribution = (lambda p, r, asked: (p, r)), dict
+    made._question, made._distribution = (lambda p, r, asked, steps: (p, r)), dict
     made._tokens = 60
     made._admission = Admission(LimitsConfig(max_call_rows=16))
     made._batcher = Batcher(logprobs, batch_tokens=8, batch_s=10)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from protos import reward_pb2 as pb
+from quartet.columns import Columns
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
@@ -62,6 +63,19 @@ def test_a_response_ended_as_its_sampler_says() -> None:
     assert [s.pair.ended for s in decode(ENCODER, by_ids(*pairs, ended=[True, False]))] == [True, False]
     with pytest.raises(InvalidArgument, match=r"^ended: 1 for 2 pairs; send one each, or none$"):
         decode(ENCODER, by_ids(*pairs, ended=[True]))
+
+
+def test_a_conversation_is_one_text_and_its_parts() -> None:
+    """What an environment said between two responses is part of the response, and may be told from it."""
+    marks = np.asarray([False, False, True, True, False, True, False, True, True])
+    columns = Columns.of(
+        np.asarray([BOS, 5, 8, EOS, 20, 9, BOS, 8, EOS], np.int32), np.asarray([6, 3], np.int32), marks
+    )
+    two, one = decode(ENCODER, pb.ScoreRequest(tokens=columns.pack(), ended=[True, False]))
+    assert two.response_ids.tolist() == [8, EOS, 20, 9]
+    assert two.pair == Pair("w5", "w8 w20 w9", ended=True, texts=("w8", "w20", "w9"))
+    assert one.pair == Pair("", "w8", ended=False)
+    assert (two.pair.last, one.pair.last) == ("w9", "w8")
 
 
 def test_ids_beyond_the_tokenizer_are_taken_where_the_model_has_them() -> None:

@@ -85,6 +85,35 @@ def test_what_is_required_is_enough(facts: dict[str, Any], tmp_path: Path) -> No
     assert (run.policy.dtype, run.algorithm.old_logprobs) == ("float32", "rollout")
 
 
+def test_an_environment_is_one_fact_and_all_lengths_have_room_for_its_conversations(
+    facts: dict[str, Any], tmp_path: Path
+) -> None:
+    """The models take 128 tokens: half of them are two responses and an answer, the rest a prompt."""
+    deployment = loaded(facts | {"environment": "examples.second_try:SecondTry"}, tmp_path)
+    inputs = preflight(deployment)
+    assert inputs.environment is not None
+    run = deployment.orchestrator
+    assert run.environment is not None
+    assert run.environment.kind == inputs.environment.name == "examples.second_try:SecondTry"
+    assert (run.sampling.max_new_tokens, run.longest_response) == (21, 63)
+    assert run.longest_sequence[0] == 128 == args(deployment.raw, "rollout")["max_length"]
+    bounds = {"kind": "examples.second_try:SecondTry", "max_turns": 3, "max_tokens": 50}
+    deployment = loaded(facts | {"environment": bounds, "max_new_tokens": 10}, tmp_path)
+    run = deployment.orchestrator
+    assert (run.data.max_prompt_length, run.longest_response) == (78, 50)
+    assert run.environment is not None
+    assert run.environment.max_turns == 3
+
+
+def test_what_is_wrong_with_an_environment_is_told_by_its_fact(facts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^environment.kind: 'no_such_file:Thing' should be package.module:name"):
+        preflight(loaded(facts | {"environment": "no_such_file:Thing"}, tmp_path))
+    [line] = complaints(facts | {"environment": {"kind": "a:B", "max_tokens": 30}, "max_new_tokens": 15}, tmp_path)
+    assert "environment.max_tokens (30) must be more than twice" in line
+    stated = complaints(facts | {"orchestrator": {"environment": {"kind": "a:B"}}}, tmp_path)
+    assert "orchestrator.environment: is stated by environment; set that, and leave this out" in stated
+
+
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 8])
 def test_every_number_of_gpus_has_a_file_that_is_fine(facts: dict[str, Any], tmp_path: Path, gpus: int) -> None:
     deployment = loaded(facts | {"machine": {"gpus": gpus, "gpu_gib": 79, "host_gib": 500}}, tmp_path)

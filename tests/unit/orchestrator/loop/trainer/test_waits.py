@@ -16,6 +16,8 @@ async def test_every_stage_of_every_sample_is_recorded_once(policy_folder: Path,
     stage = Stage(policy_folder, loop={"max_staleness": ahead})
     await stage.run()
     for name, track in TRACKS.items():
+        if name == "answer":  # of an environment, which this run has not
+            continue
         spans = [span for span in stage.written if (span.name, span.track) == (name, track)]
         numbers = [span.args["sample"] for span in spans if "sample" in span.args]
         # Two in each of three steps. What runs ahead has its log-probs taken by the batch.

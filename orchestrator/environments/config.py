@@ -1,0 +1,44 @@
+"""Settings of a run whose responses an environment answers."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from quartet.config.base import Config, Count, Seconds, matching
+from quartet.config.functions import PATH
+
+
+class EnvironmentConfig(Config):
+    """An environment, and the bounds of its conversations."""
+
+    kind: Annotated[str, matching(PATH, "module:Class")]
+    """`package.module:Class` of the environment (orchestrator/environments/contract.py), found as reward functions
+    are."""
+    max_turns: Annotated[int, Field(ge=2)] = 2
+    """Most responses in a conversation. The environment is not asked after the last of them."""
+    max_tokens: Count | None = None
+    """Most tokens of a conversation after its prompt: responses and answers. A response is only begun where
+    sampling.max_new_tokens fit, so that this limit cuts none off; a conversation that it ends counts as truncated.
+    Null: room for max_turns responses of sampling.max_new_tokens, and for answers of as many between them."""
+    answer_s: Seconds = 60
+    """Longest time, in seconds, for one answer."""
+    attempts: Count = 3
+    """Times that the environment is asked for an answer, if it fails or is late, before the run ends."""
+
+    def longest(self, response: int) -> int:
+        """Most tokens after a prompt, where a response has at most `response`."""
+        return self.max_tokens or self.parts * response
+
+    @property
+    def parts(self) -> int:
+        """Most responses and answers of a conversation together."""
+        return 2 * self.max_turns - 1
+
+    @property
+    def longest_answer_s(self) -> float:
+        """Longest time for one answer, attempts included."""
+        return self.attempts * (self.answer_s + self.attempts * PAUSE_S)
+
+
+PAUSE_S = 1.0
+"""Seconds before the second attempt, twice as many before the third, and so on."""

@@ -1,0 +1,100 @@
+"""The contract of an environment: what comes after a finished response, before the policy samples again.
+
+A new one is a class in a file of the user's, and a line in the run's file, `environment: my_file:Patient`:
+
+    class Patient(Environment):
+
+        def answer(self, turn: Turn) -> Answer:
+            return None if turn.label in turn.response else "No. Try again: "
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.config.base import ConfigError
+from quartet.config.functions import imported, source_of
+from quartet.wire.codec import Ints
+
+Answer = str | Sequence[Mapping[str, Any]] | Sequence[int] | Ints | None
+"""Text, which is tokenised as it stands; or chat messages, which the tokenizer's template renders as what follows the
+response, up to where the next one begins; or token ids. None ends the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A finished response, and what came before it."""
+
+    number: int
+    """Number of the response in its conversation, from 1."""
+    sample: int
+    """Number of the sample in its run; the same conversation has another one in each pass over the data."""
+    row: int
+    """Row of the prompt in the data set."""
+    prompt: str
+    """Text of the prompt."""
+    label: str
+    """Label of the prompt; empty if there is none."""
+    texts: tuple[str, ...]
+    """Everything after the prompt as text, without special tokens: a response, the answer to it, a response."""
+    ids: Ints
+    """All token ids, [T]: of the prompt, the responses and the answers."""
+    ended: bool
+    """False if the length limit cut the last response off."""
+
+    @property
+    def response(self) -> str:
+        """Text of the last response."""
+        return self.texts[-1]
+
+
+class Environment(ABC):
+    """Answers responses. One object answers all conversations of a run, several at the same time.
+
+    An answer should follow from the turn alone: a conversation that is lost with its run begins again with the same
+    seed, and has to come to the same end.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @property
+    def identity(self) -> str:
+        """Digest of everything that decides the answers: samples are only compared, or read from a journal, where it
+        is the same. By default of the source of the class's file."""
+        return hashlib.sha256(source_of(type(self), self.name, "orchestrator.environment").encode()).hexdigest()
+
+    @abstractmethod
+    def answer(self, turn: Turn) -> Answer | Awaitable[Answer]:
+        """The tokens that follow the response. A plain function is called in a thread of its own; a coroutine
+        function on the event loop of the run, which it must not block.
+
+        An exception, or no answer in time, makes the run ask again, and then end with an error.
+        """
+
+
+def load_environment(path: str, field: str) -> Environment:
+    """The environment at `module:Class`, which stands at `field` of the configuration.
+
+    Raises:
+        ConfigError: it does not exist, is not a class of Environment, has no source to identify it by, or cannot be
+            made without arguments.
+    """
+    kind = imported(path, field)
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ConfigError(
+            f"{field}: {path!r} should be a class of Environment (orchestrator/environments/contract.py), "
+            f"got {kind!r}"
+        )
+    try:
+        environment = kind()
+        _ = environment.identity
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code, which may raise anything
+        raise ConfigError(f"{field}: {path}() fails with {type(error).__name__}: {error}") from None
+    return environment

@@ -1,0 +1,190 @@
+"""Answers of an environment: asked for within bounds, and turned into token ids."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Self, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.data.rendering import follow
+from orchestrator.environments.config import PAUSE_S
+from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.experience.beside import in_thread
+from orchestrator.experience.conversation import Conversation
+from quartet.config.base import ConfigError
+from quartet.wire.codec import Ints
+from quartet.wire.identity import vocabulary_size
+
+Messages = Sequence[Mapping[str, Any]]
+THREADS = 64
+"""Most conversations that a plain function answers at a time, each in a thread."""
+
+
+class Answers:
+    """Asks an environment about the finished responses of a run."""
+
+    def __init__(
+        self, environment: Environment, config: OrchestratorConfig, tokenizer: Any, end_ids: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            environment: the one that the configuration names.
+            config: bounds of the conversations and of responses.
+            tokenizer: the policy's.
+            end_ids: the tokens that end a response.
+        """
+        assert config.environment is not None
+        self._environment, self._config, self._tokenizer = environment, config.environment, tokenizer
+        self._end_ids, self._room = frozenset(end_ids), config.longest_response - config.sampling.max_new_tokens
+        self._vocabulary = vocabulary_size(tokenizer)
+        self._waits = inspect.iscoroutinefunction(environment.answer)
+        self._threads: AbstractAsyncContextManager[None] = (
+            nullcontext() if self._waits else asyncio.Semaphore(THREADS)
+        )
+        self._rendering = asyncio.Lock()
+        self._waiting: list[tuple[Messages, str, asyncio.Future[str]]] = []
+
+    @classmethod
+    def of(
+        cls, environment: Environment | None, config: OrchestratorConfig, tokenizer: Any, end_ids: Sequence[int]
+    ) -> Self | None:
+        """Those of the run's environment; None if it has none."""
+        return None if environment is None else cls(environment, config, tokenizer, end_ids)
+
+    async def to(self, conversation: Conversation) -> Conversation:
+        """The conversation with an answer, after which the policy responds again; or as it ends: after its last turn,
+        where the environment gives None, or where another response may not fit.
+
+        Raises:
+            ConfigError: the environment failed or was late, as often as it may be asked, or gave something that is
+                no answer.
+        """
+        if conversation.turn == self._config.max_turns:
+            return conversation
+        response = self._text(conversation.segments[-1].ids)
+        conversation = replace(conversation, texts=(*conversation.texts, response))
+        if (ids := await self._ids(conversation)) is None:
+            return conversation
+        if conversation.follows + len(ids) > self._room:
+            return replace(conversation, truncated=True)
+        return replace(conversation.answered(ids), texts=(*conversation.texts, self._text(ids)))
+
+    async def _ids(self, conversation: Conversation) -> Ints | None:
+        turn = _turn(conversation)
+        where = (
+            f"environment {self._environment.name}: sample {turn.sample}, prompt row {turn.row}, turn {turn.number}"
+        )
+        answer = await self._answer(turn, where)
+        if answer is None:
+            return None
+        if isinstance(answer, str):
+            ids = self._tokenised(answer, where)
+        elif _is_messages(answer):
+            ids = self._tokenised(await self._rendered(answer, where), where)
+            # The template's end of a turn, unless the response brought one.
+            if turn.ended and len(ids) and int(ids[0]) in self._end_ids:
+                ids = ids[1:]
+        else:
+            ids = _as_ids(answer, where)
+        if not len(ids):
+            raise ConfigError(f"{where}: gave an answer without tokens; None ends a conversation")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise ConfigError(f"{where}: gave ids outside the tokenizer's vocabulary (0 to {self._vocabulary - 1})")
+        return ids.astype(np.int32)
+
+    async def _answer(self, turn: Turn, where: str) -> Answer:
+        """The environment's answer, at one of the attempts."""
+        config = self._config
+        for attempt in range(1, config.attempts + 1):
+            try:
+                async with self._threads, asyncio.timeout(config.answer_s) as limit:
+                    return await self._asked(turn)
+            except Exception as error:  # the user's own code, which may raise anything
+                late = isinstance(error, TimeoutError) and limit.expired()
+                if attempt == config.attempts:
+                    reason = f"gave no answer within {config.answer_s:g} s" if late else f"failed with {error!r}"
+                    raise ConfigError(
+                        f"{where}: {reason}, the last of {attempt} attempts (orchestrator.environment.answer_s, "
+                        "attempts); mend it, and go on with --resume"
+                    ) from error
+            await asyncio.sleep(attempt * PAUSE_S)
+        raise AssertionError("an attempt returns or raises")
+
+    async def _asked(self, turn: Turn) -> Answer:
+        ask: Any = self._environment.answer
+        if self._waits:
+            given: Answer = await ask(turn)
+        else:
+            given = await in_thread(lambda: ask(turn), f"environment, sample {turn.sample}")
+        return given
+
+    async def _rendered(self, messages: Messages, where: str) -> str:
+        """The text of the messages behind a response. One rendering at a time, each for all that wait by then, since
+        each takes a process."""
+        text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((messages, where, text))
+        async with self._rendering:
+            if not text.done():
+                together, self._waiting = self._waiting, []
+                asked, places, texts = zip(*together, strict=True)
+                try:
+                    rendered = await in_thread(lambda: follow(asked, self._tokenizer, places), "chat template")
+                except Exception as error:
+                    for one in texts:
+                        if not one.done():
+                            one.set_exception(error)
+                except asyncio.CancelledError:  # with the whole run, whose other conversations end too
+                    for one in texts:
+                        one.cancel()
+                    raise
+                else:
+                    for one, its in zip(texts, rendered, strict=True):
+                        if not one.done():
+                            one.set_result(its)
+        return await text
+
+    def _tokenised(self, text: str, where: str) -> NDArray[np.int64]:
+        try:
+            return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+        except Exception as error:  # such as for half of a character
+            raise ConfigError(f"{where}: its answer cannot be tokenised: {error}") from None
+
+    def _text(self, ids: Ints) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def _turn(conversation: Conversation) -> Turn:
+    request = conversation.request
+    return Turn(
+        number=conversation.turn,
+        sample=request.number,
+        row=request.prompt.row,
+        prompt=request.prompt.text,
+        label=request.prompt.label,
+        texts=conversation.texts,
+        ids=conversation.ids,
+        ended=not conversation.truncated,
+    )
+
+
+def _is_messages(answer: Any) -> TypeGuard[Messages]:
+    return isinstance(answer, Sequence) and len(answer) > 0 and all(isinstance(each, Mapping) for each in answer)
+
+
+def _as_ids(answer: Any, where: str) -> NDArray[np.int64]:
+    """Token ids, [T]."""
+    try:
+        ids = np.asarray(answer)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError
+        return ids.astype(np.int64)
+    except (ValueError, TypeError, OverflowError):
+        raise ConfigError(
+            f"{where}: gave {str(answer)[:80]!r}; should give text, chat messages, token ids, or None"
+        ) from None

@@ -1,0 +1,80 @@
+"""A conversation: a prompt and a response, or several with answers between them, while it is sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from orchestrator.experience.requests import SampleRequest
+from quartet.columns import Columns
+from quartet.trajectory import Segment, Trajectory, columns_of
+from quartet.wire.codec import Ints
+from services.rollout.sample import FinishReason, Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """What has come of one sample. Its last segment is sampled, unless another response is to follow."""
+
+    request: SampleRequest
+    segments: tuple[Segment, ...]
+    texts: tuple[str, ...] = ()
+    """Text of each segment after the prompt; only where an environment reads them."""
+    turn: int = 0
+    """Number of responses."""
+    kept: int = 0
+    """Number of their tokens that came from replicas which did not finish the response."""
+    truncated: bool = False
+    """True if the limit on length cut the last response off, or left no room for another one."""
+
+    @classmethod
+    def of(cls, request: SampleRequest) -> Self:
+        """The prompt."""
+        return cls(request, (Segment(request.prompt.prompt_ids),))
+
+    @property
+    def ids(self) -> Ints:
+        """All tokens, [T]; a prompt alone is not copied."""
+        if len(self.segments) == 1:
+            return self.segments[0].ids
+        return np.concatenate([segment.ids for segment in self.segments])
+
+    @property
+    def follows(self) -> int:
+        """Number of tokens after the prompt."""
+        return sum(len(segment.ids) for segment in self.segments[1:])
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the next response. With that of the first, the engine would draw the same numbers again."""
+        seed = self.request.seed
+        if seed is None or self.turn == 0:
+            return seed
+        return int(np.random.SeedSequence([seed, self.turn]).generate_state(1, np.uint64)[0] >> 1)
+
+    def responded(self, sample: Sample) -> Self:
+        """With another response."""
+        return replace(
+            self,
+            segments=(*self.segments, sample.segment),
+            turn=self.turn + 1,
+            kept=self.kept + sample.kept,
+            truncated=sample.finish_reason is FinishReason.LENGTH,
+        )
+
+    def answered(self, ids: Ints) -> Self:
+        """With another answer."""
+        return replace(self, segments=(*self.segments, Segment(ids)))
+
+
+def trajectories(conversations: Sequence[Conversation]) -> Columns:
+    """The conversations as columns, with what the rollout service says about them."""
+    made = [
+        Trajectory(each.request.number, each.request.group, each.request.prompt.row, each.segments)
+        for each in conversations
+    ]
+    return columns_of(made).with_rows(
+        truncated=np.asarray([each.truncated for each in conversations], np.bool_),
+        kept=np.asarray([each.kept for each in conversations], np.int32),
+    )

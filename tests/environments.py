@@ -1,0 +1,23 @@
+"""Environments for tests, named by import path."""
+
+import asyncio
+from pathlib import Path
+
+from examples.second_try import SecondTry
+from orchestrator.environments.contract import Answer, Turn
+
+HOLD, HELD = Path("hold"), Path("held")
+"""Files in the folder of a run: while the first is there, answers wait, and the second has a line for each."""
+
+
+class Held(SecondTry):
+    """Gives a second try as SecondTry does, but keeps conversations between their turns while HOLD exists."""
+
+    async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+        """Waits, and answers."""
+        if HOLD.exists():
+            with HELD.open("a") as file:
+                file.write(f"{turn.sample}\n")
+        while HOLD.exists():
+            await asyncio.sleep(0.05)
+        return super().answer(turn)

@@ -1,0 +1,89 @@
+"""Environments named by import path, as reward functions are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.second_try import SecondTry
+from orchestrator.environments.config import EnvironmentConfig
+from orchestrator.environments.contract import load_environment
+from quartet.config.base import ConfigError
+
+FIELD = "orchestrator.environment.kind"
+GOOD = """
+from orchestrator.environments.contract import Environment
+
+
+class Silent(Environment):
+    def answer(self, turn):
+        return None
+
+
+class Picky(Silent):
+    def __init__(self):
+        raise OSError("no such tool")
+
+
+class Unfinished(Environment):
+    pass
+
+
+class Versioned(Silent):
+    identity = "tool 3"
+"""
+
+
+def test_the_example_is_found_by_its_path() -> None:
+    environment = load_environment("examples.second_try:SecondTry", FIELD)
+    assert isinstance(environment, SecondTry)
+    assert environment.name == "examples.second_try:SecondTry"
+    assert environment.identity == SecondTry().identity
+
+
+def test_its_identity_follows_from_its_source_unless_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    found: list[str] = []
+    for source in (GOOD, GOOD.replace("return None", "return 'again'")):
+        module = f"environment_{len(found)}_of_a_user"
+        (tmp_path / f"{module}.py").write_text(source)
+        found.append(load_environment(f"{module}:Silent", FIELD).identity)
+        assert load_environment(f"{module}:Versioned", FIELD).identity == "tool 3"
+        del sys.modules[module]
+    assert len({*found}) == 2
+    assert all(len(digest) == 64 for digest in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("a_module_that_is_not_there:Silent", "should be package.module:name, but cannot be imported"),
+        ("environment_of_a_user:Missing", "cannot be imported"),
+        ("environment_of_a_user:Picky", r"environment_of_a_user:Picky\(\) fails with OSError: no such tool"),
+        ("environment_of_a_user:Unfinished", "fails with TypeError: .*abstract"),
+        ("posixpath:basename", "should be a class of Environment"),
+        ("builtins:dict", "should be a class of Environment"),
+    ],
+)
+def test_what_is_no_environment_is_told_with_its_field(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "environment_of_a_user.py").write_text(GOOD)
+    monkeypatch.delitem(sys.modules, "environment_of_a_user", raising=False)
+    with pytest.raises(ConfigError, match=f"^{FIELD}: .*{said}"):
+        load_environment(path, FIELD)
+
+
+def test_bounds_of_a_conversation() -> None:
+    two = EnvironmentConfig(kind="a:B")
+    assert (two.max_turns, two.longest(10)) == (2, 30)
+    assert EnvironmentConfig(kind="a:B", max_turns=4, max_tokens=77).longest(10) == 77
+    # 3 attempts of 60 s, and pauses of 1 and 2 s between them.
+    assert two.longest_answer_s >= 3 * 60 + 1 + 2
+    with pytest.raises(ConfigError, match=r"environment\.max_turns"):
+        EnvironmentConfig.parse({"kind": "a:B", "max_turns": 1}, "environment")
+    with pytest.raises(ConfigError, match=r"environment\.kind: should be module:Class"):
+        EnvironmentConfig.parse({"kind": "print(1)"}, "environment")

@@ -1,0 +1,231 @@
+"""Answers of environments: as text, messages or ids, in time, within bounds; and what is none."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.data.rendering import follow
+from orchestrator.environments.contract import Answer, Environment, Turn
+from orchestrator.experience import answers as module
+from orchestrator.experience.answers import Answers
+from orchestrator.experience.conversation import Conversation
+from quartet.config.base import ConfigError
+from services.rollout.sample import FinishReason, Sample
+from tests.models import EOS, make_tokenizer
+from tests.unit.fakes import make_config, make_requests
+
+TEMPLATE = (
+    "{% for m in messages %}w4 {{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}w5{% endif %}"
+)
+
+
+class Told(Environment):
+    """Answers by a function of the turn."""
+
+    name = "told"
+    identity = "told"
+
+    def __init__(self, answer: Callable[[Turn], Any]) -> None:
+        self.turns: list[Turn] = []
+        self._answer = answer
+
+    def answer(self, turn: Turn) -> Answer:
+        self.turns.append(turn)
+        given: Answer = self._answer(turn)
+        return given
+
+
+class Awaited(Told):
+    async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().answer(turn)
+
+
+def asking(folder: Path, environment: Environment, **bounds: Any) -> Answers:
+    given = {"kind": "a:B", "max_tokens": 40} | bounds
+    config = make_config(folder, environment=given, sampling={"max_new_tokens": 4})
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Answers(environment, config, tokenizer, (EOS,))
+
+
+def after(*ids: int, reason: FinishReason = FinishReason.STOP, number: int = 0) -> Conversation:
+    """A prompt, and a response of these tokens."""
+    sample = Sample(0, np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), reason, ((1, 0, len(ids)),))
+    return Conversation.of(make_requests(number + 1)[number]).responded(sample)
+
+
+def always(answer: Any) -> Callable[[Turn], Any]:
+    return lambda turn: answer
+
+
+def segments(conversation: Conversation) -> list[list[int]]:
+    return [segment.ids.tolist() for segment in conversation.segments]
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("kind", [Told, Awaited])
+async def test_text_becomes_the_next_given_segment(kind: type[Told], policy_folder: Path) -> None:
+    environment = kind(lambda turn: "w7 w8")
+    answered = await asking(policy_folder, environment).to(after(12, EOS))
+    # Without the token that the tokenizer puts before a text of its own.
+    assert segments(answered) == [[10], [12, EOS], [7, 8]]
+    assert not answered.segments[-1].sampled
+    assert answered.texts == ("w12", "w7 w8")
+    [turn] = environment.turns
+    assert (turn.number, turn.sample, turn.row, turn.prompt, turn.label) == (1, 0, 0, "w10", "0")
+    assert (turn.response, turn.texts, turn.ended, turn.ids.tolist()) == ("w12", ("w12",), True, [10, 12, EOS])
+
+
+async def test_ids_are_taken_as_they_are(policy_folder: Path) -> None:
+    for ids in ([7, 8], np.asarray([7, 8]), (7, 8)):
+        answered = await asking(policy_folder, Told(always(ids))).to(after(12))
+        assert segments(answered) == [[10], [12], [7, 8]]
+        assert answered.segments[-1].ids.dtype == np.int32
+
+
+async def test_messages_are_rendered_behind_the_response_and_the_response_never_again(policy_folder: Path) -> None:
+    environment = Told(lambda turn: [{"role": "w20", "content": "w30 w31"}])
+    # The response brought the end of its turn: the template's is left out.
+    ended = await asking(policy_folder, environment).to(after(12, EOS))
+    assert segments(ended)[2] == [4, 20, 30, 31, EOS, 5]
+    cut_off = await asking(policy_folder, environment).to(after(12, 13, reason=FinishReason.LENGTH))
+    assert segments(cut_off)[2] == [EOS, 4, 20, 30, 31, EOS, 5]
+    assert [turn.ended for turn in environment.turns] == [True, False]
+
+
+async def test_messages_that_come_together_are_rendered_together(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[int] = []
+
+    def counted(asked: Any, *rest: Any) -> list[str]:
+        rendered.append(len(asked))
+        return follow(asked, *rest)
+
+    monkeypatch.setattr(module, "follow", counted)
+    answers = asking(policy_folder, Awaited(lambda turn: [{"role": "w20", "content": f"w{30 + turn.sample}"}]))
+    given = await asyncio.gather(*(answers.to(after(12, EOS, number=number)) for number in range(6)))
+    assert [segments(each)[2] for each in given] == [[4, 20, 30 + number, EOS, 5] for number in range(6)]
+    assert sum(rendered) == 6
+    assert len(rendered) <= 2
+
+
+async def test_a_conversation_ends_by_none_and_after_its_last_turn(policy_folder: Path) -> None:
+    silent = Told(lambda turn: None)
+    conversation = after(12, EOS)
+    assert segments(await asking(policy_folder, silent).to(conversation)) == [[10], [12, EOS]]
+    environment = Told(lambda turn: "w7")
+    answers = asking(policy_folder, environment, max_turns=3)
+    for number in (1, 2, 3):
+        conversation = await answers.to(conversation)
+        assert len(environment.turns) == min(number, 2)
+        if number < 3:
+            conversation = conversation.responded(sample_of(13))
+    assert segments(conversation) == [[10], [12, EOS], [7], [13], [7], [13]]
+    assert environment.turns[1].texts == ("w12", "w7", "w13")
+    assert not conversation.truncated
+
+
+def sample_of(*ids: int) -> Sample:
+    return Sample(
+        0, np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), FinishReason.STOP, ((1, 0, len(ids)),)
+    )
+
+
+async def test_no_response_is_begun_for_which_there_may_not_be_room(policy_folder: Path) -> None:
+    """Of 10 tokens a response has 2 and the next one may have 4: an answer of 4 fits, and one of 5 does not."""
+    for length, fits in ((4, True), (5, False)):
+        answers = asking(policy_folder, Told(always([7] * length)), max_tokens=10)
+        answered = await answers.to(after(12, EOS))
+        assert answered.segments[-1].sampled is not fits
+        assert answered.truncated is not fits
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("", "an answer without tokens"),
+        ([], "an answer without tokens"),
+        ([64], r"ids outside the tokenizer's vocabulary \(0 to 63\)"),
+        ([-1], "ids outside the tokenizer's vocabulary"),
+        ([1 << 40], "ids outside the tokenizer's vocabulary"),
+        ([0.5], r"gave '\[0.5\]'; should give text, chat messages, token ids, or None"),
+        ([[1], [2]], "should give text, chat messages, token ids, or None"),
+        (7, "should give text, chat messages, token ids, or None"),
+        (b"w7", "should give text"),
+        ("\ud800", "cannot be tokenised"),
+    ],
+)
+async def test_what_is_no_answer_is_told_with_its_place(answer: Any, said: str, policy_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^environment told: sample 0, prompt row 0, turn 1: .*{said}"):
+        await asking(policy_folder, Told(always(answer))).to(after(12))
+
+
+async def test_a_failure_is_tried_again_and_then_told(policy_folder: Path) -> None:
+    tried: list[int] = []
+
+    def fails(turn: Turn) -> Answer:
+        tried.append(turn.number)
+        if len(tried) % 4:
+            raise OSError("the tool is gone")
+        return "w7"
+
+    answers = asking(policy_folder, Told(fails))
+    with pytest.raises(
+        ConfigError, match=r"turn 1: failed with OSError\('the tool is gone'\), the last of 3 attempts"
+    ):
+        await answers.to(after(12))
+    assert len(tried) == 3
+    assert segments(await answers.to(after(12))) == [[10], [12], [7]]  # the fourth works
+
+
+@pytest.mark.parametrize("kind", [Told, Awaited])
+async def test_a_late_answer_is_a_failure_and_never_waited_for(kind: type[Told], policy_folder: Path) -> None:
+    never = threading.Event()
+
+    class Stuck(kind):  # type: ignore[valid-type, misc]
+        pass
+
+    if kind is Awaited:
+
+        async def forever(self: Any, turn: Turn) -> None:
+            await asyncio.Event().wait()
+
+        Stuck.answer = forever
+    else:
+        Stuck.answer = lambda self, turn: never.wait()
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(ConfigError, match=r"gave no answer within 0.05 s, the last of 2 attempts"):
+                await asking(policy_folder, Stuck(lambda turn: None), answer_s=0.05, attempts=2).to(after(12))
+    finally:
+        never.set()
+
+
+async def test_its_own_timeout_is_told_as_its_failure(policy_folder: Path) -> None:
+    def late(turn: Turn) -> Answer:
+        raise TimeoutError("the tool took too long")
+
+    with pytest.raises(ConfigError, match=r"failed with TimeoutError\('the tool took too long'\)"):
+        await asking(policy_folder, Told(late), attempts=1).to(after(12))
+
+
+async def test_a_template_that_changes_a_response_is_refused(policy_folder: Path) -> None:
+    answers = asking(policy_folder, Told(lambda turn: [{"role": "user", "content": "w7"}]))
+    answers._tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not write a response once and as it is"):
+        await answers.to(after(12))
+    answers._tokenizer.chat_template = "{{ raise_exception('no second turn') }}"
+    with pytest.raises(ConfigError, match="turn 1: the chat template refuses the messages: no second turn"):
+        await answers.to(after(12))
