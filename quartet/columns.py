@@ -209,9 +209,9 @@ class Columns:
 
     def segments(self, row: int) -> list[Array]:
         """The ids of each segment of a trajectory after its prompt, as views: sampled, given, sampled."""
-        ids = self.responses[row]
-        mask = self.sampled[self.answered][slice(*self.responses.bounds(row))]
-        return np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
+        start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
+        response = slice(start + int(self.prompt_lengths[row]), end)
+        return np.split(self.ids[response], np.flatnonzero(np.diff(self.sampled[response])) + 1)
 
     def on_responses(self, values: Array) -> Array:
         """[sum of T] a number for each token of `responses`, from one for each sampled token; zeros at given ones."""

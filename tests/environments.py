@@ -11,13 +11,15 @@ HOLD, HELD = Path("hold"), Path("held")
 
 
 class Held(SecondTry):
-    """Gives a second try as SecondTry does, but keeps conversations between their turns while HOLD exists."""
+    """Gives a second try as SecondTry does, in a message, but keeps conversations between their turns while HOLD
+    exists."""
 
     async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
-        """Waits, and answers."""
+        """Waits, and answers a message."""
         if HOLD.exists():
             with HELD.open("a") as file:
                 file.write(f"{turn.sample}\n")
         while HOLD.exists():
             await asyncio.sleep(0.05)
-        return super().answer(turn)
+        answer = super().answer(turn)
+        return None if answer is None else [{"role": "user", "content": answer}]

@@ -95,7 +95,7 @@ class Encoder:
         if not self._texts:
             return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
         texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
-        eos = self._tokenizer.eos_token_id
+        eos, several = self._tokenizer.eos_token_id, not trajectories.single_turn
         pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)
         return [
             Scored(
@@ -106,7 +106,7 @@ class Encoder:
                     response=rt,
                     label=given.labels[row] if given.labels else "",
                     ended=given.ended[row] if given.ended else bool(r[-1] == eos),
-                    texts=() if trajectories.single_turn else self._parts(trajectories, row),
+                    texts=self._parts(trajectories, row) if several else (),
                 ),
             )
             for p, r, pt, rt, row in pairs

@@ -22,6 +22,9 @@ from tests.runs import Run, assert_same
 
 STEPS, BATCH, LEAST, MOST = 3, 16, 3, 12
 TOLD = make_tokenizer()(WRONG, add_special_tokens=False)["input_ids"]
+BEGIN = 5
+TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}} <eos> {{% endfor %}}w{BEGIN}"
+"""Ends each message with EOS; `w5` begins a response."""
 
 
 def two_turns(quartet: Quartet, name: str, environment: str, **loop: int) -> Run:
@@ -31,11 +34,16 @@ def two_turns(quartet: Quartet, name: str, environment: str, **loop: int) -> Run
     rows = [{"prompt": f"w{4 + row} w{5 + row}", "label": f"w{4 + row % 60}"} for row in range(40)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     raw = yaml.safe_load(run.config.read_text())
+    policy = quartet.folder / "with-template"
+    if not policy.exists():
+        shutil.copytree(quartet.policy, policy)
+        (policy / "chat_template.jinja").write_text(TEMPLATE)
+    raw["orchestrator"]["policy"]["model"] = str(policy)
     raw["orchestrator"] |= {
         "steps": STEPS,
         "data": {"path": str(prompts), "label_key": "label", "max_prompt_length": 16},
         "sampling": {"max_new_tokens": MOST, "min_new_tokens": LEAST},
-        "environment": {"kind": environment},
+        "environment": {"kind": environment, "answer_s": 240},
         "loop": {"max_staleness": 0} | loop,
     }
     run.config.write_text(yaml.safe_dump(raw))
@@ -48,8 +56,9 @@ def journal(run: Run) -> list[Columns]:
     return [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA) for path in paths]
 
 
-def check_conversations(columns: Columns) -> int:
-    """Checks each conversation of a step; returns the number of those with two turns."""
+def check_conversations(columns: Columns, *, rendered: bool = False) -> int:
+    """Checks each conversation of a step; returns the number of those with two turns. `rendered`: the chat template
+    wrote the answers."""
     numbers = columns["number"].tolist()
     assert numbers == sorted({*numbers})
     assert len(numbers) == BATCH
@@ -58,7 +67,10 @@ def check_conversations(columns: Columns) -> int:
         parts = [part.tolist() for part in columns.segments(row)]
         assert len(parts) in (1, 3)
         responses = parts[::2]
-        assert parts[1::2] == [TOLD] * (len(parts) // 2)
+        for answer in parts[1::2]:
+            # The template's end of a turn is there where the response brought none.
+            end = [] if responses[0][-1] == EOS else [EOS]
+            assert answer == ([*end, *TOLD, EOS, BEGIN] if rendered else TOLD)
         # Exactly the responses count as sampled, each with its least length, an end only as its last token.
         assert columns.counts[row] == sum(map(len, responses))
         for response in responses:
@@ -135,8 +147,7 @@ async def test_a_replica_that_dies_between_two_turns_takes_nothing_with_it(quart
     assert all(line.get("mismatch/present_mean_abs", 0.0) < 1e-5 for line in lines)
     used = [number for columns in journal(run) for number in columns["number"].tolist()]
     assert sorted(used) == sorted({*used})
-    for columns in journal(run):
-        check_conversations(columns)
+    assert sum(check_conversations(columns, rendered=True) for columns in journal(run)) > 0
     if not staleness:
         # Nothing of the first turns was sampled again: each was answered once.
         assert sorted(used) == list(range(STEPS * BATCH))

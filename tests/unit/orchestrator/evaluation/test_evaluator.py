@@ -15,6 +15,7 @@ import pytest
 from orchestrator.data.prompts import Prompt
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
+from orchestrator.experience.conversation import Conversation, trajectories
 from orchestrator.experience.experience import Collected
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
@@ -122,6 +123,26 @@ async def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_wri
         collected([replace(EXPERIENCES[0], prompt=prompt)]), make_tokenizer(), {"judge": judge}, LIMIT_S
     )
     assert (seen, row.prompt) == (["w11 w12"], "<bos>w11<eos>w12")
+
+
+async def test_judges_see_the_parts_of_a_conversation() -> None:
+    """Of an environment's run: one conversation with two responses, and one that ended with its first."""
+    seen: list[Pair] = []
+
+    def judge(pairs: Sequence[Pair]) -> list[float]:
+        seen.extend(pairs)
+        return [0.0] * len(pairs)
+
+    request, other = make_requests(2)
+    [first, last] = (experience(0, ids, 1.0).sample for ids in ([20, EOS], [22, 23, EOS]))
+    two = Conversation.of(request).responded(first).answered(np.asarray([40, 41], np.int32)).responded(last)
+    columns = trajectories([two, Conversation.of(other).responded(first)])
+    batch = Collected(columns.with_rows(score=np.zeros(2, np.float32)), [request.prompt, other.prompt], 0.0, 0.0)
+    rows = await evaluate_samples(batch, make_tokenizer(), {"judge": judge}, LIMIT_S)
+    assert [pair.texts for pair in seen] == [("w20", "w40 w41", "w22 w23"), ()]
+    assert [pair.response for pair in seen] == [row.response for row in rows] == ["w20 w40 w41 w22 w23", "w20"]
+    assert [pair.last for pair in seen] == ["w22 w23", "w20"]
+    assert [row.length for row in rows] == [5, 2]  # what was sampled
 
 
 @pytest.mark.parametrize(
