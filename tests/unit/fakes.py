@@ -143,9 +143,15 @@ class FakeReward(FakeAsk):
         return Scores(np.asarray(scores, np.float32), self.scorer, "hash")
 
 
+def _sampled(columns: Columns, rows: Sequence[Any]) -> Any:
+    """The numbers of sampled tokens, of those of all response tokens, which may be too many or too few."""
+    numbers = np.concatenate(rows)
+    return numbers if columns.single_turn else numbers[columns.response_mask]
+
+
 class FakeReference(FakeAsk):
     async def logprobs(self, columns: Columns, **asked: Any) -> Any:
-        return np.concatenate(await self.ask(columns, **asked))[columns.response_mask]
+        return _sampled(columns, await self.ask(columns, **asked))
 
 
 @dataclass
@@ -156,7 +162,7 @@ class FakeCritic(FakeAsk):
 
     async def values(self, columns: Columns, *, min_step: int, timeout_s: float) -> Values:
         rows = await self.ask(columns, min_step=min_step, timeout_s=timeout_s)
-        return Values(np.concatenate(rows)[columns.response_mask], [min_step] * len(rows))
+        return Values(_sampled(columns, rows), [min_step] * len(rows))
 
     async def train(self, step: int, batch: Columns, **options: Any) -> dict[str, float]:
         self.journal.note("train critic", step)
