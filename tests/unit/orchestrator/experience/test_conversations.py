@@ -188,6 +188,13 @@ def test_a_run_has_room_for_two_responses_and_an_answer(policy_folder: Path) -> 
     assert sum_of == f"orchestrator.data.max_prompt_length + orchestrator.environment.max_tokens is {needed}"
 
 
+def test_the_penalty_of_long_responses_is_not_for_conversations(policy_folder: Path) -> None:
+    algorithm = {"minibatch_size": 1, "overlong_buffer": 4}
+    assert make_config(policy_folder, algorithm=algorithm).algorithm.overlong_buffer == 4
+    with pytest.raises(ConfigError, match=r"algorithm.overlong_buffer: is for single responses"):
+        make_config(policy_folder, algorithm=algorithm, environment={"kind": "a:B"})
+
+
 def test_a_prompt_alone_is_not_copied() -> None:
     [request] = make_requests(1)
     assert Conversation.of(request).ids is request.prompt.prompt_ids
