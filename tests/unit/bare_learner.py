@@ -59,8 +59,9 @@ class BareLearner:
         """The passes of the division; one that is empty counts as a rank's without a sequence of its own."""
         return [Pass(tuple(rows)) if rows else Pass((0,), counts=False) for rows in self.division(len(prompts))]
 
-    def tensors(self, prompts: Sequence[Any], responses: Sequence[Any], *, last: bool = False) -> PairTensors:
+    def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
         """The model's input, padded or packed."""
+        prompts, responses = list(trajectories.prompts), list(trajectories.responses)
         return pair_tensors(prompts, responses, torch.device("cpu"), packing=self.packing, last=last)
 
     def step(self, micros: Sequence[Any], loss: Callable[[Any], tuple[Tensor, Any]]) -> dict[str, float]:
