@@ -53,7 +53,7 @@ class Answers:
     def of(
         cls, environment: Environment | None, config: OrchestratorConfig, tokenizer: Any, end_ids: Sequence[int]
     ) -> Self | None:
-        """Those of the run's environment; None if it has none."""
+        """Answers of the run's environment; None if it has none."""
         return None if environment is None else cls(environment, config, tokenizer, end_ids)
 
     async def to(self, conversation: Conversation) -> Conversation:

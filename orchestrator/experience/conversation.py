@@ -15,7 +15,7 @@ from services.rollout.sample import FinishReason, Sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
-    """What has come of one sample. Its last segment is sampled, unless another response is to follow."""
+    """One sample as far as it has come. Its last segment is sampled, unless another response is to follow."""
 
     request: SampleRequest
     segments: tuple[Segment, ...]

@@ -51,7 +51,7 @@ def two_turns(quartet: Quartet, name: str, environment: str, **loop: int) -> Run
 
 
 def journal(run: Run) -> list[Columns]:
-    """What each step was trained on."""
+    """The trajectories that each step was trained on."""
     paths = sorted((run.folder / "journal").glob("step-*.msgpack"))
     return [Columns.unpack(msgpack.unpackb(path.read_bytes())["columns"], SCHEMA) for path in paths]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED = ("orchestrator", "protos", "quartet", "recipes", "services")
-OURS = {*SHIPPED, "benchmarks", "tests"}
+OURS = {*SHIPPED, "benchmarks", "examples", "tests"}
 
 DISTRIBUTIONS = {
     "google": "protobuf",

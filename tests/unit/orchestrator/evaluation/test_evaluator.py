@@ -126,7 +126,7 @@ async def test_judges_see_a_prompt_as_reward_functions_do_and_rows_as_it_was_wri
 
 
 async def test_judges_see_the_parts_of_a_conversation() -> None:
-    """Of an environment's run: one conversation with two responses, and one that ended with its first."""
+    """One conversation with two responses, and one that ended with its first."""
     seen: list[Pair] = []
 
     def judge(pairs: Sequence[Pair]) -> list[float]:

@@ -144,7 +144,7 @@ def sample_of(*ids: int) -> Sample:
 
 
 async def test_no_response_is_begun_for_which_there_may_not_be_room(policy_folder: Path) -> None:
-    """Of 10 tokens a response has 2 and the next one may have 4: an answer of 4 fits, and one of 5 does not."""
+    """A response has 2 of 10 tokens and the next one may have 4: an answer of 4 fits, and one of 5 does not."""
     for length, fits in ((4, True), (5, False)):
         answers = asking(policy_folder, Told(always([7] * length)), max_tokens=10)
         answered = await answers.to(after(12, EOS))

@@ -31,7 +31,7 @@ class UntilThree(Environment):
 
 
 def respond(index: int, prompt: Any, version: int) -> Sample:
-    """As many tokens as the conversation has already, up to 4, each the number of them; sampled by two versions."""
+    """Samples as many tokens as the conversation has, up to 4, each the number of them, by two versions."""
     length = min(len(prompt), 4)
     ids = np.asarray([30 + len(prompt)] * (length - 1) + [EOS], np.int32)
     logprobs = np.full(length, -0.25 * len(prompt), np.float32)

@@ -144,7 +144,7 @@ def test_learner_and_reference_leave_out_the_padding_of_a_vocabulary(tmp_path: P
 def test_ends_are_left_out_before_their_time_in_each_segment_that_was_sampled(
     policy_folder: Path, packing: bool
 ) -> None:
-    """As by an engine, which samples each segment in a call of its own, from all tokens before it."""
+    """An engine samples each segment in a call of its own, from all tokens before it."""
     distribution = Distribution(0.9, vocabulary=len(WORDS), min_new_tokens=2, end_ids=(EOS,))
     rng = np.random.default_rng(4)
     turns = [

@@ -66,7 +66,7 @@ def test_a_response_ended_as_its_sampler_says() -> None:
 
 
 def test_a_conversation_is_one_text_and_its_parts() -> None:
-    """What an environment said between two responses is part of the response, and may be told from it."""
+    """The answer of an environment is part of the text, and may be told from the responses."""
     marks = np.asarray([False, False, True, True, False, True, False, True, True])
     columns = Columns.of(
         np.asarray([BOS, 5, 8, EOS, 20, 9, BOS, 8, EOS], np.int32), np.asarray([6, 3], np.int32), marks
