@@ -35,8 +35,8 @@ def gae(
         check_masked(mask.any(dim=1), gae_lambda=gae_lambda)
         gae_lambda = gae_lambda.to(values)
     _check_factors(gamma=gamma, gae_lambda=gae_lambda)
-    # By numpy, with the numbers of one t side by side: a fiftieth of the time of the same operations by torch, whose
-    # calls cost more than the arithmetic, on columns of [B, T].
+    # By numpy, with the numbers of one t side by side: the calls of torch, one of which each operation
+    # takes, cost more than the arithmetic on a column of [B, T].
     factor = gamma * gae_lambda
     decay = factor.numpy() if isinstance(factor, Tensor) else factor
     earned = np.array(rewards.to(values).numpy().T, order="C")  # a copy, which takes the advantages

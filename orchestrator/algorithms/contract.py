@@ -298,8 +298,9 @@ class Algorithm(Config):
 
     def chosen(self, batch: Outcomes) -> Bools | None:
         """True at the responses of a batch that are trained on, [B]; None if all are."""
-        kept = batch.zero_variance if self.zero_variance == "leave-out" else np.zeros(len(batch.scores), np.bool_)
-        left_out = kept | batch.truncated if self.truncated == "mask" else kept
+        left_out = batch.zero_variance if self.zero_variance == "leave-out" else np.zeros(len(batch.scores), np.bool_)
+        if self.truncated == "mask":
+            left_out = left_out | batch.truncated
         return ~left_out if left_out.any() else None
 
     def credit(self, responses: "Responses") -> Credit:

@@ -22,9 +22,6 @@ STEPS = 5
 """Steps of 2 passes over 18 examples in batches of 8."""
 
 
-LONG_WARMUP = {"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
-
-
 @pytest.fixture(params=sorted(TRAININGS))
 def command(request: pytest.FixtureRequest) -> str:
     return str(request.param)
