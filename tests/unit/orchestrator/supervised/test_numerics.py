@@ -54,7 +54,8 @@ class PlainLearner:
         options = {"max_tokens": self._tokens, "world_size": self._count, "group": group}
         return shards(prompts, responses, batches, **options)[self._rank]  # type: ignore[arg-type]
 
-    def tensors(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, last: bool = False) -> PairTensors:
+    def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
+        prompts, responses = list(trajectories.prompts), list(trajectories.responses)
         return pair_tensors(prompts, responses, CPU, packing=self._packing, last=last)
 
     def step(
