@@ -312,10 +312,11 @@ def _is_actionable(error: BaseException) -> bool:
     # Imported here because they load Ray and torch, which takes seconds that an error need not wait for.
     from orchestrator.deployment.cluster import ClusterError
     from orchestrator.deployment.listeners import PortError
+    from orchestrator.experience.stream import DiscardedError
     from orchestrator.loop.mismatch import MismatchError
     from quartet.ranks.group import RanksLost
 
-    return isinstance(error, ClusterError | MismatchError | PortError | RanksLost)
+    return isinstance(error, ClusterError | DiscardedError | MismatchError | PortError | RanksLost)
 
 
 if __name__ == "__main__":

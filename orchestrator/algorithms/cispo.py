@@ -16,4 +16,4 @@ class CISPO(Algorithm):
     baseline: Baseline = "group"
     scale: Scale = "group"
     clip: Clip = "cispo"
-    kl: KLConfig = KLConfig(coef=0)
+    kl: KLConfig = KLConfig(coef=0, placement="loss", estimator="k3")

@@ -275,7 +275,8 @@ class Algorithm(Config):
     @property
     def discard_limit(self) -> int:
         """Most groups that may be discarded for each one that a batch takes; 0 where none is."""
-        return self.max_discarded if self.zero_variance == "resample" else 0
+        discards = self.zero_variance == "resample" or type(self).admit is not Algorithm.admit
+        return self.max_discarded if discards else 0
 
     @property
     def corrects(self) -> bool:
@@ -365,7 +366,7 @@ class Algorithm(Config):
         if not isinstance(given, dict):
             return given
         preset = cls.model_fields["kl"].default.model_dump(exclude_unset=True)
-        if given and "coef" not in given and preset.get("coef") == 0:
+        if given.keys() - {"estimator"} and "coef" not in given and preset.get("coef") == 0:
             kind = cls.model_fields["kind"].default
             raise ValueError(f"coef is 0 with kind {kind}, so that the other keys have no effect; give it too")
         return preset | given
@@ -380,10 +381,20 @@ class Algorithm(Config):
                         raise ValueError(
                             f"{name} belongs to {key} {' or '.join(values)}, and {key} is {actual}; leave it out"
                         )
+        if not self.discard_limit and self._given("max_discarded"):
+            raise ValueError(
+                f"max_discarded belongs to zero_variance resample, and zero_variance is {self.zero_variance}; leave "
+                "it out"
+            )
         if self.scale == "group" and not self.compares:
             raise ValueError(
                 f"scale group divides by the deviation of a prompt's rewards, and baseline {self.baseline} does not "
                 "compare them; choose baseline group or leave-one-out, or scale none or batch"
+            )
+        if self.scale == "group" and self.penalises_rewards:
+            raise ValueError(
+                "scale group divides the KL penalty in the rewards by their deviation too, so that kl.coef has no "
+                "meaning of its own; set kl.placement to loss and kl.estimator to k2 or k3, or scale to none or batch"
             )
         if self.scale == "batch" and self.baseline == "none":
             raise ValueError(
@@ -396,6 +407,12 @@ class Algorithm(Config):
                 "differ from token to token: a token's gradient would have the mean of all tokens' advantages; "
                 "choose ratio token, or baseline group or leave-one-out"
             )
+        if None not in (self.gae_lambda_alpha, self.critic_gae_lambda) and self._given("gae_lambda"):
+            raise ValueError("gae_lambda has no effect beside gae_lambda_alpha and critic_gae_lambda; leave it out")
+        if self.score_weight == 0:
+            for name in ("score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
+                if self._given(name):
+                    raise ValueError(f"{name} is for scores, which have no effect with score_weight 0; leave it out")
         if not self.overlong_buffer and self._given("overlong_penalty"):
             raise ValueError("overlong_penalty has no effect while overlong_buffer is 0; give it too")
         if self.score_weight == 0 and not self.penalises_rewards:
@@ -436,9 +453,10 @@ class Algorithm(Config):
     @model_validator(mode="after")
     def _groups_are_large_enough(self) -> Self:
         if self.samples_per_prompt < (least := self.needs_samples_per_prompt):
+            comparing = f"baseline {self.baseline}" if self.compares else f"zero_variance {self.zero_variance}"
             raise ValueError(
-                f"kind {self.kind} compares the responses to one prompt, so samples_per_prompt must be {least} or "
-                f"more, got {self.samples_per_prompt}"
+                f"{comparing} compares the responses to one prompt, so samples_per_prompt must be {least} or more, "
+                f"got {self.samples_per_prompt}"
             )
         return self
 
@@ -467,6 +485,5 @@ _OWNERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("gamma",), "baseline", ("critic", "batch", "none")),
     (("clip_eps_low", "clip_eps_high", "dual_clip"), "clip", ("ppo",)),
     (("clip_cap",), "clip", ("cispo",)),
-    (("max_discarded",), "zero_variance", ("resample",)),
 )
 """Settings, and the setting of which one of these values makes them effective."""

@@ -20,4 +20,4 @@ class DAPO(Algorithm):
     scale: Scale = "group"
     clip_eps_high: PositiveFloat = 0.28
     zero_variance: ZeroVariance = "resample"
-    kl: KLConfig = KLConfig(coef=0)
+    kl: KLConfig = KLConfig(coef=0, placement="loss", estimator="k3")

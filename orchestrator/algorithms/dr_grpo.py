@@ -15,4 +15,4 @@ class DrGRPO(Algorithm):
     samples_per_prompt: Count = 8
     baseline: Baseline = "group"
     reduction: AnyReduction = "constant"
-    kl: KLConfig = KLConfig(coef=0)
+    kl: KLConfig = KLConfig(coef=0, placement="loss", estimator="k3")

@@ -16,4 +16,4 @@ class GRPO(Algorithm):
     baseline: Baseline = "group"
     scale: Scale = "group"
     reduction: AnyReduction = "trajectories"
-    kl: KLConfig = KLConfig(coef=0)
+    kl: KLConfig = KLConfig(coef=0, placement="loss", estimator="k3")

@@ -21,4 +21,4 @@ class GSPO(Algorithm):
     clip_eps_low: BelowOne = 3e-4
     clip_eps_high: PositiveFloat = 4e-4
     reduction: AnyReduction = "trajectories"
-    kl: KLConfig = KLConfig(coef=0)
+    kl: KLConfig = KLConfig(coef=0, placement="loss", estimator="k3")

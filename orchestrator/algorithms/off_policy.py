@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.contract import Correction
-from orchestrator.algorithms.loss import importance_weights, per_response, ratio
+from orchestrator.algorithms.loss import importance_weights, per_response, ratio, sequence_ratio
 from quartet.models.numerics import masked_mean
 
 BANDS: dict[str, tuple[float, float]] = {"icepop": (0.5, 5.0), "geometric": (0.99, 1.01), "dis": (0.2, 4.0)}
@@ -90,8 +90,10 @@ def measures(
     sampled: Tensor,
     cap: float | None,
     band: tuple[float, float] | None,
+    sequence: bool = False,
 ) -> dict[str, float]:
-    """Measures of a batch's correction, or of clip dis in its place. All [B, T] -> numbers.
+    """Measures of a batch's correction, or of clip dis in its place. All [B, T] -> numbers. `sequence` says that it
+    takes the ratio of a whole response, as `correction_weights`.
 
     `ess`, the effective sample size (sum k)^2 / sum k^2 as a share of the tokens (Kish 1965), 1 on-policy; quantiles
     of k; `corrected`, the share of tokens whose weight is truncated or that are left out.
@@ -105,10 +107,12 @@ def measures(
     del k  # twice as large as a column
     if kind == "dis":
         low, high = band_of(kind, band)
-        r = ratio(old_logprobs, logprobs, mask)
+        r = sequence_ratio(old_logprobs, logprobs, mask, None) if sequence else ratio(old_logprobs, logprobs, mask)
         corrected = (r <= low) | (r >= high)
     else:
-        weights = correction_weights(kind, old_logprobs, logprobs, mask, sampled=sampled, cap=cap, band=band)
+        weights = correction_weights(
+            kind, old_logprobs, logprobs, mask, sampled=sampled, cap=cap, band=band, sequence=sequence
+        )
         limit = torch.inf if cap is None else cap
         corrected = (weights == 0) if kind in ("icepop", "geometric", "decoupled") else (weights >= limit)
     return measured | {"corrected": float(masked_mean(corrected, mask))}

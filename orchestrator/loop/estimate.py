@@ -171,5 +171,6 @@ def _off_policy(
     if not algorithm.corrects:
         return metrics
     kind = "dis" if algorithm.clip == "dis" else algorithm.correction
-    cost = measures(kind, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band)
+    sequence = algorithm.ratio == "sequence"
+    cost = measures(kind, own_logprobs, batch.logprobs, mask, sampled=sampled, cap=cap, band=band, sequence=sequence)
     return metrics | {f"off_policy/{name}": value for name, value in cost.items()}

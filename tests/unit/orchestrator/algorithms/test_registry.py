@@ -97,7 +97,7 @@ def test_a_section_without_a_kind_is_the_default_and_wrong_ones_are_refused() ->
         ({"kind": "rloo", "whiten": False}, r"^algorithm\.whiten: unknown field; known: "),
         (
             {"kind": "rloo", "samples_per_prompt": 1},
-            r"^algorithm: kind rloo compares the responses .* must be 2 or more, got 1$",
+            r"^algorithm: baseline leave-one-out compares the responses .* must be 2 or more, got 1$",
         ),
         ({"epochs": 0}, r"^algorithm\.epochs: should be 1 or more, got 0$"),
     ):

@@ -33,8 +33,14 @@ from quartet.config.base import ConfigError
         ({"score_weight": 0, "kl": {"coef": 0}}, "score_weight 0 leaves no reward"),
         (
             {"zero_variance": "leave-out"},
-            "kind ppo compares the responses to one prompt, so samples_per_prompt must be 2",
+            "zero_variance leave-out compares the responses to one prompt, so samples_per_prompt must be 2",
         ),
+        (
+            {"kind": "grpo", "kl": {"coef": 0.04, "placement": "reward", "estimator": "k1"}},
+            "scale group divides the KL penalty in the rewards",
+        ),
+        ({"kind": "sao", "gae_lambda": 0.9}, "gae_lambda has no effect beside gae_lambda_alpha"),
+        ({"kind": "distil", "score_clip": 1}, "score_clip is for scores, which have no effect"),
     ],
 )
 def test_what_would_have_no_effect_or_a_wrong_gradient_is_refused(section: dict[str, Any], problem: str) -> None:
@@ -56,9 +62,30 @@ def test_a_line_says_what_a_kind_fills_in_and_what_a_file_changes() -> None:
     line = parse({"kind": "dapo", "samples_per_prompt": 8, "kl": {"coef": 0.02}, "dual_clip": 3}).filled_in()
     assert line == (
         "kind dapo fills in samples_per_prompt 16, baseline group, scale group, clip_eps_high 0.28, zero_variance "
-        "resample, kl.coef 0; set otherwise: samples_per_prompt 8, dual_clip 3, kl.coef 0.02"
+        "resample, kl.coef 0, kl.estimator k3, kl.placement loss; set otherwise: samples_per_prompt 8, dual_clip 3, "
+        "kl.coef 0.02"
     )
     assert "otherwise" not in parse({"kind": "gspo"}).filled_in()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr-grpo", "dapo", "gspo", "cispo"])
+def test_a_penalty_of_kinds_with_groups_is_in_the_loss(kind: str) -> None:
+    """In the rewards `scale: group` would divide it by the deviation of the scores."""
+    kl = parse({"kind": kind, "kl": {"coef": 0.04}}).kl
+    assert (kl.coef, kl.placement, kl.estimator) == (0.04, "loss", "k3")
+    assert parse({"kind": kind, "kl": {"estimator": "k1"}}).kl.estimator == "k1"  # measured, without a penalty
+
+
+def test_an_algorithm_that_only_decides_on_groups_discards() -> None:
+    class Picky(Algorithm):
+        kind: str = "picky"
+
+        def admit(self, group: Group) -> bool:
+            return bool(group.scores.max() > 0)
+
+    assert Picky(samples_per_prompt=2).discard_limit == 9
+    assert Picky(samples_per_prompt=2, max_discarded=3).discard_limit == 3
+    assert Algorithm(kind="bare", baseline="batch").discard_limit == 0
 
 
 def test_keys_of_the_penalty_that_are_not_given_are_the_kinds() -> None:

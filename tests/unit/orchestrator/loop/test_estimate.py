@@ -101,7 +101,7 @@ def test_advantages_and_returns_have_lambdas_of_their_own() -> None:
     actual = estimate(gae_lambda=0.0, gae_lambda_alpha=1.0)
     check(actual.advantages, [[0.935, 0.97], [-1.05]])
     check(actual.returns, [[0.95, 1.97], [-1.05]])
-    actual = estimate(gae_lambda=0.3, gae_lambda_alpha=1.0, critic_gae_lambda=1.0)
+    actual = estimate(gae_lambda=0.95, gae_lambda_alpha=1.0, critic_gae_lambda=1.0)
     check(actual.advantages, [[0.935, 0.97], [-1.05]])
     check(actual.returns, [[1.92, 1.97], [-1.05]])
     # Where both are alike one pass would do.

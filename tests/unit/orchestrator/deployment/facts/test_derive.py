@@ -172,7 +172,7 @@ def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     assert function.orchestrator.algorithm.normalise_scores is True
     # A group's scores are compared with each other alone, unless a penalty is added to them.
     groups = facts | {"reward": "tests.scorers:count"}
-    for algorithm, normalised in (({"kind": "grpo"}, False), ({"kind": "grpo", "kl": {"coef": 0.1}}, True)):
+    for algorithm, normalised in (({"kind": "grpo"}, False), ({"kind": "rloo"}, True)):
         given = groups | {"algorithm": facts["algorithm"] | algorithm}
         assert loaded(given, tmp_path).orchestrator.algorithm.normalise_scores is normalised
     for address in ("10.0.0.7:19000", "grpc://10.0.0.7:19000"):
