@@ -55,8 +55,8 @@ def refusal(section: dict[str, Any]) -> str:
         ),
         (
             {"algorithm": {"kind": "rloo", "samples_per_prompt": 1}},
-            "orchestrator.algorithm: baseline leave-one-out compares the responses to one prompt, so samples_per_prompt "
-            "must be 2 or more, got 1",
+            "orchestrator.algorithm: baseline leave-one-out compares the responses to one prompt, so "
+            "samples_per_prompt must be 2 or more, got 1",
         ),
         (
             {"batch_size": 32, "algorithm": {"samples_per_prompt": 3}},
