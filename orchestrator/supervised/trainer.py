@@ -34,8 +34,9 @@ class SupervisedTrainer:
         return self._trainer.train(batch, self._objective, Schedule(1, len(batch), seed))
 
     def outputs(self, examples: Columns) -> Floats:
-        """The model's numbers for sampled tokens, see Supervised.outputs; [M]."""
-        outputs: Floats = self._trainer.evaluate(examples, self._training.outputs, last=self._objective.last)
+        """Numbers for sampled tokens of the model that `save` writes, see Supervised.outputs; [M]."""
+        with self._learner.averaged():
+            outputs: Floats = self._trainer.evaluate(examples, self._training.outputs, last=self._objective.last)
         return outputs
 
     def describe(self, entries: dict[str, float]) -> None:

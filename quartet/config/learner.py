@@ -109,8 +109,8 @@ class LearnerConfig(Config):
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep a running mean of the weights, mean = decay * mean + (1 - decay) * weights after each optimizer step, in
-    fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models hold the mean; training and
-    pushes use the weights. Null: no mean."""
+    fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models hold the mean, and
+    `quartet sft` and `quartet reward-model` evaluate it; training and pushes use the weights. Null: no mean."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. auto: only where the sums of
     `orchestrator.gpu_gib` do not fit without, or where it is not given; never on a CPU. `quartet check` prints which.

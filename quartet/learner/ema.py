@@ -33,10 +33,7 @@ class Average:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which the parameters hold their means, rounded to their dtype. Every rank enters it."""
-        for parameter in self._parameters:
-            if hasattr(parameter, "ds_tensor") and parameter.data.numel():
-                # ZeRO 3 also keeps small parameters whole, now with old values; make it gather the partitions again.
-                parameter.partition()
+        self._drop_whole()
         pieces = [local_share(parameter) for parameter in self._parameters]
         kept = [piece.clone() for piece in pieces]
         try:
@@ -44,6 +41,14 @@ class Average:
             yield
         finally:
             _copy(kept, pieces)
+            self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        """Drops the copies of small parameters that ZeRO 3 keeps whole, which hold other values than the partitions
+        do or will: passes then gather the partitions again."""
+        for parameter in self._parameters:
+            if hasattr(parameter, "ds_tensor") and parameter.data.numel():
+                parameter.partition()
 
 
 def local_share(parameter: nn.Parameter) -> torch.Tensor:

@@ -52,7 +52,7 @@ class RankLearner(TrainedModule):
         """
         target = Path(folder).resolve()
         self.check_weights()
-        with self._averaged():
+        with self.averaged():
             weights = self.gathered()
             if self._ranks.rank == 0:
                 replace_model(target, lambda aside: write(aside, weights | _buffers(self.module)), owner)
@@ -77,7 +77,7 @@ class RankLearner(TrainedModule):
         if first:
             snapshot.hold(self._layout(step), folder / LAYOUT, Layout.write)
         if write:
-            with self._averaged():
+            with self.averaged():
                 weights = {name: snapshot.copy(tensor) for name, tensor in self.full_weights() if first}
             if first:
                 buffers = {name: snapshot.copy(buffer) for name, buffer in _buffers(self.module).items()}
@@ -107,6 +107,11 @@ class RankLearner(TrainedModule):
             torch.cuda.set_rng_state(own["device_random"], self.device)
         return layout.step
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the weights are their running mean, if one is configured, as in saved models. Every rank
+        enters it, and none trains in it."""
+        return self._average.in_place() if self._average else nullcontext()
+
     def _reapply(self, optimizer: OptimizerConfig) -> None:
         """Applies the present configuration of the optimizer in place of the checkpoint's."""
         schedule = self._engine.lr_scheduler
@@ -131,10 +136,6 @@ class RankLearner(TrainedModule):
 
     def _own_file(self, folder: Path) -> Path:
         return folder / f"rank-{self._ranks.rank}.pt"
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Context in which the weights are their running mean, if one is configured."""
-        return self._average.in_place() if self._average else nullcontext()
 
 
 class Snapshots:

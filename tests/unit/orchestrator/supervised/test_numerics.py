@@ -205,6 +205,36 @@ def test_the_reward_service_scores_as_the_trainer_did(
     assert all(int(row[-1]) == EOS for row in examples.columns.responses)
 
 
+@pytest.mark.parametrize("layout", [{}, {"zero_stage": 3}], ids=str)
+def test_the_model_that_is_saved_is_the_one_that_is_evaluated(
+    layout: dict[str, Any], training: Callable[..., Supervised], tmp_path: Path
+) -> None:
+    own = training("reward-model", ema_decay=0.5, **layout)
+    examples = read_inputs(own).train.columns
+
+    async def trained(folder: Path, *, evaluate: bool) -> Floats:
+        model = SupervisedModel(ranks_of(own), own)
+        await model.start()
+        for seed in range(4):
+            await model.train(examples, seed)
+            outputs = await model.outputs(examples) if evaluate or seed == 3 else None
+        await model.save(folder)
+        model.close()
+        assert outputs is not None
+        return outputs
+
+    async def again() -> Floats:
+        model = SupervisedModel(ranks_of(own), own.model_copy(update={"model": str(tmp_path / "often")}))
+        await model.start()
+        outputs = await model.outputs(examples)
+        model.close()
+        return outputs
+
+    outputs = asyncio.run(trained(tmp_path / "often", evaluate=True))
+    assert asyncio.run(again()) == pytest.approx(outputs, abs=1e-6)
+    assert np.array_equal(asyncio.run(trained(tmp_path / "once", evaluate=False)), outputs)
+
+
 def test_a_reward_model_begins_with_a_whole_body_and_only_the_head_is_new(
     training: Callable[..., Supervised], policy_folder: Path, reward_folder: Path
 ) -> None:
