@@ -20,6 +20,17 @@ Part = tuple[bool, Ints]
 """True for tokens that are trained on; and their ids."""
 _TOGETHER = 1024
 """Texts that are tokenised at once."""
+_SHOWN = 24
+"""Characters at the end of a reply that an error shows."""
+_REWRITES = (
+    "writes earlier messages differently when others follow, so that replies in the midst cannot be told apart; "
+    "train on the last one alone (data.replies: last)"
+)
+_BEGINS_OTHERWISE = (
+    "does not begin a reply as it asks for one (add_generation_prompt), so that the reply cannot be told apart; use "
+    "another template in the model's folder, or data.chat_template: false"
+)
+"""Problems of a template by which a longer conversation does not begin with the text of a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +136,30 @@ def whole_chat(row: Row, key: str, *, last: bool) -> Chat:
 
 
 def answered_chat(row: Row, prompt: str, answer: str) -> Chat:
-    """The conversation of a prompt's column and an answer's, each text or messages; what is answered is a reply."""
+    """The conversation of a prompt's column and an answer's, each text or messages; its last message is a reply.
+
+    An answer may repeat the prompt's messages before its own.
+
+    Raises:
+        ConfigError: the answer begins with other messages of the system or the user, or ends with none of the
+            assistant. The message names place and column.
+    """
     asked, answers = row.messages(prompt), row.messages(answer, "assistant")
-    if answers[-1]["role"] != "assistant":
+    if _spoken(answers[: len(asked)]) == _spoken(asked):
+        answers = answers[len(asked) :]
+    elif (role := answers[0]["role"]) in ("system", "user"):
+        raise ConfigError(
+            f"{row.place}: column {answer!r} begins with a message of the {role} that column {prompt!r} does not "
+            "begin with; it should hold the answer alone, or the very messages of the prompt before it"
+        )
+    if not answers or answers[-1]["role"] != "assistant":
         raise ConfigError(f"{row.place}: column {answer!r} should end with a message of the assistant")
     return Chat(row.place, [*asked, *answers], [len(asked) + len(answers) - 1])
+
+
+def _spoken(messages: Messages) -> list[tuple[Any, Any]]:
+    """Role and content of each message."""
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def chats_as_parts(chats: Sequence[Chat], tokenizer: Any, ends: Sequence[int]) -> list[list[Part]]:
@@ -140,7 +170,8 @@ def chats_as_parts(chats: Sequence[Chat], tokenizer: Any, ends: Sequence[int]) -
     of the longer text are taken where they begin with them, else the difference is tokenised by itself.
 
     Raises:
-        ConfigError: the template refuses a conversation, or writes what comes before differently with the reply.
+        ConfigError: the template refuses a conversation, writes what comes before differently with the reply, or ends
+            a reply with none of `ends`, so that stopping could not be learned. The message names the place.
     """
     if not tokenizer.chat_template:
         raise ConfigError("data.chat_template: the tokenizer has none; turn it off or use a chat model's")
@@ -151,6 +182,8 @@ def chats_as_parts(chats: Sequence[Chat], tokenizer: Any, ends: Sequence[int]) -
         [chat.place for chat, _ in asked],
         generating=[not place % 2 for place in range(len(asked))],
     )
+    for text, (chat, _) in zip(texts, asked, strict=True):
+        sound(text, chat.place)
     written = iter(zip(texts, _tokenised(texts, tokenizer), strict=True))
     return [_parts(chat, written, tokenizer, ends) for chat in chats]
 
@@ -163,14 +196,18 @@ def _parts(chat: Chat, written: Iterator[tuple[str, Ints]], tokenizer: Any, ends
         for reply in (False, True):
             longer, longer_ids = next(written)
             if not longer.startswith(text):
-                raise ConfigError(
-                    f"{chat.place}: the chat template writes earlier messages differently when others follow, so "
-                    "that replies in the midst cannot be told apart; train on the last one alone (data.replies: last)"
-                )
+                raise ConfigError(f"{chat.place}: the chat template {_BEGINS_OTHERWISE if reply else _REWRITES}")
             begins = np.array_equal(longer_ids[: len(ids)], ids)
             more = longer_ids[len(ids) :] if begins else _tokenised([longer[len(text) :]], tokenizer)[0]
             text, ids = longer, np.concatenate([ids, more])
-            end = next((place + 1 for place, token in enumerate(more) if reply and token in ends), len(more))
+            end = next((place + 1 for place, token in enumerate(more) if reply and token in ends), None)
+            if reply and end is None:
+                raise ConfigError(
+                    f"{chat.place}: the chat template ends a reply with {longer[-_SHOWN:]!r}, which holds no end "
+                    "token of the model, so that it would not learn to stop; add the id of the token that ends a "
+                    "reply to eos_token_id in the model's generation_config.json"
+                )
+            end = len(more) if end is None else end
             parts += [(reply, more[:end])] + ([(False, more[end:])] if end < len(more) else [])
     return parts if parts[-1][0] else parts[:-1]  # from what comes after the last reply nothing is learned
 

@@ -1,13 +1,22 @@
 """Reward models: which of two answers to a prompt people prefer, as a score."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import NonNegativeFloat
 
-from orchestrator.data.examples import Examples, Row, answered_chat, chats_as_parts, examples, rows_of, texts_as_parts
+from orchestrator.data.examples import (
+    Examples,
+    Part,
+    Row,
+    answered_chat,
+    chats_as_parts,
+    examples,
+    rows_of,
+    texts_as_parts,
+)
 from orchestrator.evaluation.intervals import win_rate
 from orchestrator.supervised.contract import ExamplesConfig, Supervised
 from quartet.columns import Columns
@@ -25,7 +34,8 @@ class PreferencesConfig(ExamplesConfig):
     """Prompts with two answers each, of which one is preferred."""
 
     chosen_key: str = "chosen"
-    """Column that holds the preferred answer: text, or messages of which the last one is the assistant's."""
+    """Column that holds the preferred answer: text, or messages of which the last one is the assistant's, after
+    those of the prompt or without them."""
     rejected_key: str = "rejected"
     """Column that holds the other answer, in the same form."""
     margin_key: str | None = None
@@ -61,7 +71,7 @@ class RewardModel(Supervised):
             answers = [row.text(side) for row in rows for side in sides]
             parts = texts_as_parts(prompts, answers, tokenizer, append_eos=data.append_eos)
         for row, chosen, rejected in zip(rows, parts[::2], parts[1::2], strict=True):
-            _check_different(row, chosen[-1][1], rejected[-1][1], sides)
+            _check_different(row, chosen, rejected, sides)
 
         def rest(kept: list[int]) -> Mapping[str, np.ndarray]:
             own = np.repeat(np.asarray([margins[row] for row in kept], np.float32), 2)
@@ -124,6 +134,7 @@ def _scores(examples: Columns, outputs: Floats) -> Floats:
     return scores
 
 
-def _check_different(row: Row, chosen: Any, rejected: Any, sides: tuple[str, str]) -> None:
-    if np.array_equal(chosen, rejected):
+def _check_different(row: Row, chosen: Sequence[Part], rejected: Sequence[Part], sides: tuple[str, str]) -> None:
+    one, other = (np.concatenate([ids for _, ids in parts]) for parts in (chosen, rejected))
+    if np.array_equal(one, other):
         raise ConfigError(f"{row.place}: columns {sides[0]!r} and {sides[1]!r} hold the same answer; remove the row")

@@ -24,6 +24,14 @@ HISTORY_REWRITTEN = TEMPLATE.replace(
     "{{ message.content }}", "{{ message.content if message.role == 'user' or loop.last else 'w4' }}"
 )
 
+NO_END = TEMPLATE.replace("<eos>", "w62")
+BEGINS_OTHERWISE = TEMPLATE.replace("{% if add_generation_prompt %}w61 ", "{% if add_generation_prompt %}w61 w9 ")
+
+
+def said_by(*texts: str, first: str = "user") -> list[dict[str, str]]:
+    """Messages of which those at even places are of the role `first`, and others of the assistant."""
+    return [{"role": "assistant" if place % 2 else first, "content": text} for place, text in enumerate(texts)]
+
 
 @pytest.fixture
 def read(policy_folder: Path, tmp_path: Path) -> Any:
@@ -161,3 +169,64 @@ def test_a_template_is_asked_for(read: Any) -> None:
         read("sft", [GOOD], chat_template=True)
     with pytest.raises(ConfigError, match=r"data: messages_key: conversations are written by a chat template"):
         read("sft", [GOOD], messages_key="talk")
+
+
+def test_an_answer_may_repeat_its_prompt(read: Any) -> None:
+    rows = [{"prompt": "w5", "response": said_by("w5", "w6")}]
+    own = given(USER, 5, EOS, 63, ASSISTANT) + trained(6, EOS)
+    assert marked(read("sft", rows, TEMPLATE)) == [own]
+    rows = [{"prompt": said_by("w5"), "chosen": said_by("w5", "w6"), "rejected": said_by("w5", "w7")}]
+    assert marked(read("reward-model", rows, TEMPLATE))[0] == own
+
+
+@pytest.mark.parametrize("first", ["user", "system"])
+def test_an_answer_begins_with_no_other_prompt(first: str, read: Any) -> None:
+    rows = [{"prompt": "w5", "chosen": said_by("w8", "w6", first=first), "rejected": "w7"}]
+    with pytest.raises(
+        ConfigError,
+        match=rf"line 1: column 'chosen' begins with a message of the {first} that column 'prompt' does not .*; it "
+        "should hold the answer alone, or the very messages of the prompt",
+    ):
+        read("reward-model", rows, TEMPLATE)
+
+
+def test_a_repeated_prompt_is_no_answer(read: Any) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: column 'response' should end with a message of the assistant"):
+        read("sft", [{"prompt": "w5", "response": said_by("w5")}], TEMPLATE)
+
+
+def test_answers_are_compared_as_a_whole(read: Any) -> None:
+    def steps(text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content} for role, content in (("assistant", text), ("tool", "w9"))]
+
+    reply = [{"role": "assistant", "content": "w6"}]
+    row: dict[str, object] = {"prompt": "w5", "chosen": steps("w7") + reply, "rejected": steps("w8") + reply}
+    assert len(read("reward-model", [row], TEMPLATE)) == 1
+    with pytest.raises(ConfigError, match=r"line 1: columns 'chosen' and 'rejected' hold the same answer"):
+        read("reward-model", [row | {"rejected": row["chosen"]}], TEMPLATE)
+
+
+@pytest.mark.parametrize("command", ["sft", "reward-model"])
+def test_a_template_ends_replies_with_an_end_token(command: str, read: Any) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"rows\.jsonl, line 1: the chat template ends a reply with '.*w6 w62 w63 ', which holds no end token "
+        r"of the model.* eos_token_id in .*generation_config\.json",
+    ):
+        read(command, [GOOD], NO_END)
+
+
+@pytest.mark.parametrize("command", ["sft", "reward-model"])
+def test_a_template_begins_replies_as_it_asks_for_them(command: str, read: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"line 1: the chat template does not begin a reply .*add_generation_prompt"
+    ):
+        read(command, [GOOD], BEGINS_OTHERWISE)
+
+
+@pytest.mark.parametrize("key", ["prompt", "response"])
+def test_half_of_a_character_in_a_message_has_a_place(key: str, read: Any) -> None:
+    row = {"prompt": said_by("w5"), "response": [{"role": "assistant", "content": "w6"}]}
+    row[key][0]["content"] = "w5 \ud800"
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: character \d+, \\ud800, is half of a character"):
+        read("sft", [GOOD, row], TEMPLATE)
