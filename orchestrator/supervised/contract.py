@@ -40,6 +40,12 @@ class ExamplesConfig(SplitsConfig):
     """End each answer that is a text with the tokenizer's end token, by which the model learns to stop. False: texts
     hold it themselves, where they end. A chat template writes its own."""
 
+    @model_validator(mode="after")
+    def _a_template_ends_its_replies(self) -> Self:
+        if self.chat_template and not self.append_eos:
+            raise ValueError("append_eos: a chat template writes its own end of a reply; leave it out")
+        return self
+
 
 class Supervised(LearnerConfig):
     """The settings that all trainings on examples share; each adds its own. Those of the learner are at the top of
@@ -96,6 +102,15 @@ class Supervised(LearnerConfig):
         if self.colocate:
             raise ValueError(
                 "colocate gives memory to services between updates, and this training has none beside it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_single_rank_is_the_command(self) -> Self:
+        if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "resources", "env_vars"} & self.model_fields_set):
+            raise ValueError(
+                f"{', '.join(sorted(given))}: for several ranks; with ranks: 1 the command's own process trains, "
+                "with its environment and its GPU; leave it out"
             )
         return self
 

@@ -32,7 +32,8 @@ class AnswersConfig(ExamplesConfig):
     """Prompts with their answers, or whole conversations."""
 
     response_key: str = "response"
-    """Column that holds the answer to the prompt: text, or messages of which the last one is the assistant's."""
+    """Column that holds the answer to the prompt: text, or messages of which the last one is the assistant's, after
+    those of the prompt or without them."""
     messages_key: str | None = None
     """Column that holds whole conversations, lists of messages with a role and content, in place of input_key and
     response_key. Needs `chat_template`."""
@@ -43,6 +44,16 @@ class AnswersConfig(ExamplesConfig):
     def _conversations_are_written_by_a_template(self) -> Self:
         if self.messages_key is not None and not self.chat_template:
             raise ValueError("messages_key: conversations are written by a chat template; set chat_template to true")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_are_of_conversations_or_of_answers(self) -> Self:
+        if self.messages_key is None and "replies" in self.model_fields_set:
+            raise ValueError("replies: for whole conversations; name their column in messages_key, or leave it out")
+        if self.messages_key is not None and (given := {"input_key", "response_key"} & self.model_fields_set):
+            raise ValueError(
+                f"{', '.join(sorted(given))}: whole conversations have no such column; leave it out, or messages_key"
+            )
         return self
 
 

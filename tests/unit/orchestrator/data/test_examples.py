@@ -230,3 +230,17 @@ def test_half_of_a_character_in_a_message_has_a_place(key: str, read: Any) -> No
     row[key][0]["content"] = "w5 \ud800"
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: character \d+, \\ud800, is half of a character"):
         read("sft", [GOOD, row], TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("template", "data", "said"),
+    [
+        (None, {"replies": "last"}, "data: replies: for whole conversations"),
+        (TEMPLATE, {"messages_key": "talk", "input_key": "prompt"}, "data: input_key: whole conversations have no"),
+        (TEMPLATE, {"messages_key": "talk", "response_key": "a"}, "data: response_key: whole conversations have no"),
+        (TEMPLATE, {"append_eos": False}, "data: append_eos: a chat template writes its own end"),
+    ],
+)
+def test_a_key_without_effect_is_refused(template: str | None, data: dict[str, Any], said: str, read: Any) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read("sft", [GOOD], template, **data)

@@ -112,6 +112,8 @@ def test_nothing_is_loaded_before_all_examples_are_read(
         ({"model": "nowhere"}, "^model: no such folder on this machine"),
         ({"data": {}}, r"^data\.path: required"),
         ({"max_length": 4096}, "^max_length: 4096, but .* takes 128 tokens at most"),
+        ({"num_gpus": 1}, "num_gpus: for several ranks"),
+        ({"env_vars": {"A": "b"}, "num_cpus": 2}, "env_vars, num_cpus: for several ranks"),
         ({"colocate": True, "zero_stage": 1}, "colocate gives memory to services"),
         (
             {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"}},
