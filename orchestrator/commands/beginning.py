@@ -109,14 +109,15 @@ def resumed_state(
     """A checkpoint's state with the present identities of the services.
 
     Raises:
-        ConfigError: the services have changed since the checkpoint, and `accept` is False; or the run has a critic
-            and the checkpoint holds none.
+        ConfigError: the services or the environment have changed since the checkpoint, and `accept` is False; or the
+            run has a critic and the checkpoint holds none.
     """
     changed = changes(state.services, services)
     if changed and not accept:
         raise ConfigError(
-            "\n".join(changed) + "\nthe run would continue with other services: deploy the old ones again, or give "
-            "--accept-changed-services; then the steps since the checkpoint are sampled and scored again"
+            "\n".join(changed)
+            + "\nthe run would continue with other services or another environment: bring the old ones back, or "
+            "give --accept-changed-services; then the steps since the checkpoint are sampled and scored again"
         )
     for line in changed:
         note(f"accepted: {line}")

@@ -1,6 +1,7 @@
 """`quartet evaluate`: evaluates a model on a split, scored by the deployed reward service."""
 
 import asyncio
+import itertools
 import math
 import os
 import sys
@@ -195,6 +196,8 @@ class OfflineRollout:
         self._env = env_vars(_rollout(deployment), "applications.rollout")
         self._engine = asyncio.Lock()
         """Held by the process of an engine: later turns of a conversation come in calls of their own."""
+        self._seeds = itertools.count()
+        """Of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
 
     async def generate(
         self,
@@ -207,8 +210,9 @@ class OfflineRollout:
         **_of_replicas: Any,
     ) -> AsyncIterator[list[Sample]]:
         """Samples like RolloutClient.generate, but yields all samples at once."""
+        seeds = seeds or [next(self._seeds) for _ in prompts]
         async with self._engine:
-            samples = await self._sampled(prompts, sampling, seeds or range(len(prompts)), timeout_s)
+            samples = await self._sampled(prompts, sampling, seeds, timeout_s)
         yield samples
 
     async def _sampled(

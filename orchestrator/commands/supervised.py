@@ -31,7 +31,8 @@ from quartet.config.base import ConfigError, read_yaml
 from quartet.models.device import default_device
 from quartet.models.distribution import end_ids
 from quartet.models.loading import load_config, load_tokenizer
-from quartet.ranks.group import RankGroup
+from quartet.ranks.group import RankGroup, RanksLost
+from quartet.wire.errors import ServiceError
 
 LONGEST = 1024
 """Most tokens of a sequence where the file does not say, and the model takes more."""
@@ -176,7 +177,8 @@ async def fit(
         connect: opened before ranks are made, and closed at the end.
 
     Raises:
-        ConfigError: the configuration, the data and the model do not fit together.
+        ConfigError: the configuration, the data and the model do not fit together; or the only rank, a thread that
+            cannot be ended, missed its deadline.
         NotFinite: the weights or too many gradients are not finite.
         RanksLost, ServiceError: a rank was lost, and the restarts are used up.
     """
@@ -223,7 +225,18 @@ class Run:
             self.progress.note(note)
 
         async def carry_out(checkpoint: Checkpoint[ExamplesState] | None, attempt: int) -> None:
-            await self._train(checkpoint, overwrite=overwrite, resume=resume or attempt > 0)
+            model = SupervisedModel(self.start(self.training), self.training)
+            try:
+                await self._train(model, checkpoint, overwrite=overwrite, resume=resume or attempt > 0)
+            except (RanksLost, ServiceError) as error:
+                if not model.goes_on:
+                    raise
+                # A restart would build a second model beside the one that this thread still holds.
+                raise ConfigError(
+                    f"{error}; it runs in a thread of this process and cannot be ended alone. If it only needs "
+                    f"longer, raise rank_timeout_s ({self.training.rank_timeout_s:g}) or, for checkpoints, "
+                    f"checkpoint.timeout_s ({self.training.checkpoint.timeout_s:g}); then go on with --resume"
+                ) from error
 
         def last() -> Checkpoint[ExamplesState] | None:
             return latest(self.checkpoints, ExamplesState)
@@ -264,11 +277,17 @@ class Run:
             skipped_in_a_row=skipped_in_a_row,
         )
 
-    async def _train(self, checkpoint: Checkpoint[ExamplesState] | None, *, overwrite: bool, resume: bool) -> None:
+    async def _train(
+        self,
+        model: SupervisedModel,
+        checkpoint: Checkpoint[ExamplesState] | None,
+        *,
+        overwrite: bool,
+        resume: bool,
+    ) -> None:
         """Trains from a checkpoint, or from the start."""
         training, after = self.training, checkpoint.state.step if checkpoint else -1 if resume else None
         log = MetricsLog.open(self.run_dir, training.log, self.record, overwrite=overwrite, resume_after=after)
-        model = SupervisedModel(self.start(training), training)
         with log, contextlib.closing(model):
             await model.start()
             if checkpoint:

@@ -53,6 +53,8 @@ def bounded(work: Callable[[], Iterable[Any]], where: str, *, memory: int, secon
 def _received(reader: int, where: str, memory: int, seconds: float) -> Iterator[Any]:
     """The values that arrive until the last one. ConfigError instead of an error that arrives, or if none does."""
     end, data = time.monotonic() + seconds, bytearray()
+    waiting = select.poll()  # select takes no descriptor from 1024 on
+    waiting.register(reader, select.POLLIN)
     while True:
         while len(data) >= _LENGTH.size and len(data) - _LENGTH.size >= (size := _LENGTH.unpack_from(data)[0]):
             kind, value = json.loads(data[_LENGTH.size : _LENGTH.size + size])
@@ -64,7 +66,7 @@ def _received(reader: int, where: str, memory: int, seconds: float) -> Iterator[
             if kind == "error":
                 raise ConfigError(f"{where}: {value}")
             yield value
-        if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
             raise ConfigError(f"{where}: was not read within {seconds:.3g} s")
         piece = os.read(reader, _READ)
         if not piece:

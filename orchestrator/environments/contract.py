@@ -8,6 +8,7 @@ A new one is a class in a file of the user's, and a line in the run's file, `env
             return None if turn.label in turn.response else "No. Try again: "
 """
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
@@ -30,9 +31,9 @@ class Turn:
     number: int
     """Number of the response in its conversation, from 1."""
     sample: int
-    """Number of the sample in its run; the same conversation has another one in each pass over the data."""
+    """Number of the sample in its run, another one in each pass over the data. Evaluations count from 0 again."""
     row: int
-    """Row of the prompt in the data set."""
+    """Row of the prompt in its split of the data set, of training or of evaluation."""
     prompt: str
     """Text of the prompt."""
     label: str
@@ -62,10 +63,11 @@ class Environment(ABC):
         """Name for messages."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
 
-    @property
+    @functools.cached_property
     def identity(self) -> str:
         """Digest of everything that decides the answers: samples are only compared, or read from a journal, where it
-        is the same. By default of the source of the class's file."""
+        is the same. By default of the source of the class's file as it was imported: read once, since the file may
+        change while the run goes on."""
         return hashlib.sha256(source_of(type(self), self.name, "orchestrator.environment").encode()).hexdigest()
 
     @abstractmethod
@@ -92,7 +94,7 @@ def load_environment(path: str, field: str) -> Environment:
         )
     try:
         environment = kind()
-        _ = environment.identity
+        _ = environment.identity  # kept from here on, as long as the file is the one that was imported
     except ConfigError:
         raise
     except Exception as error:  # the user's own code, which may raise anything

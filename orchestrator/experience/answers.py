@@ -40,11 +40,13 @@ class Answers:
         """
         assert config.environment is not None
         self._environment, self._config, self._tokenizer = environment, config.environment, tokenizer
-        self._end_ids, self._room = frozenset(end_ids), config.longest_response - config.sampling.max_new_tokens
+        self._end_ids = frozenset(end_ids)
+        self._own_end_ids = self._end_ids.difference(config.sampling.stop_token_ids)
+        self._room = config.longest_response - config.sampling.max_new_tokens
         self._vocabulary = vocabulary_size(tokenizer)
-        self._waits = inspect.iscoroutinefunction(environment.answer)
+        self._on_loop = inspect.iscoroutinefunction(environment.answer)
         self._threads: AbstractAsyncContextManager[None] = (
-            nullcontext() if self._waits else asyncio.Semaphore(THREADS)
+            nullcontext() if self._on_loop else asyncio.Semaphore(THREADS)
         )
         self._rendering = asyncio.Lock()
         self._waiting: list[tuple[Messages, str, asyncio.Future[str]]] = []
@@ -86,8 +88,7 @@ class Answers:
             ids = self._tokenised(answer, where)
         elif _is_messages(answer):
             ids = self._tokenised(await self._rendered(answer, where), where)
-            # The template's end of a turn, unless the response brought one.
-            if turn.ended and len(ids) and int(ids[0]) in self._end_ids:
+            if turn.ended and len(ids) and self._is_brought(int(ids[0]), int(turn.ids[-1])):
                 ids = ids[1:]
         else:
             ids = _as_ids(answer, where)
@@ -97,6 +98,12 @@ class Answers:
             raise ConfigError(f"{where}: gave ids outside the tokenizer's vocabulary (0 to {self._vocabulary - 1})")
         return ids.astype(np.int32)
 
+    def _is_brought(self, end: int, last: int) -> bool:
+        """True if the response, by its last token, brought the end of a turn that the template writes: that one, or
+        another of the model's own ends, which stands for it. Another stop token, such as the end of a tool's call,
+        does not."""
+        return end in self._end_ids and (last == end or last in self._own_end_ids)
+
     async def _answer(self, turn: Turn, where: str) -> Answer:
         """The environment's answer, at one of the attempts."""
         config = self._config
@@ -104,24 +111,31 @@ class Answers:
             try:
                 async with self._threads, asyncio.timeout(config.answer_s) as limit:
                     return await self._asked(turn)
-            except Exception as error:  # the user's own code, which may raise anything
+            except (Exception, asyncio.CancelledError) as error:  # the user's own code, which may raise anything
+                # Its own awaits may have been cancelled; a task group would take that for the end of this one.
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
                 late = isinstance(error, TimeoutError) and limit.expired()
                 if attempt == config.attempts:
                     reason = f"gave no answer within {config.answer_s:g} s" if late else f"failed with {error!r}"
                     raise ConfigError(
                         f"{where}: {reason}, the last of {attempt} attempts (orchestrator.environment.answer_s, "
-                        "attempts); mend it, and go on with --resume"
+                        "attempts); mend it, and go on with --resume, after a change of the environment's file with "
+                        "--accept-changed-services"
                     ) from error
             await asyncio.sleep(attempt * PAUSE_S)
         raise AssertionError("an attempt returns or raises")
 
     async def _asked(self, turn: Turn) -> Answer:
         ask: Any = self._environment.answer
-        if self._waits:
-            given: Answer = await ask(turn)
+        if self._on_loop:
+            given = ask(turn)
         else:
             given = await in_thread(lambda: ask(turn), f"environment, sample {turn.sample}")
-        return given
+        # A plain function may give one too, such as a coroutine function that is wrapped in another.
+        answer: Answer = await given if inspect.isawaitable(given) else given
+        return answer
 
     async def _rendered(self, messages: Messages, where: str) -> str:
         """The text of the messages behind a response. One rendering at a time, each for all that wait by then, since

@@ -48,7 +48,7 @@ class Beside:
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
     """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
     and reading responses. A caller that gives up leaves the thread to itself; it does not keep the program from
-    ending."""
+    ending. An error that is no Exception, such as SystemExit, arrives as a RuntimeError."""
     loop = asyncio.get_running_loop()
     settled: asyncio.Future[Result] = loop.create_future()
 
@@ -64,9 +64,10 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
         result, failed = None, None
         try:
             result = work()
-        except Exception as error:
+        except BaseException as error:  # such as SystemExit, which would end this thread alone
             # A future does not take StopIteration.
-            failed = RuntimeError(f"{error!r}") if isinstance(error, StopIteration) else error
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            failed = error if plain else RuntimeError(repr(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failed)
 

@@ -23,6 +23,7 @@ from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from quartet.columns import Columns
 from quartet.wire.codec import Floats
+from quartet.wire.errors import Internal
 from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
@@ -108,16 +109,21 @@ class Collector:
             critic_step: the least step that the critic must have trained; None leaves the critic out.
             put: called with samples when they are complete.
             on_repeat: called with the number of samples that are asked for again.
-        """
-        asked = time.monotonic()
 
+        Raises:
+            ExceptionGroup: the errors of services and of the environment.
+            Internal: a sample was lost.
+        """
+        asked, missing = time.monotonic(), len(requests)
         answered: list[Conversation] = []
 
         async def complete(conversations: Sequence[Conversation]) -> None:
+            nonlocal missing
             sampled = time.monotonic()
             columns = await self._complete(conversations, critic_step)
             prompts = [each.request.prompt for each in conversations]
             put(Finished(columns, prompts, asked, sampled, time.monotonic()))
+            missing -= len(conversations)
 
         async def respond(conversations: Sequence[Conversation]) -> None:
             """Samples the next response of each, in one call."""
@@ -153,6 +159,8 @@ class Collector:
         # One task group for both kinds of calls: with two, a failure in one would race with new tasks of the other.
         async with asyncio.TaskGroup() as group:
             await respond([Conversation.of(request) for request in requests])
+        if missing:  # as after a task that was cancelled by itself, which the group does not tell of
+            raise Internal(f"{missing} of {len(requests)} samples were lost on their way")
 
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""

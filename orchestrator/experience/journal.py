@@ -25,6 +25,8 @@ _SAMPLING_SECTIONS: dict[str, Any] = {
     "loop": {"max_staleness", "depth"},
 }
 """Sections of the configuration on which a step's samples depend, and of `loop` its keys."""
+_CONVERSATION = {"kind", "max_turns", "max_tokens"}
+"""Keys of `environment` on which they depend; the others decide when an answer counts as failed."""
 _BYTES = b"\xc6"
 """Type of a msgpack value: bytes, whose number follows in four."""
 
@@ -50,7 +52,7 @@ class ExperienceJournal:
         """
         self._folder = folder
         self._note = note
-        sections = _SAMPLING_SECTIONS | ({} if config.environment is None else {"environment": True})
+        sections = _SAMPLING_SECTIONS | ({} if config.environment is None else {"environment": _CONVERSATION})
         self._settings = config.model_dump_json(include=sections).encode()
         self._settings += repr(sorted((services or {}).items())).encode()
         folder.mkdir(parents=True, exist_ok=True)

@@ -71,6 +71,11 @@ class SupervisedModel:
                 f"{checkpoint} cannot be restored: {error}. If it is broken, remove it to resume from the one before"
             ) from None
 
+    @property
+    def goes_on(self) -> bool:
+        """True if the model was given up, but a call of it goes on, which nothing can end."""
+        return self._ranks.goes_on
+
     def close(self) -> None:
         """Ends the ranks."""
         self._ranks.stop()

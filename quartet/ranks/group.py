@@ -57,8 +57,8 @@ class RankProcess(Protocol):
         """True while the process is stopped by a signal such as SIGSTOP; False also where that cannot be seen. One
         that computes, loads or waits is not stopped, however long it takes."""
 
-    def kill(self) -> None:
-        """Ends the process at once; does nothing if it has ended."""
+    def kill(self) -> bool:
+        """Ends the process at once; does nothing if it has ended. False if it goes on, as a thread does in a call."""
 
 
 class StoreOnce(Protocol):
@@ -92,6 +92,8 @@ class RankGroup:
         self._grace_s = grace_s
         self._turn = asyncio.Lock()
         self._lost = ""
+        self.goes_on = False
+        """True if the group has ended, but a rank could not be: it goes on with its call, and keeps its model."""
 
     async def start(self, build: Callable[[*Given, Ranks], object], *arguments: *Given, timeout_s: float) -> None:
         """Connects the ranks with one another and builds their trainers: `build(*arguments, ranks)`.
@@ -257,8 +259,8 @@ class RankGroup:
     def _end(self, reason: str) -> RanksLost:
         if not self._lost:
             self._lost = reason
-            for rank in self._ranks:
-                rank.kill()
+            ended = [rank.kill() for rank in self._ranks]
+            self.goes_on = not all(ended)
         return RanksLost(reason)
 
 

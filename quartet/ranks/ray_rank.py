@@ -115,13 +115,14 @@ class RayRank:
         node, pid = await _answer(asked)
         return psutil.Process(pid) if node == ray.get_runtime_context().get_node_id() else None
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """Kills the actor; does nothing if it has ended."""
         if self.stopped and (process := self._here):
             # Ray first asks a process to end, and gives it seconds, in which its GPU is not free.
             with contextlib.suppress(psutil.Error):
                 process.kill()
         ray.kill(self._actor)
+        return True
 
 
 async def _answer(reference: Any) -> Any:

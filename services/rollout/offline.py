@@ -23,7 +23,10 @@ from services.rollout.sample import FinishReason, Sample, Sampling
 
 def pack_request(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int]) -> bytes:
     """Packs a request for the file REQUEST."""
-    fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "min_new_tokens", "temperature")}
+    fields = {
+        name: getattr(sampling, name)
+        for name in ("max_new_tokens", "min_new_tokens", "temperature", "stop_token_ids")
+    }
     request = {
         "config": config.model_dump(),
         "sampling": fields,
@@ -51,7 +54,8 @@ async def generate(request: dict[str, Any]) -> list[Sample]:
     """Starts an engine, generates everything and ends it."""
     engine = await start(RolloutConfig.parse(request["config"], "offline"))
     try:
-        sampling = Sampling(**request["sampling"])
+        given = request["sampling"]
+        sampling = Sampling(**given | {"stop_token_ids": tuple(given["stop_token_ids"])})
         calls = [
             engine.generate(index, np.asarray(prompt, np.int32), sampling, seed)
             for index, (prompt, seed) in enumerate(zip(request["prompts"], request["seeds"], strict=True))

@@ -31,8 +31,9 @@ class FakeRank:
             raise answer
         return answer
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         self.killed += 1
+        return True
 
 
 def part(rank: ThreadRank, kind: type[Part]) -> Part:

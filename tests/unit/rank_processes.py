@@ -52,9 +52,10 @@ class SpawnedRank:
             raise answer
         return answer
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         self.process.kill()
         self._thread.shutdown(wait=False)
+        return True
 
 
 def serve(pipe: Connection, rank: int, world_size: int, timeout_s: float) -> None:

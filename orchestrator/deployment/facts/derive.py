@@ -193,9 +193,16 @@ class _Derivation:
 
     @cached_property
     def _response(self) -> int:
-        environment = self._facts.environment
-        parts = 1 if environment is None else environment.parts
-        return self._facts.max_new_tokens or min(RESPONSE, max(1, self._longest // 2 // parts))
+        if self._facts.max_new_tokens:
+            return self._facts.max_new_tokens
+        environment, half = self._facts.environment, self._longest // 2
+        if environment is None:
+            most = half
+        elif environment.max_tokens:  # which two responses and an answer have to fit
+            most = min(half, (environment.max_tokens - 1) // 2)
+        else:
+            most = half // environment.parts
+        return min(RESPONSE, max(1, most))
 
     @cached_property
     def _follows(self) -> int:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 import yaml
 from transformers import GenerationConfig
@@ -17,6 +19,9 @@ from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
 from quartet.wire.errors import Unavailable
 from quartet.wire.identity import tokenizer_hash
+from services.rollout.config import RolloutConfig
+from services.rollout.offline import pack_request
+from services.rollout.sample import Sampling
 from tests.models import make_tokenizer
 
 ROLLOUT = {"name": "rollout", "import_path": "services.rollout.replica:build"}
@@ -196,3 +201,28 @@ async def test_a_push_that_is_under_way_and_a_dead_engine_are_waited_for_and_pas
     assert await served(FakeReplicas([(-1, 0), (3, 42)]), config) == 42  # type: ignore[arg-type]
     with pytest.raises(Unavailable):
         await served(FakeReplicas([(-1, 0)]), config, alike_s=0.01)  # type: ignore[arg-type]
+
+
+async def test_an_offline_engine_draws_other_numbers_in_each_turn(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[int]] = []
+
+    async def sampled(self: Any, prompts: Any, sampling: Any, seeds: Any, timeout_s: float) -> list[Any]:
+        drawn.append(list(seeds))
+        return []
+
+    monkeypatch.setattr(OfflineRollout, "_sampled", sampled)
+    offline = OfflineRollout(str(policy_folder), load(tmp_path, policy_folder, [ROLLOUT]), make_tokenizer())
+    for count, seeds in ((3, None), (2, [70, 71]), (2, None)):
+        prompts = [np.asarray([1], np.int32)] * count
+        async for _ in offline.generate(prompts, Sampling(max_new_tokens=4), seeds=seeds, timeout_s=1):
+            pass
+    assert drawn == [[0, 1, 2], [70, 71], [3, 4]]
+
+
+def test_an_offline_engine_is_given_all_of_the_sampling(policy_folder: Path) -> None:
+    sampling = Sampling(max_new_tokens=4, min_new_tokens=1, temperature=0.5, stop_token_ids=(7, 8))
+    config = RolloutConfig.parse({"model": str(policy_folder)}, "rollout")
+    packed = msgpack.unpackb(pack_request(config, [np.asarray([1], np.int32)], sampling, [0]))["sampling"]
+    assert packed == {"max_new_tokens": 4, "min_new_tokens": 1, "temperature": 0.5, "stop_token_ids": [7, 8]}

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -195,3 +196,15 @@ def test_limits_leave_room_for_ordinary_files(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), path)
     assert [row["prompt"] for row in open_split(str(path), "train").rows] == texts
     assert tables.EXPANSION * path.stat().st_size + tables.LEAST_MEMORY > 20 * sum(map(len, texts))
+
+
+def test_a_process_with_many_open_files_may_read() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        assert list(bounded(lambda: ["a"], "x", memory=GIB, seconds=60)) == ["a"]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -51,6 +51,10 @@ def test_its_identity_follows_from_its_source_unless_it_has_one(
         (tmp_path / f"{module}.py").write_text(source)
         found.append(load_environment(f"{module}:Silent", FIELD).identity)
         assert load_environment(f"{module}:Versioned", FIELD).identity == "tool 3"
+        environment = load_environment(f"{module}:Silent", FIELD)
+        # The file is saved while a run goes on with the one that was imported.
+        (tmp_path / f"{module}.py").write_text(source + "# changed")
+        assert environment.identity == found[-1]
         del sys.modules[module]
     assert len({*found}) == 2
     assert all(len(digest) == 64 for digest in found)

@@ -25,6 +25,10 @@ TEMPLATE = (
 )
 
 
+OTHER_END = 50
+"""Another token by which the model ends a response."""
+
+
 class Told(Environment):
     """Answers by a function of the turn."""
 
@@ -47,12 +51,12 @@ class Awaited(Told):
         return super().answer(turn)
 
 
-def asking(folder: Path, environment: Environment, **bounds: Any) -> Answers:
+def asking(folder: Path, environment: Environment, stops: tuple[int, ...] = (), **bounds: Any) -> Answers:
     given = {"kind": "a:B", "max_tokens": 40} | bounds
-    config = make_config(folder, environment=given, sampling={"max_new_tokens": 4})
+    config = make_config(folder, environment=given, sampling={"max_new_tokens": 4, "stop_token_ids": stops})
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return Answers(environment, config, tokenizer, (EOS,))
+    return Answers(environment, config, tokenizer, (EOS, OTHER_END, *stops))
 
 
 def after(*ids: int, reason: FinishReason = FinishReason.STOP, number: int = 0) -> Conversation:
@@ -229,3 +233,77 @@ async def test_a_template_that_changes_a_response_is_refused(policy_folder: Path
     answers._tokenizer.chat_template = "{{ raise_exception('no second turn') }}"
     with pytest.raises(ConfigError, match="turn 1: the chat template refuses the messages: no second turn"):
         await answers.to(after(12))
+
+
+@pytest.mark.parametrize(
+    ("stops", "last", "brought"),
+    [
+        ((40,), EOS, True),
+        ((40,), 40, False),  # such as the end of a tool's call
+        ((EOS,), EOS, True),
+        ((), OTHER_END, True),
+        ((OTHER_END,), OTHER_END, False),
+        ((), 12, False),
+    ],
+)
+async def test_the_end_of_a_turn_is_written_once(
+    stops: tuple[int, ...], last: int, brought: bool, policy_folder: Path
+) -> None:
+    answers = asking(policy_folder, Told(always([{"role": "w20", "content": "w30"}])), stops)
+    expected = [4, 20, 30, EOS, 5]
+    assert segments(await answers.to(after(12, last)))[2] == (expected if brought else [EOS, *expected])
+
+
+async def test_what_its_own_awaits_cancel_is_a_failure_like_any_other(policy_folder: Path) -> None:
+    tried: list[int] = []
+
+    class Cancelled(Told):
+        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+            tried.append(turn.number)
+            lost = asyncio.ensure_future(asyncio.sleep(10))
+            lost.cancel()
+            await lost
+            return "w7"
+
+    answers = asking(policy_folder, Cancelled(always(None)))
+    with pytest.raises(ConfigError, match=r"failed with CancelledError\(\), the last of 3 attempts"):
+        await answers.to(after(12))
+    assert len(tried) == 3
+
+
+async def test_the_end_of_the_run_is_not_taken_for_a_failure(policy_folder: Path) -> None:
+    tried: list[int] = []
+
+    class Waiting(Told):
+        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+            tried.append(turn.number)
+            await asyncio.sleep(10)
+            return "w7"
+
+    asked = asyncio.ensure_future(asking(policy_folder, Waiting(always(None))).to(after(12)))
+    while not tried:
+        await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert len(tried) == 1
+
+
+async def test_a_plain_function_may_give_something_to_await(policy_folder: Path) -> None:
+    async def later() -> Answer:
+        await asyncio.sleep(0)
+        return "w7"
+
+    assert segments(await asking(policy_folder, Told(lambda turn: later())).to(after(12)))[2] == [7]
+    late = asking(policy_folder, Told(lambda turn: asyncio.sleep(10)), answer_s=0.05, attempts=1)
+    with pytest.raises(ConfigError, match=r"gave no answer within 0.05 s"):
+        await late.to(after(12))
+
+
+async def test_a_function_that_ends_its_thread_has_failed(policy_folder: Path) -> None:
+    def leave(turn: Turn) -> Answer:
+        raise SystemExit(3)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ConfigError, match=r"failed with RuntimeError\('SystemExit\(3\)'\)"):
+            await asking(policy_folder, Told(leave), answer_s=5, attempts=1).to(after(12))

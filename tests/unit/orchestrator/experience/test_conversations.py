@@ -198,3 +198,16 @@ def test_the_penalty_of_long_responses_is_not_for_conversations(policy_folder: P
 def test_a_prompt_alone_is_not_copied() -> None:
     [request] = make_requests(1)
     assert Conversation.of(request).ids is request.prompt.prompt_ids
+
+
+async def test_a_sample_that_is_lost_on_its_way_is_told(policy_folder: Path) -> None:
+    class Leaving(UntilThree):
+        async def answer(self, turn: Turn) -> Answer:  # type: ignore[override]
+            if turn.row == 1 and (task := asyncio.current_task()) is not None:
+                task.cancel()
+                await asyncio.sleep(0)
+            return super().answer(turn)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await Stage(policy_folder, Leaving()).collect(3)
+    assert [str(error) for error in caught.value.exceptions] == ["1 of 3 samples were lost on their way"]

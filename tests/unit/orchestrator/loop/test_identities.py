@@ -63,6 +63,7 @@ def test_another_reward_model_is_an_error_that_says_what_it_was_and_is(kept: Tra
         "reward.scorer: model:judge (abc000000000) when the checkpoint was taken, model:stricter (def000000000) now"
     )
     assert "--accept-changed-services" in last
+    assert "other services or another environment" in last
 
 
 def test_every_change_is_told_and_a_new_path_of_the_same_model_is_none(kept: TrainState) -> None:

@@ -1,6 +1,6 @@
 """Trainings on examples from a file to a model: what they write, and what a run that was ended goes on with."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from orchestrator.supervised.contract import Supervised
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import ConfigError
 from quartet.ranks.group import RankGroup
+from tests.unit.fake_ranks import NEVER, FakeRank
 from tests.unit.rank_processes import SpawnedRank
 from tests.unit.runs_on_disk import printed
 from tests.unit.training_runs import Runs, Stopped, measured, rows, same, stop, weights
@@ -169,6 +170,33 @@ def test_a_rank_that_is_lost_changes_nothing(command: str, fields: dict[str, Any
     assert same(weights(lost / "model"), weights(whole / "model"))
     expected = [line["train/loss"] for line in measured(one)[1:]]
     assert [line["train/loss"] for line in measured(whole)[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+class Stuck(FakeRank):
+    """Starts, and answers nothing; cannot be ended."""
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Awaitable[Any]:
+        self.after_s = NEVER if method == "run" else 0
+        return super().call(method, *arguments, **options)
+
+    def kill(self) -> bool:
+        super().kill()
+        return False
+
+
+def test_no_second_model_is_built_beside_a_thread_that_goes_on(
+    command: str, fields: dict[str, Any], runs: Runs
+) -> None:
+    made: list[Stuck] = []
+
+    def start(training: Supervised) -> RankGroup:
+        made.append(Stuck())
+        return RankGroup("model", made[-1:])
+
+    said = r"no answer within 0.1 s from rank 0 of 1; .*raise rank_timeout_s \(0.1\) .* go on with --resume"
+    with pytest.raises(ConfigError, match=said):
+        runs.run(command, fields | {"rank_timeout_s": 0.1}, start=start, connect=lambda _: nullcontext())
+    assert [rank.killed for rank in made] == [1]
 
 
 @pytest.mark.parametrize("seed", [None, 3])

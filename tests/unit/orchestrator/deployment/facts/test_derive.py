@@ -103,6 +103,11 @@ def test_an_environment_is_one_fact_and_all_lengths_have_room_for_its_conversati
     assert (run.data.max_prompt_length, run.longest_response) == (78, 50)
     assert run.environment is not None
     assert run.environment.max_turns == 3
+    # With a limit on the conversation, two responses and an answer have to fit at least.
+    for max_tokens, response in ((50, 24), (3, 1), (100, 49)):
+        deployment = loaded(facts | {"environment": bounds | {"max_tokens": max_tokens}}, tmp_path)
+        assert deployment.orchestrator.sampling.max_new_tokens == response
+        assert deployment.orchestrator.longest_response == max_tokens
 
 
 def test_what_is_wrong_with_an_environment_is_told_by_its_fact(facts: dict[str, Any], tmp_path: Path) -> None:
