@@ -194,9 +194,9 @@ def test_bytes_that_are_not_experience_are_told_and_sampled_again(tmp_path: Path
 
 
 def test_the_patience_with_an_environment_decides_on_no_sample(tmp_path: Path, policy_folder: Path) -> None:
-    first = {"kind": "a:B", "max_turns": 2, "max_tokens": 300}
+    first = {"kind": "a:B", "max_turns": 2, "max_tokens": 600}
     journal(tmp_path, policy_folder, environment=first).write(1, collected())
-    for other in ({"kind": "a:C"}, {"max_turns": 3}, {"max_tokens": 301}):
+    for other in ({"kind": "a:C"}, {"max_turns": 3}, {"max_tokens": 601}):
         assert journal(tmp_path, policy_folder, environment=first | other).read(1, prompt) is None
     patient = first | {"answer_s": 7, "attempts": 9}
     assert same(journal(tmp_path, policy_folder, environment=patient).read(1, prompt), collected())
