@@ -209,8 +209,9 @@ class EmulatedRank:
             await asyncio.sleep(seconds)
         return answer
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         """Ends nothing."""
+        return True
 
 
 async def start_engine(sleep: Sleep, config: RolloutConfig) -> Engine:
