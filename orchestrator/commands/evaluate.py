@@ -197,7 +197,7 @@ class OfflineRollout:
         self._engine = asyncio.Lock()
         """Held by the process of an engine: later turns of a conversation come in calls of their own."""
         self._seeds = itertools.count()
-        """Of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
+        """Seeds of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
 
     async def generate(
         self,

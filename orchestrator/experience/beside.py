@@ -48,7 +48,7 @@ class Beside:
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
     """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
     and reading responses. A caller that gives up leaves the thread to itself; it does not keep the program from
-    ending. An error that is no Exception, such as SystemExit, arrives as a RuntimeError."""
+    ending. Others than an Exception, such as SystemExit, arrive as a RuntimeError."""
     loop = asyncio.get_running_loop()
     settled: asyncio.Future[Result] = loop.create_future()
 

@@ -35,7 +35,7 @@ class DaemonThread(Executor):
         return bool(self._calls)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """See Executor."""
+        """Calls the function after those that were submitted before; RuntimeError after `shutdown`."""
         if self._ended:
             raise RuntimeError("the thread was shut down")
         future: Future[Any] = Future()
