@@ -11,7 +11,10 @@ from tests.configuration import REPO
 
 
 def test_check_passes_the_file_that_is_deployed(quartet: Quartet, tmp_path: Path) -> None:
-    assert finished(tmp_path, "check", str(quartet.config)) == (0, f"{quartet.config}: fine\n")
+    status, printed = finished(tmp_path, "check", str(quartet.config))
+    filled_in, last = printed.splitlines()
+    assert (status, last) == (0, f"{quartet.config}: fine")
+    assert filled_in.startswith("orchestrator.algorithm: kind ppo fills in baseline critic")
 
 
 def test_check_lists_every_problem_of_a_file(quartet: Quartet, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ async def test_another_user_of_this_machine_gets_nothing_and_cannot_read_the_tok
     assert (await quartet.services.reward.info(30)).model.vocab_size > 0
 
 
-def test_a_program_in_the_folder_calls_as_the_readme_shows(quartet: Quartet) -> None:
-    shown = (REPO / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+def test_a_program_in_the_folder_calls_as_the_page_shows(quartet: Quartet) -> None:
+    shown = (REPO / "docs/python.md").read_text().rpartition("```python\n")[2].partition("```")[0]
     program = shown.replace("127.0.0.1:19000", quartet.target)
     assert program != shown
     done = subprocess.run(
