@@ -118,8 +118,8 @@ def test_where_nothing_runs_a_start_ends_at_once(quartet: Quartet, short: Run) -
     [port] = free_ports(1)
     raw["orchestrator"] |= {"target": f"127.0.0.1:{port}"}
     raw["grpc_options"] = raw["grpc_options"] | {"port": port}
-    folder = quartet.folder / "elsewhere"
-    folder.mkdir(exist_ok=True)
+    folder = quartet.folder / "without-a-head"
+    folder.mkdir()
     assert not (folder / STATE).exists()
     config = folder / "a.yaml"
     config.write_text(yaml.safe_dump(raw))
