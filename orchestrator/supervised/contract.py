@@ -107,9 +107,9 @@ class Supervised(LearnerConfig):
 
     @model_validator(mode="after")
     def _a_single_rank_is_the_command(self) -> Self:
-        if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "resources", "env_vars"} & self.model_fields_set):
+        if given := self.place_without_ranks:
             raise ValueError(
-                f"{', '.join(sorted(given))}: for several ranks; with ranks: 1 the command's own process trains, "
+                f"{', '.join(given)}: for several ranks; with ranks: 1 the command's own process trains, "
                 "with its environment and its GPU; leave it out"
             )
         return self

@@ -132,6 +132,12 @@ class LearnerConfig(Config):
     """Longest time that a rank waits for the others, in seconds; then it fails."""
 
     @property
+    def place_without_ranks(self) -> list[str]:
+        """Given keys that say where ranks run, where a single one runs in the process that makes it."""
+        places = {"num_cpus", "num_gpus", "resources", "env_vars"}
+        return sorted(places & self.model_fields_set) if self.ranks == 1 else []
+
+    @property
     def recomputes(self) -> bool:
         """True if activations are recomputed; also with auto, as long as it is not decided."""
         return bool(self.gradient_checkpointing)

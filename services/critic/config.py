@@ -40,9 +40,9 @@ class CriticConfig(LearnerConfig):
 
     @model_validator(mode="after")
     def _a_single_rank_is_the_replica(self) -> Self:
-        if self.ranks == 1 and (given := {"num_cpus", "num_gpus", "resources", "env_vars"} & self.model_fields_set):
+        if given := self.place_without_ranks:
             raise ValueError(
-                f"{', '.join(sorted(given))}: for several ranks, which have a place of their own; with ranks: 1 set "
+                f"{', '.join(given)}: for several ranks, which have a place of their own; with ranks: 1 set "
                 "ray_actor_options and runtime_env of the deployment"
             )
         return self
