@@ -113,8 +113,9 @@ def _environment_of(pid: int, created: float, secret: str) -> dict[str, str] | N
     """The environment of a head that runs; None if its process has ended or is another one."""
     try:
         process = psutil.Process(pid)
+        started = abs(processes.uptime_at_start(process) - created) < processes.UPTIME_PRECISION_S
         # A killed process stays in the table until its parent collects it.
-        runs = abs(processes.uptime_at_start(process) - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        runs = started and process.status() != psutil.STATUS_ZOMBIE
         return process.environ() if runs and processes.inherited(process, secret) else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None

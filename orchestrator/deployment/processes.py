@@ -14,6 +14,9 @@ _TERMINATED_DAEMONS = ("raylet", "gcs_server")
 """Daemons of Ray that shut down in order on SIGTERM."""
 _TRACKER = "multiprocessing.resource_tracker"
 _LOOK_EVERY_S = 0.1
+UPTIME_PRECISION_S = 3.0
+"""Two readings of `uptime_at_start` for one process differ by less, in seconds: each is the difference of two times
+that follow the clock in whole seconds, which may turn between them."""
 GRACE_S = 2.0
 """Seconds that workers get to end by themselves after the daemons have ended."""
 

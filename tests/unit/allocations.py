@@ -5,6 +5,8 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,9 @@ class Allocations(TorchDispatchMode):
                 self._hold(one)
 
     def _hold(self, tensor: torch.Tensor) -> None:
+        # A compiler's stand-ins for tensors hold no bytes, and their sizes may be symbols.
+        if isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor):
+            return
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         if size and key not in self._known and storage.device.type != "meta":

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from orchestrator.deployment import cluster, head_record, privacy
 from orchestrator.deployment.head_record import HeadRecord
 from orchestrator.deployment.lock import held
-from orchestrator.deployment.processes import MARK, uptime_at_start
+from orchestrator.deployment.processes import uptime_at_start
+from tests.unit.marked import start_marked
 
 pytestmark = pytest.mark.processes
 
@@ -34,8 +34,7 @@ def head(state: Path) -> Iterator[cluster.Cluster]:
     (logs / "gcs_server.out").write_text("it was me")
     (logs.parent.parent / "session_latest").symlink_to(logs.parent)
     privacy.write_token(token)
-    variables = {MARK: SECRET, "RAY_TMPDIR": str(folder)}
-    started = [subprocess.Popen(["sleep", "600"], env=os.environ | variables) for _ in range(2)]
+    started = [start_marked(SECRET, RAY_TMPDIR=str(folder)) for _ in range(2)]
     created = uptime_at_start(psutil.Process(started[0].pid))
     record = HeadRecord(pid=started[0].pid, created=created, gcs=1, dashboard=2, name=folder.name, secret=SECRET)
     head_record.write(state, record)

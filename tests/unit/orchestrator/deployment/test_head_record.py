@@ -14,8 +14,9 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.deployment import cluster, head_record, privacy
-from orchestrator.deployment.processes import MARK, uptime_at_start
+from orchestrator.deployment.processes import uptime_at_start
 from quartet.config.base import ConfigError
+from tests.unit.marked import start_marked
 
 SECRET, OTHER = secrets.token_hex(32), secrets.token_hex(32)
 NAME = "quartet-abcdefgh"
@@ -190,10 +191,9 @@ def test_a_record_of_another_user_is_not_believed(
 @pytest.fixture
 def strangers() -> Iterator[list[psutil.Process]]:
     """Living processes: one without a mark, one of another head, and, for root, one of another user with the mark."""
-    marks: list[dict[str, str]] = [{}, {MARK: OTHER}]
-    started = [subprocess.Popen(["sleep", "600"], env=os.environ | mark) for mark in marks]
+    started = [subprocess.Popen(["sleep", "600"]), start_marked(OTHER)]
     if os.geteuid() == 0:
-        started.append(subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: SECRET}, user=65534))
+        started.append(start_marked(SECRET, user=65534))
     yield [psutil.Process(process.pid) for process in started]
     for process in started:
         process.kill()
@@ -224,8 +224,7 @@ def test_a_head_is_found_by_a_command_with_another_folder_for_rays_files(
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", SHORT)
     folder = privacy.make_folder(SECRET)
-    variables = {MARK: SECRET, "RAY_TMPDIR": str(folder)}
-    head = subprocess.Popen(["sleep", "600"], env=os.environ | variables)
+    head = start_marked(SECRET, RAY_TMPDIR=str(folder))
     try:
         created = uptime_at_start(psutil.Process(head.pid))
         put(state, record(pid=head.pid, created=created, name=folder.name))

@@ -21,6 +21,7 @@ from orchestrator.deployment.cluster import Cluster, ClusterError, serve
 from orchestrator.deployment.processes import MARK, uptime_at_start
 from orchestrator.deployment.redeployment import fixed
 from orchestrator.deployment.serving import await_running, deploy
+from tests.unit.marked import start_marked
 
 SLOW = {"status": "UPDATING", "message": "Deployment 'Reward' has 1 replicas that have taken more than 30s to start."}
 RUNNING, STARTING = ({"applications": {"reward": {"status": status}}} for status in ("RUNNING", "DEPLOYING"))
@@ -64,7 +65,7 @@ def head(tmp_path: Path) -> Iterator[Heads]:
         server = HTTPServer(("127.0.0.1", 0), Dashboard)
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        process = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: SECRET})
+        process = start_marked(SECRET)
         processes.append(process)
         return Cluster(
             pid=process.pid,
