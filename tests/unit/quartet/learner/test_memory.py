@@ -81,7 +81,7 @@ def allocated(update: Callable[[], object], before: int) -> int:
 
 
 def test_a_compilers_stand_ins_for_tensors_hold_no_bytes() -> None:
-    """Other tests leave them; a symbol for a size is no number to compare with."""
+    """Other tests leave them behind, some with symbols in place of sizes, which cannot be compared with numbers."""
     before, real = Allocations().now, torch.zeros(10)
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.zeros(77), symbolic_context=dynamic)
