@@ -31,6 +31,8 @@ pytestmark = pytest.mark.processes  # for their length: a minute in all
 LIMIT = 1e-5
 """Largest error, relative to the exact gradient's length."""
 WIDE = 1e6
+IN_REWARD = {"placement": "reward", "estimator": "k1", "coef": BETA}
+"""The penalty of the exact gradient; grpo alone has none."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,8 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
     needs = presets()[kind]
     each = 1 if needs.needs_samples_per_prompt == 1 else 2
     tables = problem.tables(perfect=needs.needs_critic)
-    algorithm = parse_algorithm({"kind": kind, "samples_per_prompt": each, "score_clip": None} | WHOLE)
+    unclipped: dict[str, Any] = {"score_clip": None} if needs.score_weight else {}
+    algorithm = parse_algorithm({"kind": kind, "samples_per_prompt": each} | unclipped | WHOLE)
     learner = Learner(problem.folder, algorithm)
     if each == 1:
         batch, estimate = learner.estimate(experiences(tables))
@@ -240,7 +243,7 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
 def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem) -> None:
     """A response's own reward is in the mean, which takes (G - 1) / G of the gradient: half of it in pairs."""
     tables = problem.tables()
-    algorithm = parse(kind="grpo", samples_per_prompt=2, scale="none", reduction="tokens")
+    algorithm = parse(kind="grpo", samples_per_prompt=2, scale="none", reduction="tokens", kl=IN_REWARD)
     learner = Learner(problem.folder, algorithm)
     advantages = leave_one_out(learner, tables, (0,) * MOST, None)
     actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
@@ -252,9 +255,9 @@ def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem) ->
     tables = problem.tables()
     learner = Learner(problem.folder, parse(kind="grpo", samples_per_prompt=2, reduction="tokens"))
     advantages = leave_one_out(learner, tables, (0,) * MOST, None)
-    actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
-    totals = torch.where(MASK, tables.token_rewards(), 0.0).sum(-1)
-    signs = (totals.unsqueeze(2) - totals.unsqueeze(1)).sign() / 2**0.5
+    batch = learner.batch(experiences(tables))
+    actual = learner.expected(batch, advantages, likely(tables.behaviour), kl_coef=0.0)
+    signs = (problem.rewards.unsqueeze(2) - problem.rewards.unsqueeze(1)).sign() / 2**0.5
     means = (signs * likely(tables.behaviour).unsqueeze(1)).sum(-1, keepdim=True)
     claim = over_paths(tables.logprobs, tables.behaviour, torch.where(MASK, means, 0.0))
     found = error(actual, gradient_of(claim, problem.model))
