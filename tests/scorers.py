@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,17 @@ def count(pairs: Sequence[Pair]) -> list[float]:
 def matches(pairs: Sequence[Pair]) -> list[float]:
     """1 where the response is the label."""
     return [float(pair.response == pair.label) for pair in pairs]
+
+
+def odd(pairs: Sequence[Pair]) -> list[float]:
+    """1 for a response that ends in an odd digit, else 0. While the file that a label names holds the pair's prompt,
+    it waits, and there is a file of that name that ends in `.held`."""
+    for hold in {Path(pair.label) for pair in pairs if pair.label}:
+        prompts = {pair.prompt for pair in pairs if pair.label == str(hold)}
+        while hold.exists() and hold.read_text() in prompts:
+            hold.with_suffix(".held").touch()
+            time.sleep(0.02)
+    return [float(pair.response.endswith(tuple("13579"))) for pair in pairs]
 
 
 def too_few(pairs: Sequence[Pair]) -> list[float]:
