@@ -107,6 +107,9 @@ class LearnerConfig(Config):
     itself. Requires attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
+    freeze_attention: bool = False
+    """Leave the weights of all attention layers as they are, and train the others: SAO's critic. It saves their
+    gradients and optimizer state, which the sums of memory count all the same."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep a running mean of the weights, mean = decay * mean + (1 - decay) * weights after each optimizer step, in
     fp32 and in each rank's host memory (with ZeRO 3 the rank's share of it). Saved models hold the mean, and
@@ -169,6 +172,14 @@ class LearnerConfig(Config):
             raise ValueError(f"ranks must be a multiple of tensor_parallel.size {size}, got {self.ranks}")
         if size > 1 and self.lora:
             raise ValueError("lora goes with tensor_parallel.size 1 only; adapters are not divided")
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_layers_are_whole(self) -> Self:
+        if self.freeze_attention and self.lora:
+            raise ValueError("freeze_attention: adapters leave all weights as they are; leave out one of the two")
+        if self.freeze_attention and self.tensor_parallel.size > 1:
+            raise ValueError("freeze_attention goes with tensor_parallel.size 1 only")
         return self
 
     @model_validator(mode="after")

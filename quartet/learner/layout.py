@@ -30,6 +30,8 @@ class Layout(BaseModel):
     """Ranks that share one copy of the model."""
     lora_rank: int | None
     """Rank of the adapters; null without adapters."""
+    freeze_attention: bool
+    """True if the attention layers are not trained, so that the optimizer has no state of them."""
     ema: bool
     """True if the learner keeps a running mean of its weights."""
 
@@ -44,6 +46,7 @@ class Layout(BaseModel):
             zero_stage=config.zero_stage,
             tensor_parallel=config.tensor_parallel.size,
             lora_rank=config.lora.rank if config.lora else None,
+            freeze_attention=config.freeze_attention,
             ema=config.ema_decay is not None,
         )
 

@@ -13,6 +13,7 @@ from quartet.columns import Columns
 from quartet.config.learner import LearnerConfig, OptimizerConfig, describe
 from quartet.learner.ema import Average
 from quartet.learner.finite import agreed, check_weights
+from quartet.learner.frozen import freeze_attention
 from quartet.learner.lora import weight_buckets, weights_of
 from quartet.learner.optimizer import OptimizerState, rate_factor
 from quartet.learner.shards import Pass, shards
@@ -49,6 +50,8 @@ class TrainedModule:
         start_distributed(self._ranks)
         import deepspeed
 
+        if config.freeze_attention:
+            freeze_attention(module)
         if config.recomputes:
             module.gradient_checkpointing_enable()  # type: ignore[operator]
         if config.compile_layers:

@@ -57,6 +57,11 @@ def model(tmp_path: Path) -> str:
             {"ranks": 2, "tensor_parallel": {"size": 2}, "lora": {}},
             "lora goes with tensor_parallel.size 1 only; adapters are not divided",
         ),
+        ({"freeze_attention": True, "lora": {}}, "freeze_attention: adapters leave all weights as they are"),
+        (
+            {"freeze_attention": True, "ranks": 2, "tensor_parallel": {"size": 2}},
+            "freeze_attention goes with tensor_parallel.size 1 only",
+        ),
         (
             {"compile_layers": True, "zero_stage": 3},
             "compile_layers: layers that are divided among ranks are not compiled; set it to false, or "
@@ -167,6 +172,12 @@ def test_a_policys_cosine_ends_with_its_run_and_a_critics_is_told_when(model: st
     )
     assert (more.optimizer_steps, more.critic_optimizer_steps) == (3 * 2 * 4, 3 * 5 * 4)
     assert run.scheduled_policy.optimizer.total_steps == 24
+    later = section | {"steps": 3, "batch_size": 100, "algorithm": {"epochs": 2, "critic_only_steps": 1}}
+    pretrained = OrchestratorConfig.parse(later, "orchestrator")
+    assert (pretrained.optimizer_steps, pretrained.critic_optimizer_steps) == (2 * 2 * 4, 3 * 2 * 4)
+    never = later | {"algorithm": {"critic_only_steps": 3}}
+    with pytest.raises(ConfigError, match=r"algorithm.critic_only_steps \(3, .*\) must be less than steps \(3\)"):
+        OrchestratorConfig.parse(never, "orchestrator")
     late = section | {"policy": {"model": model, "optimizer": cosine | {"warmup_steps": 300}}}
     with pytest.raises(ConfigError, match=r"policy.optimizer.warmup_steps \(300\) must be less than the run's 24"):
         OrchestratorConfig.parse(late | {"steps": 3, "batch_size": 100, "algorithm": {"epochs": 2}}, "orchestrator")

@@ -154,6 +154,28 @@ async def test_the_running_mean_is_saved_and_the_weights_go_on(
     assert furthest({name: saved[name].numpy() for name in after}, after) > 1e-3
 
 
+@pytest.mark.parametrize("layout", [{"zero_stage": 1}, BY_LAYERS, {"gradient_checkpointing": True}], ids=str)
+async def test_frozen_attention_stays_bit_for_bit_in_every_layout(
+    benches: dict[int, RankGroup], reward_folder: Path, layout: dict[str, Any]
+) -> None:
+    """On two ranks as on one without ZeRO, whatever AdamW's decay of weights; all other weights are trained."""
+    frozen = {"freeze_attention": True}
+    wanted = await benches[1].call(Bench.critic, TIMEOUT_S, frozen)
+    actual = await benches[2].call(Bench.critic, TIMEOUT_S, frozen | layout)
+    assert numbers(actual, "loss") == pytest.approx(numbers(wanted, "loss"), abs=LOSS)
+    assert numbers(actual, "grad_norm") == pytest.approx(numbers(wanted, "grad_norm"), rel=NORM)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    source = load_file(reward_folder / "model.safetensors")
+    for name, weights in actual["weights"].items():
+        before = source.get(name.replace("body.", "model."))
+        if "self_attn" in name:
+            assert before is not None
+            assert (weights == before.numpy()).all(), name
+        elif before is not None:
+            assert float(np.abs(weights - before.numpy()).max()) > 10 * WEIGHT, name
+    assert len([name for name in actual["weights"] if "self_attn" in name]) == 2 * 4
+
+
 # The critic has the same adapters.
 @pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=MORE)])
 async def test_adapters_are_the_same_in_pieces(benches: dict[int, RankGroup], kind: str) -> None:

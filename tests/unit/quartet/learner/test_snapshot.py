@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"zero_stage": 1, "dtype": "bfloat16"},
     "running mean": {"ema_decay": 0.9},
     "running mean, zero 3": {"ema_decay": 0.9} | BY_LAYERS,
+    "frozen attention, zero 1": {"freeze_attention": True, "zero_stage": 1},
     "adapters": {"lora": LoraConfig(rank=4)},
     "adapters, zero 3": {"lora": LoraConfig(rank=4)} | BY_LAYERS,
     "adam offload": {"adam_offload": True, "zero_stage": 2},
@@ -41,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MORE = pytest.mark.exhaustive
 # Every kind of state once; the rest is one more number of ranks, or one more stage of ZeRO.
 ALWAYS = {("zero 0", 1), ("zero 2", 2), ("bfloat16", 2), ("running mean, zero 3", 2), ("adapters, zero 3", 1)}
-ALWAYS |= {("both offloads", 2)}
+ALWAYS |= {("both offloads", 2), ("frozen attention, zero 1", 1)}
 
 
 def layout_cases(names: Collection[str], always: Collection[tuple[str, int]]) -> list[Any]:
