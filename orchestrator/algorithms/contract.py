@@ -166,6 +166,9 @@ class Algorithm(Config):
     critic_epochs: Count | None = None
     """Passes over each batch for the critic, if others than `epochs`: more let it keep up with the policy. With
     minibatches of a whole batch, 2 are two critic updates to each policy update, as in SAO. Null: as `epochs`."""
+    critic_only_steps: NonNegativeInt = 0
+    """First steps of a run in which the critic learns and the policy does not, so that the policy's first advantages
+    do not come from the values of a new head. 10 in SAO. They count as steps of the run."""
     ratio: Ratio = "token"
     """The ratio of the policy to that from before the update: each token's own, or for all tokens of a response the
     geometric mean of theirs, as in GSPO; `correction` then takes its ratio in the same way. A response's ratio is for
@@ -271,6 +274,10 @@ class Algorithm(Config):
     def epochs_of_critic(self) -> int:
         """Passes over each batch for the critic, if there is one."""
         return self.critic_epochs or self.epochs
+
+    def trains_policy(self, step: int) -> bool:
+        """True if the policy learns in this step of a run, the first of which is 1."""
+        return step > self.critic_only_steps
 
     @property
     def discard_limit(self) -> int:
@@ -481,7 +488,11 @@ def _said(value: Any) -> str:
 
 
 _OWNERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("gae_lambda", "gae_lambda_alpha", "critic_gae_lambda", "critic_epochs"), "baseline", ("critic",)),
+    (
+        ("gae_lambda", "gae_lambda_alpha", "critic_gae_lambda", "critic_epochs", "critic_only_steps"),
+        "baseline",
+        ("critic",),
+    ),
     (("gamma",), "baseline", ("critic", "batch", "none")),
     (("clip_eps_low", "clip_eps_high", "dual_clip"), "clip", ("ppo",)),
     (("clip_cap",), "clip", ("cispo",)),

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from orchestrator.algorithms.contract import Algorithm, Baseline, Clip, KLConfig, Scale
 from quartet.config.base import Count, Fraction
@@ -10,8 +10,8 @@ from quartet.config.base import Count, Fraction
 
 class SAO(Algorithm):
     """SAO (arXiv:2607.07508) with a critic that learns twice from each batch: twice for each update of the policy if
-    minibatch_size is the batch_size. Its frozen attention layers and the pretraining of its critic are not part of
-    it."""
+    minibatch_size is the batch_size. The critic's attention layers are frozen there, which is a key of the critic
+    service: freeze_attention."""
 
     kind: Literal["sao"] = "sao"
     """Advantages from the values of a critic, with a lambda for each response by its length; tokens whose ratio to
@@ -21,6 +21,7 @@ class SAO(Algorithm):
     gae_lambda_alpha: PositiveFloat | None = 1.5
     critic_gae_lambda: Fraction | None = 1.0
     critic_epochs: Count | None = 2
+    critic_only_steps: NonNegativeInt = 10
     epochs: Count = 1
     clip: Clip = "dis"
     kl: KLConfig = KLConfig(coef=0)

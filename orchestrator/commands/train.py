@@ -255,7 +255,7 @@ class Run:
 
     def _learners(self, policy: Policy, state: TrainState) -> list[Learner]:
         """The models that this run trains: the policy, and the critic if its advantages need one."""
-        learners: list[Learner] = [PolicyLearner(policy)]
+        learners: list[Learner] = [PolicyLearner(policy, self._config)]
         if self.services.critic is not None and state.first_critic_step is not None:
             learners.append(CriticLearner(self.services.critic, self._config, state.first_critic_step))
         return learners

@@ -121,12 +121,23 @@ class OrchestratorConfig(Config):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run."""
-        return self.steps * self.algorithm.epochs * math.ceil(self.batch_size / self.algorithm.minibatch_size)
+        return (self.steps - self.algorithm.critic_only_steps) * self.algorithm.epochs * self._minibatches
+
+    @property
+    def optimizer_steps_said(self) -> str:
+        """The product that `optimizer_steps` is, by the names of its keys."""
+        steps = "(steps - algorithm.critic_only_steps)" if self.algorithm.critic_only_steps else "steps"
+        return f"{steps} * algorithm.epochs * minibatches"
 
     @property
     def critic_optimizer_steps(self) -> int:
         """Optimizer steps of the critic in the whole run, if there is one."""
-        return self.optimizer_steps // self.algorithm.epochs * self.algorithm.epochs_of_critic
+        return self.steps * self.algorithm.epochs_of_critic * self._minibatches
+
+    @property
+    def _minibatches(self) -> int:
+        """Minibatches of a batch."""
+        return math.ceil(self.batch_size / self.algorithm.minibatch_size)
 
     @property
     def longest_generate_s(self) -> float:
@@ -177,12 +188,22 @@ class OrchestratorConfig(Config):
         return self.algorithm.sized(self.sampling.max_new_tokens)
 
     @model_validator(mode="after")
+    def _the_policy_learns(self) -> Self:
+        algorithm = self.algorithm
+        if not algorithm.trains_policy(self.steps):
+            raise ValueError(
+                f"algorithm.critic_only_steps ({algorithm.critic_only_steps}, with kind {algorithm.kind}) must be "
+                f"less than steps ({self.steps}), or the policy would not learn"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warm_up_is_part_of_the_run(self) -> Self:
         optimizer = self.policy.optimizer
         if optimizer.schedule == "cosine" and optimizer.warmup_steps >= self.optimizer_steps:
             raise ValueError(
                 f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) must be less than the run's "
-                f"{self.optimizer_steps} optimizer steps (steps * algorithm.epochs * minibatches)"
+                f"{self.optimizer_steps} optimizer steps ({self.optimizer_steps_said})"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from orchestrator.config.run import OrchestratorConfig
 from orchestrator.learners.learner import Update
 from orchestrator.policy.ranks import Policy
 
@@ -11,11 +12,14 @@ class PolicyLearner:
 
     name, prefix = "policy", "policy"
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, config: OrchestratorConfig) -> None:
         self._policy = policy
+        self._config = config
 
     async def train(self, update: Update) -> dict[str, float]:
-        """Trains on the batch's advantages."""
+        """Trains on the batch's advantages; does nothing, and measures nothing, in the critic's own steps."""
+        if not self._config.algorithm.trains_policy(update.step):
+            return {}
         return await self._policy.train(update.columns, update.kl_coef, update.seed)
 
     async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:

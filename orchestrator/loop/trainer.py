@@ -142,9 +142,13 @@ class Trainer:
         learned: dict[str, float],
     ) -> TrainState:
         """The state after the step that trained on this batch."""
-        controller = make_controller(self._config.algorithm, state.kl_coef)
+        algorithm = self._config.algorithm
+        controller = make_controller(algorithm, state.kl_coef)
+        # A policy that does not move yet says nothing about the coefficient that it will need.
+        if distance.kl is not None and algorithm.trains_policy(state.step + 1):
+            controller = controller.update(distance.kl, len(batch))
         return state.advanced(
-            kl_coef=(controller if distance.kl is None else controller.update(distance.kl, len(batch))).coef,
+            kl_coef=controller.coef,
             normaliser=estimate.normaliser,
             asked=len(batch.collected.numbers) + batch.collected.repeated,
             used=batch.collected.scored,
@@ -175,16 +179,16 @@ class Trainer:
         with report.stage("logprobs"):
             async with asyncio.TaskGroup() as group:
                 valued = group.create_task(stream.complete(step, collected, critic_step=state.critic_step))
-                own = group.create_task(self._old_logprobs(batch))
+                own = group.create_task(self._old_logprobs(batch, step))
         if (old_logprobs := own.result()) is not None:
             check_own_logprobs([old_logprobs])
         collected, known = valued.result(), {} if old_logprobs is None else {"old_logprobs": old_logprobs}
         return Batch.of(collected.with_sampled(**known), batch.oldest_trained, batch.chosen)
 
-    async def _old_logprobs(self, batch: Batch) -> Floats | None:
+    async def _old_logprobs(self, batch: Batch, step: int) -> Floats | None:
         """The policy's own log-probs from before the update, [M]; None where the update computes them itself."""
-        own = batch.columns.get("old_logprobs")
-        if own is None and self._config.algorithm.needs_old_logprobs(len(batch)):
+        own, algorithm = batch.columns.get("old_logprobs"), self._config.algorithm
+        if own is None and (algorithm.needs_old_logprobs(len(batch)) or not algorithm.trains_policy(step)):
             own = await self._waits.on("policy").timing("logprobs", self._policy.logprobs(batch.columns))
         return own
 

@@ -20,11 +20,13 @@ from tests.cluster import Quartet, engine_of, eventually, named, rollouts
 from tests.commands import PATIENCE_S, finished
 from tests.runs import STEPS, Run, assert_same
 
+CRITIC_ONLY = 3
+
 
 @pytest.fixture(scope="module")
 def straight(quartet: Quartet) -> Run:
-    """A run that nothing happened to."""
-    run = Run(quartet, "straight")
+    """A run that nothing happened to, whose critic learns alone until past its first checkpoint."""
+    run = Run(quartet, "straight", critic_only_steps=CRITIC_ONLY)
     run.finish()
     assert run.steps() == list(range(1, STEPS + 1))
     return run
@@ -33,7 +35,7 @@ def straight(quartet: Quartet) -> Run:
 @pytest.fixture
 def again(quartet: Quartet, straight: Run) -> Iterator[Run]:
     """A run that begins as the other did, with the same policy, critic and samples."""
-    run = Run(quartet, "again")
+    run = Run(quartet, "again", critic_only_steps=CRITIC_ONLY)
     (run.folder / "checkpoints").mkdir(parents=True)
     shutil.copytree(straight.folder / "checkpoints" / "step-000000", run.folder / "checkpoints" / "step-000000")
     shutil.copytree(straight.folder / "journal", run.folder / "journal")

@@ -195,7 +195,7 @@ class Stage:
     def trainer(self, first_critic_step: int | None) -> Trainer:
         """The loop, with a critic whose last step was this; None for a run without one."""
         config, services = self.config, self.fakes.services
-        learners: list[Any] = [PolicyLearner(self.policy)]  # type: ignore[arg-type]
+        learners: list[Any] = [PolicyLearner(self.policy, config)]  # type: ignore[arg-type]
         if services.critic is not None and first_critic_step is not None:
             learners.append(CriticLearner(services.critic, config, first_critic_step))
         return Trainer(

@@ -308,7 +308,7 @@ async def sample_path(policy: Path, reward: Path, folder: Path) -> SamplePath:
             config,
             ExperienceSource(config, prompts, collector, ExperienceJournal(folder / "journal", config)),
             learner,
-            [PolicyLearner(learner), CriticLearner(services.critic, config, 0)],
+            [PolicyLearner(learner, config), CriticLearner(services.critic, config, 0)],
             FakePusher(journal),
             FakeCheckpoints(journal),  # type: ignore[arg-type]
             None,

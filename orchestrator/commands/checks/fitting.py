@@ -199,18 +199,16 @@ def old_tokens(deployment: Deployment) -> Iterator[str]:
 def schedules(deployment: Deployment) -> Iterator[str]:
     """Learning-rate schedules that end before or after the run."""
     config = deployment.orchestrator
-    learners = {"orchestrator.policy": (config.policy.optimizer, config.optimizer_steps, "epochs")}
+    learners = {"orchestrator.policy": (config.policy.optimizer, config.optimizer_steps, config.optimizer_steps_said)}
     passes = "epochs" if config.algorithm.epochs_of_critic == config.algorithm.epochs else "critic_epochs"
+    of_critic = config.critic_optimizer_steps, f"steps * algorithm.{passes} * minibatches"
     for name, section in deployment.services.items():
         if isinstance(section, CriticConfig):
-            learners[f"applications.{name}.args"] = section.optimizer, config.critic_optimizer_steps, passes
-    for where, (optimizer, steps, epochs) in learners.items():
+            learners[f"applications.{name}.args"] = section.optimizer, *of_critic
+    for where, (optimizer, steps, said) in learners.items():
         ends = optimizer.total_steps
         if optimizer.schedule == "cosine" and ends not in (None, steps):
-            yield (
-                f"{where}.optimizer.total_steps: {ends}, but the run has {steps} optimizer steps "
-                f"(steps * algorithm.{epochs} * minibatches)"
-            )
+            yield f"{where}.optimizer.total_steps: {ends}, but the run has {steps} optimizer steps ({said})"
 
 
 def rests(deployment: Deployment) -> Iterator[str]:

@@ -22,6 +22,7 @@ from quartet.config.base import ConfigError
         ({"baseline": "none"}, "scale batch subtracts the mean over the batch, which is baseline batch"),
         ({"kind": "rloo", "gae_lambda": 0.5}, "gae_lambda belongs to baseline critic, and baseline is leave-one-out"),
         ({"kind": "rloo", "critic_epochs": 2}, "critic_epochs belongs to baseline critic"),
+        ({"kind": "rloo", "critic_only_steps": 2}, "critic_only_steps belongs to baseline critic"),
         ({"kind": "grpo", "gamma": 0.9}, "gamma belongs to baseline critic or batch or none, and baseline is group"),
         ({"kind": "grpo", "clip": "none", "dual_clip": 3}, "dual_clip belongs to clip ppo, and clip is none"),
         ({"kind": "grpo", "clip_cap": 4}, "clip_cap belongs to clip cispo, and clip is ppo"),

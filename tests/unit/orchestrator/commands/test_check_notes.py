@@ -69,6 +69,12 @@ def test_a_schedule_that_does_not_end_with_the_run_is_told(raw: dict[str, Any], 
         "applications.critic.args.optimizer.total_steps: 20, but the run has 60 optimizer steps "
         "(steps * algorithm.critic_epochs * minibatches)"
     ]
+    run["policy"]["optimizer"] = cosine | {"total_steps": 40}
+    run["algorithm"] |= {"critic_epochs": 1, "critic_only_steps": 4}
+    assert told() == [
+        "orchestrator.policy.optimizer.total_steps: 40, but the run has 24 optimizer steps "
+        "((steps - algorithm.critic_only_steps) * algorithm.epochs * minibatches)"
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bfloat16", True), ("float32", False)])

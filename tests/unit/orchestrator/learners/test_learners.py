@@ -33,9 +33,9 @@ class Recorder:
         return called
 
 
-async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(tmp_path: Path) -> None:
+async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(policy_folder: Path, tmp_path: Path) -> None:
     policy = Recorder()
-    learner = PolicyLearner(policy)  # type: ignore[arg-type]
+    learner = PolicyLearner(policy, make_config(policy_folder))  # type: ignore[arg-type]
     assert await learner.train(UPDATE) == {"loss": 0.5}
     await learner.take_snapshot(tmp_path, 3, copies=True)
     await learner.write_snapshot(tmp_path)
@@ -47,6 +47,15 @@ async def test_the_policy_trains_on_the_batch_and_writes_into_its_folder(tmp_pat
         ("write_snapshot", (), {}),
         ("restore", (folder,), {}),
     ]
+
+
+@pytest.mark.parametrize(("steps", "calls"), [(2, 1), (3, 0)])
+async def test_the_policy_does_nothing_in_the_critics_own_steps(policy_folder: Path, steps: int, calls: int) -> None:
+    policy = Recorder()
+    config = make_config(policy_folder, algorithm={"minibatch_size": 1, "critic_only_steps": steps})
+    learner = PolicyLearner(policy, config)  # type: ignore[arg-type]
+    assert await learner.train(UPDATE) == ({"loss": 0.5} if calls else {})
+    assert len(policy.calls) == calls
 
 
 async def test_the_critics_steps_go_on_from_its_first_and_its_folder_has_a_name_under_the_root(

@@ -27,6 +27,7 @@ from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record
 from orchestrator.policy.ranks import Policy
 from orchestrator.policy.trainer import PolicyTrainer
+from orchestrator.push.pusher import PushReport
 from orchestrator.tracing.spans import UNTRACED
 from orchestrator.tracing.waits import Waits
 from quartet.columns import Columns
@@ -39,7 +40,7 @@ from services.critic.trainer import CriticTrainer
 from services.rollout.sample import FinishReason, Sample
 from tests.unit.fake_ranks import part
 from tests.unit.fake_run import FakeCheckpoints, FakeLog, FakeProgress, FakePusher
-from tests.unit.fakes import Fakes, make_config, make_prompts
+from tests.unit.fakes import Fakes, Journal, make_config, make_prompts
 
 STEPS = 3
 OPTIMIZER = {"learning_rate": 1e-3}
@@ -78,6 +79,19 @@ class LocalCritic:
         return self.trainer.train(batch, **schedule)
 
 
+class WatchedPusher(FakePusher):
+    """Keeps the digests of what is pushed."""
+
+    def __init__(self, journal: Journal, learner: PolicyTrainer) -> None:
+        super().__init__(journal)
+        self.learner = learner
+        self.pushed: list[str] = []
+
+    async def push(self, version: int) -> PushReport:
+        self.pushed.append(digest(self.learner._learner.full_weights()))
+        return await super().push(version)
+
+
 def digest(weights: Iterator[tuple[str, Any]]) -> str:
     actual = hashlib.sha256()
     for name, tensor in weights:
@@ -103,6 +117,8 @@ class Run:
         self.rollout, self.fakes = SeededRollout(), Fakes()
         self.log, self.progress = FakeLog(self.fakes.journal), FakeProgress()
         self.weights: tuple[str, str] = ("", "")
+        self.pushed: list[str] = []
+        """Digests of the policy's weights, before the first step and after each."""
 
     @asynccontextmanager
     async def policy(self) -> AsyncIterator[tuple[Policy, PolicyTrainer]]:
@@ -123,12 +139,13 @@ class Run:
             ExperienceJournal(self.folder, config),
         )
         async with self.policy() as (policy, learner):
+            pusher = WatchedPusher(self.fakes.journal, learner)
             trainer = Trainer(
                 config,
                 source,
                 policy,
-                [PolicyLearner(policy), CriticLearner(critic, config, first_step=0)],  # type: ignore[arg-type]
-                FakePusher(self.fakes.journal),
+                [PolicyLearner(policy, config), CriticLearner(critic, config, first_step=0)],  # type: ignore[arg-type]
+                pusher,
                 FakeCheckpoints(self.fakes.journal),  # type: ignore[arg-type]
                 None,
                 Record(self.log, self.progress, config.steps),  # type: ignore[arg-type]
@@ -138,6 +155,7 @@ class Run:
                 TrainState(step=0, first_version=1, first_critic_step=0, kl_coef=0.2), self.folder / "policy"
             )
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
+        self.pushed = pusher.pushed
         return self
 
     async def written_out(self) -> "Run":
@@ -159,7 +177,7 @@ class Run:
                 assert estimate.returns is not None
                 columns = batch.columns.with_sampled(advantages=estimate.advantages, returns=estimate.returns)
                 update = Update(step + 1, config.seed * 1_000_003 + step + 1, columns, kl_coef)
-                for each in (PolicyLearner(policy), values_of):
+                for each in (PolicyLearner(policy, config), values_of):
                     await each.train(update)
                 distance = measure_distance(batch, batch.columns.rows("old_logprobs"), config.algorithm, step + 1)
                 assert distance.kl is not None
@@ -196,6 +214,34 @@ async def test_a_run_from_its_journal_ends_with_the_same_weights(policy_folder: 
         actual = [[run.log.lines[step][name] for step in range(1, STEPS + 1)] for run in (straight, again)]
         assert actual[0] == actual[1]
         assert actual[0] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("old_logprobs", ["learner", "rollout"])
+async def test_the_policy_rests_while_the_critic_learns_alone(
+    policy_folder: Path, tmp_path: Path, old_logprobs: str
+) -> None:
+    """The weights, the optimizer and the coefficient of the penalty stay as they were; the critic learns in each
+    step."""
+    algorithm = {"minibatch_size": 2, "epochs": 2, "kl": KL, "critic_only_steps": 3, "old_logprobs": old_logprobs}
+    rate = {"learning_rate": 1e-3, "schedule": "cosine"}
+    policy = {"model": str(policy_folder), "optimizer": rate}
+    runs = [Run(policy_folder, tmp_path, steps=5, algorithm=algorithm, policy=policy) for _ in range(2)]
+    straight, again = [await run.finish() for run in runs]
+    assert again.rollout.drawn == 0
+    assert again.weights == straight.weights
+    before = straight.pushed[0]
+    assert straight.pushed[:4] == [before] * 4
+    assert len({*straight.pushed}) == 3
+    lines = straight.log.lines
+    for step in (1, 2, 3):
+        assert not [name for name in lines[step] if name in ("policy/loss", "policy/learning_rate")]
+        assert lines[step]["value/grad_norm"] > 0
+        assert lines[step]["kl/coef"] == KL["coef"]
+        assert "mismatch/mean_abs" in lines[step]
+    assert lines[4]["kl/coef"] == KL["coef"] != lines[5]["kl/coef"]
+    # The schedule has four optimizer steps for each of the two steps that are left.
+    assert straight.config.optimizer_steps == 8
+    assert lines[4]["policy/learning_rate"] > lines[5]["policy/learning_rate"]
 
 
 class Overtaken(SeededRollout):
