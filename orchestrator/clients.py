@@ -173,6 +173,7 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"orchestrator.policy.dtype: {config.policy.dtype}, but the rollout service has "
             f"{infos.rollout.model.dtype}; weights are pushed as they are, so both must be the same"
         )
+    check_scores(infos.reward, config)
     reference = infos.reference
     if reference and reference.model.dtype != config.policy.dtype and config.algorithm.needs_reference:
         raise ConfigError(
@@ -185,6 +186,12 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
             f"orchestrator.weights.backend: {asked}, but the rollout replicas were started with {taken}; set "
             "both the same, or one to auto"
         )
+
+
+def check_scores(info: reward_pb2.RewardInfo, config: OrchestratorConfig) -> None:
+    """Raises ConfigError unless the reward service gives scores of the names that the algorithm weighs."""
+    if problems := [*config.algorithm.misfits(info.scorer.names, f"the reward service's {info.scorer.name}")]:
+        raise ConfigError("\n".join(problems))
 
 
 def agreed_backend(ours: str, theirs: str) -> str:

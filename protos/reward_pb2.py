@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"/\n\tTextPairs\x12\x0f\n\x07prompts\x18\x01 \x03(\t\x12\x11\n\tresponses\x18\x02 \x03(\t\"p\n\x0cScoreRequest\x12\x10\n\x06tokens\x18\x01 \x01(\x0cH\x00\x12&\n\x05texts\x18\x02 \x01(\x0b\x32\x15.quartet.v1.TextPairsH\x00\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12\r\n\x05\x65nded\x18\x04 \x03(\x08\x42\x07\n\x05pairs\"K\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x01(\x0c\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity\"m\n\x0eScorerIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12)\n\x05parts\x18\x03 \x03(\x0b\x32\x1a.quartet.v1.ScorerIdentity\x12\x0e\n\x06weight\x18\x04 \x01(\x01\"^\n\nRewardInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity2\x7f\n\x06Reward\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.RewardInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\nquartet.v1\x1a\x13protos/common.proto\"/\n\tTextPairs\x12\x0f\n\x07prompts\x18\x01 \x03(\t\x12\x11\n\tresponses\x18\x02 \x03(\t\"p\n\x0cScoreRequest\x12\x10\n\x06tokens\x18\x01 \x01(\x0cH\x00\x12&\n\x05texts\x18\x02 \x01(\x0b\x32\x15.quartet.v1.TextPairsH\x00\x12\x0e\n\x06labels\x18\x03 \x03(\t\x12\r\n\x05\x65nded\x18\x04 \x03(\x08\x42\x07\n\x05pairs\"K\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x01(\x0c\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity\"l\n\x0eScorerIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05names\x18\x03 \x03(\t\x12)\n\x05parts\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ScorerIdentity\"^\n\nRewardInfo\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.quartet.v1.ModelInfo\x12*\n\x06scorer\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.ScorerIdentity2\x7f\n\x06Reward\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12\x37\n\x04Info\x12\x17.quartet.v1.InfoRequest\x1a\x16.quartet.v1.RewardInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORERESPONSE']._serialized_start=219
   _globals['_SCORERESPONSE']._serialized_end=294
   _globals['_SCORERIDENTITY']._serialized_start=296
-  _globals['_SCORERIDENTITY']._serialized_end=405
-  _globals['_REWARDINFO']._serialized_start=407
-  _globals['_REWARDINFO']._serialized_end=501
-  _globals['_REWARD']._serialized_start=503
-  _globals['_REWARD']._serialized_end=630
+  _globals['_SCORERIDENTITY']._serialized_end=404
+  _globals['_REWARDINFO']._serialized_start=406
+  _globals['_REWARDINFO']._serialized_end=500
+  _globals['_REWARD']._serialized_start=502
+  _globals['_REWARD']._serialized_end=629
 # @@protoc_insertion_point(module_scope)

@@ -36,16 +36,16 @@ class ScoreResponse(_message.Message):
     def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
 
 class ScorerIdentity(_message.Message):
-    __slots__ = ("name", "model_hash", "parts", "weight")
+    __slots__ = ("name", "model_hash", "names", "parts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_hash: str
+    names: _containers.RepeatedScalarFieldContainer[str]
     parts: _containers.RepeatedCompositeFieldContainer[ScorerIdentity]
-    weight: float
-    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ..., weight: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ...) -> None: ...
 
 class RewardInfo(_message.Message):
     __slots__ = ("model", "scorer")

@@ -89,3 +89,34 @@ def too_large(pairs: Sequence[Pair]) -> list[float]:
 
 def broken(pairs: Sequence[Pair]) -> Any:
     raise KeyError("nothing here")
+
+
+def two(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    """Words of the response, and 1 where it is the label."""
+    return [{"words": words, "right": right} for words, right in zip(count(pairs), matches(pairs), strict=True)]
+
+
+def one_name(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    return [{"right": 1.0}] * len(pairs)
+
+
+def three_names(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    return [each | {"length": 1.0} for each in two(pairs)]
+
+
+def two_too_few(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    return two(pairs)[1:]
+
+
+def by_name(pairs: Sequence[Pair]) -> dict[str, list[float]]:
+    """A list for each name, and not a mapping for each pair."""
+    return {"right": matches(pairs), "words": count(pairs)}
+
+
+def two_worded(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    return [{"right": "good", "words": 1.0}] * len(pairs)
+
+
+def two_not_finite(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    """Finite but for one number of one name."""
+    return [*two(pairs)[1:], {"right": 1.0, "words": float("nan")}]

@@ -149,6 +149,7 @@ class EmulatedScorer:
     max_length = LONGEST
     vocab_size: int | None = VOCABULARY
     texts = False
+    names: tuple[str, ...] = ()
 
     def __init__(self, sleep: Sleep) -> None:
         self.batch_tokens = sleep.tokens
@@ -156,9 +157,9 @@ class EmulatedScorer:
         self._sleep = sleep
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """One score per pair, [B]."""
+        """One score per pair, [B, 1]."""
         time.sleep(self._sleep.seconds("score", len(pairs)))
-        return np.asarray([pair.response_ids[0] % 7 for pair in pairs], np.float32)
+        return np.asarray([[pair.response_ids[0] % 7] for pair in pairs], np.float32)
 
     def check(self) -> None:
         """Finds nothing wrong."""

@@ -114,7 +114,8 @@ class Judges:
     async def score(self, columns: Columns, **options: Any) -> Scores:
         """A score for each response."""
         await self.chance.spend("score")
-        return Scores(np.asarray([float(row[0] % 7) for row in columns.responses], np.float32), "model:fake", "hash")
+        scores = np.asarray([float(row[0] % 7) for row in columns.responses], np.float32)
+        return Scores({"score": scores}, "model:fake", "hash")
 
     async def logprobs(self, columns: Columns, **options: Any) -> Any:
         """The reference's log-probs."""

@@ -3,5 +3,5 @@
 The configuration imports the classes, so that neither they nor `contract` load torch at their import. No other
 package names one of them.
 
-May import quartet. commands, config, deployment, experience, loop and policy import it.
+May import quartet. commands, config, deployment, evaluation, experience, loop and policy import it.
 """

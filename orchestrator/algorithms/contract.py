@@ -24,17 +24,20 @@ An estimate that the settings do not have is a method:
 Loop, configuration, checks and `quartet init` read everything else from it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from quartet.config.base import Config, Count, Fraction
+from quartet.config.base import Config, ConfigError, Count, Fraction
+from quartet.config.scores import AnyScoreName
 from quartet.learner.reductions import Reduction
 from quartet.wire.codec import Bools, Floats, Ints
+from quartet.wire.pairs import SCORE
 
 if TYPE_CHECKING:  # torch takes a second that an error in a file need not wait for
     from torch import Tensor
@@ -94,12 +97,47 @@ class KLConfig(Config):
         return self
 
 
+class NamedRewardConfig(Config):
+    """One of the named scores of a response, as a term of the sum that is its score."""
+
+    weight: float | tuple[tuple[Count, float], ...] = 1.0
+    """Factor of the term. Pairs of a step and a factor change it during the run: it is that of the first pair before
+    its step, that of the last pair after its step, and in between on the straight line. 0: measured, not rewarded."""
+    clip: PositiveFloat | None = None
+    """Clip to plus or minus this, after normalisation and before the factor. Null: no clip."""
+    normalise: Literal["none", "running", "group"] = "none"
+    """running: subtract the mean of all scores of this name so far, and divide by their deviation. group: the same by
+    the scores of the responses to one prompt (GDPO), so that names of different spreads count alike."""
+
+    @field_validator("weight")
+    @classmethod
+    def _steps_ascend(cls, weight: Any) -> Any:
+        if isinstance(weight, tuple):
+            steps = [step for step, _ in weight]
+            if not steps or any(before >= after for before, after in pairwise(steps)):
+                raise ValueError("should be a number, or pairs of a step and a number whose steps ascend")
+        return weight
+
+    def weight_at(self, step: int) -> float:
+        """The factor at a step, from 1."""
+        if not isinstance(self.weight, tuple):
+            return self.weight
+        steps, weights = zip(*self.weight, strict=True)
+        return float(np.interp(step, steps, weights))
+
+    @property
+    def counts(self) -> bool:
+        """True if the factor is ever another than 0."""
+        weights = [weight for _, weight in self.weight] if isinstance(self.weight, tuple) else [self.weight]
+        return any(weights)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """All G responses to one prompt, as an algorithm decides on them before a batch takes them."""
 
-    scores: Floats
-    """[G]"""
+    scores: Mapping[str, Floats]
+    """Name -> [G]; `score` alone where the reward service gives one score."""
     lengths: Ints
     """Tokens of each response, [G]."""
     truncated: Bools
@@ -112,20 +150,21 @@ class Outcomes:
 
     groups: Ints
     """Number of each response's group, [B]."""
-    scores: Floats
-    """The reward service's, [B]."""
+    scores: Mapping[str, Floats]
+    """Name -> the reward service's scores, [B]; `score` alone where it gives one."""
     truncated: Bools
     """True where the length limit cut the response off, [B]."""
 
-    @property
-    def zero_variance(self) -> Bools:
-        """True at the responses of groups in which all scores are the same, [B]."""
+    def zero_variance(self, names: Iterable[str]) -> Bools:
+        """True at the responses of groups in which all scores of each of these names are the same, [B]."""
         _, of, counts = np.unique(self.groups, return_inverse=True, return_counts=True)
-        order = np.lexsort((self.scores, of))
         ends = np.cumsum(counts)
-        ordered = self.scores[order]
-        equal: Bools = ordered[ends - counts] == ordered[ends - 1]
-        return equal[of]
+        equal = np.ones(len(counts), np.bool_)
+        for name in names:
+            ordered = self.scores[name][np.lexsort((self.scores[name], of))]
+            equal &= ordered[ends - counts] == ordered[ends - 1]
+        of_each: Bools = equal[of]
+        return of_each
 
 
 class Credit(NamedTuple):
@@ -190,9 +229,9 @@ class Algorithm(Config):
     the mean over the tokens of each, so that a long response's tokens weigh less. constant: over its responses, of
     the sum over the tokens of each divided by sampling.max_new_tokens; a number: divided by that number."""
     zero_variance: ZeroVariance = "keep"
-    """Prompts whose responses all have the same score of the reward service, which teach nothing. keep: trained on
-    like others, by the KL penalty alone. leave-out: not trained on, nor counted in any mean over tokens or responses.
-    resample: discarded, and another prompt takes their place."""
+    """Prompts whose responses all have the same score of the reward service, of each name that has a weight, which
+    teach nothing. keep: trained on like others, by the KL penalty alone. leave-out: not trained on, nor counted in
+    any mean over tokens or responses. resample: discarded, and another prompt takes their place."""
     max_discarded: Count = 9
     """With zero_variance resample: most groups that are discarded in a step for each one of its batch; the run then
     ends with an error, as the prompts are all too easy or too hard."""
@@ -205,6 +244,10 @@ class Algorithm(Config):
     overlong_penalty: NonNegativeFloat = 1.0
     """The part of its score that a response of sampling.max_new_tokens loses by overlong_buffer; before score_clip,
     after normalisation."""
+    rewards: dict[AnyScoreName, NamedRewardConfig] = Field(default_factory=dict)
+    """Name -> weight, clip and normalisation of that score, where the reward service gives several: the sum of these
+    terms is the response's score, which all other settings of scores are for. Exactly the names that it gives. Empty:
+    it gives one score, without a name."""
     score_weight: NonNegativeFloat = 1.0
     """Factor of the score in the reward, after score_clip. 0: the KL penalty alone is the reward."""
     score_clip: PositiveFloat | None = 10.0
@@ -258,7 +301,8 @@ class Algorithm(Config):
     @property
     def needs_samples_per_prompt(self) -> int:
         """Least `samples_per_prompt`."""
-        return 2 if self.compares or self.zero_variance != "keep" else 1
+        compared = any(reward.normalise == "group" for reward in self.rewards.values())
+        return 2 if self.compares or compared or self.zero_variance != "keep" else 1
 
     @property
     def needs_reference(self) -> bool:
@@ -269,6 +313,27 @@ class Algorithm(Config):
     def penalises_rewards(self) -> bool:
         """True if a token's reward holds the KL penalty."""
         return self.kl.coef > 0 and self.kl.placement == "reward"
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the scores that the reward service has to give for each response."""
+        return tuple(self.rewards) or (SCORE,)
+
+    @property
+    def counted_names(self) -> tuple[str, ...]:
+        """Those of which a response's score depends at some step."""
+        return tuple(name for name, reward in self.rewards.items() if reward.counts) or self.score_names
+
+    def misfits(self, names: Iterable[str], scorer: str) -> Iterator[str]:
+        """Differences between `rewards` and the names of the scores that a scorer gives, none if it gives one without
+        a name; `scorer` is its place in words."""
+        given, weighed = dict.fromkeys(names), self.rewards.keys()
+        field = "orchestrator.algorithm.rewards"
+        gives = f"{scorer} gives {', '.join(given) if given else 'one score without a name'}"
+        if missing := [name for name in given if name not in weighed]:
+            yield f"{field}: lacks {', '.join(missing)}, as {gives}; give each its weight, or 0 to measure it only"
+        if unknown := [name for name in weighed if name not in given]:
+            yield f"{field}: has {', '.join(unknown)}, but {gives}; leave out what it does not give"
 
     @property
     def epochs_of_critic(self) -> int:
@@ -302,14 +367,33 @@ class Algorithm(Config):
     def admit(self, group: Group) -> bool:
         """True if the group may be trained on; else it is discarded, and another prompt takes its place. It follows
         from the group alone, so that a restart decides the same."""
-        return self.zero_variance != "resample" or bool((group.scores != group.scores[0]).any())
+        scores = (group.scores[name] for name in self.counted_names)
+        return self.zero_variance != "resample" or any(bool((each != each[0]).any()) for each in scores)
 
     def chosen(self, batch: Outcomes) -> Bools | None:
         """True at the responses of a batch that are trained on, [B]; None if all are."""
-        left_out = batch.zero_variance if self.zero_variance == "leave-out" else np.zeros(len(batch.scores), np.bool_)
+        left_out = np.zeros(len(batch.groups), np.bool_)
+        if self.zero_variance == "leave-out":
+            left_out = batch.zero_variance(self.counted_names)
         if self.truncated == "mask":
             left_out = left_out | batch.truncated
         return ~left_out if left_out.any() else None
+
+    def score(self, scores: Mapping[str, Floats], step: int) -> Floats:
+        """The score of each response as the reward service gives it: of several named ones the sum of each times its
+        weight at this step, from 1, neither clipped nor normalised. Name -> [B] to [B] float32.
+
+        Raises:
+            ConfigError: a sum is not a finite float32.
+        """
+        if not self.rewards:
+            return scores[SCORE]
+        terms = [scores[name].astype(np.float64) * each.weight_at(step) for name, each in self.rewards.items()]
+        with np.errstate(over="ignore"):
+            total: Floats = sum(terms[1:], terms[0]).astype(np.float32)
+        if not np.isfinite(total).all():
+            raise ConfigError("orchestrator.algorithm.rewards: a sum of the weighted scores is too large for float32")
+        return total
 
     def credit(self, responses: "Responses") -> Credit:
         """The advantages of a batch, and the returns for the critic if there is one. A pure function.
@@ -417,9 +501,11 @@ class Algorithm(Config):
         if None not in (self.gae_lambda_alpha, self.critic_gae_lambda) and self._given("gae_lambda"):
             raise ValueError("gae_lambda has no effect beside gae_lambda_alpha and critic_gae_lambda; leave it out")
         if self.score_weight == 0:
-            for name in ("score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
+            for name in ("rewards", "score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
                 if self._given(name):
                     raise ValueError(f"{name} is for scores, which have no effect with score_weight 0; leave it out")
+        if self.rewards and not any(reward.counts for reward in self.rewards.values()):
+            raise ValueError("rewards: all weights are 0, which leaves no score; give one of them another weight")
         if not self.overlong_buffer and self._given("overlong_penalty"):
             raise ValueError("overlong_penalty has no effect while overlong_buffer is 0; give it too")
         if self.score_weight == 0 and not self.penalises_rewards:
@@ -428,7 +514,8 @@ class Algorithm(Config):
 
     def _given(self, name: str) -> bool:
         """True if a setting is neither the kind's nor the default of all."""
-        defaults = [each.model_fields[name].default for each in (type(self), Algorithm)]
+        fields = [each.model_fields[name] for each in (type(self), Algorithm)]
+        defaults = [field.get_default(call_default_factory=True) for field in fields]
         return getattr(self, name) not in defaults
 
     @model_validator(mode="after")
@@ -461,6 +548,8 @@ class Algorithm(Config):
     def _groups_are_large_enough(self) -> Self:
         if self.samples_per_prompt < (least := self.needs_samples_per_prompt):
             comparing = f"baseline {self.baseline}" if self.compares else f"zero_variance {self.zero_variance}"
+            if not self.compares and self.zero_variance == "keep":
+                comparing = "normalise group of a name in rewards"
             raise ValueError(
                 f"{comparing} compares the responses to one prompt, so samples_per_prompt must be {least} or more, "
                 f"got {self.samples_per_prompt}"
@@ -472,7 +561,7 @@ def _differences(algorithm: Algorithm, fields: Mapping[str, FieldInfo]) -> Itera
     """Names of the settings that differ from the defaults of `fields`, with their values in words."""
     for name, field in fields.items():
         value = getattr(algorithm, name)
-        if name == "kind" or value == field.default:
+        if name == "kind" or value == field.get_default(call_default_factory=True):
             continue
         if isinstance(value, KLConfig):
             was = field.default
@@ -482,6 +571,10 @@ def _differences(algorithm: Algorithm, fields: Mapping[str, FieldInfo]) -> Itera
 
 
 def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " + ".join(f"{_said(each.weight)} {name}" for name, each in value.items())
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_said, value)) + "]"
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Rewards per token, and the running normaliser of scores. Pure functions, no I/O.
+"""Rewards per token, the score of several named ones, and the running normaliser of scores. Pure functions, no I/O.
 
 Letters in shapes: B responses, T response tokens, right-padded. `mask` is the action mask, True at a trained
 response token; what lies outside it, even NaN, changes neither a result nor a gradient. Index t is response
@@ -7,12 +7,15 @@ ValueError if a mask is not boolean or a shape differs from the mask's.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from orchestrator.algorithms.contract import NamedRewardConfig
+from orchestrator.algorithms.groups import compared
 from quartet.models.numerics import VARIANCE_EPS, check_masked
 
 
@@ -102,3 +105,45 @@ class RunningNormaliser:
         if self.count < 2:
             return scores
         return (scores - self.mean) / math.sqrt(self.m2 / (self.count - 1) + VARIANCE_EPS)
+
+
+Normalisers = Mapping[str, RunningNormaliser]
+"""Name of a score -> mean and deviation of all that were seen."""
+
+
+def combined(
+    scores: Mapping[str, Tensor],
+    groups: Tensor,
+    rewards: Mapping[str, NamedRewardConfig],
+    step: int,
+    normalisers: Normalisers,
+) -> tuple[Tensor, dict[str, RunningNormaliser]]:
+    """The sum of named scores, each normalised, clipped and weighted. name -> [B] to [B] float32.
+
+    s = sum over names k of weight_k(step) * clip_k(normalise_k(x_k)), in float64. Normalised by their groups it is
+    the reward of GDPO (Liu et al. 2026, arXiv:2601.05242): two responses to a prompt with scores 1, 0 of one name and
+    10, 30 of another, both of weight 1, have 0.71 - 0.71 = 0 each, where the plain sum has 11 and 30. A response
+    alone in its group, and equal scores, have 0 (`groups.compared`).
+
+    Args:
+        scores: name -> the scores.
+        groups: number of each response's group, int64 [B].
+        rewards: name -> its weight, clip and normalisation, in the order of the sum.
+        step: step that trains on these scores, from 1, by which weights may change.
+        normalisers: name -> those of the steps before, of names that are normalised by them.
+
+    Returns:
+        The sums, and the normalisers after these scores.
+    """
+    after, terms = dict(normalisers), []
+    for name, reward in rewards.items():
+        term = scores[name].double()
+        if reward.normalise == "group":
+            term = compared(term, groups, leave_one_out=False, divide=True)
+        elif reward.normalise == "running":
+            after[name] = after.get(name, RunningNormaliser()).update(scores[name])
+            term = after[name].normalise(term)
+        if reward.clip is not None:
+            term = term.clamp(-reward.clip, reward.clip)
+        terms.append(reward.weight_at(step) * term)
+    return sum(terms[1:], terms[0]).float(), after

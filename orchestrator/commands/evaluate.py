@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from orchestrator.clients import Services, check_models
+from orchestrator.clients import Services, check_models, check_scores
 from orchestrator.commands.checks.fitting import ends_without_token
 from orchestrator.commands.checks.preflight import environment_of, evaluation_prompts, load_judges
 from orchestrator.commands.patience import patience_of, reached
@@ -109,6 +109,7 @@ async def evaluate_model(
         await reached(services, deployment, patience)
         infos = await patience(partial(ask, services, with_rollout=offline is None))
         check_models({name: info.model for name, info in infos.items()}, tokenizer, config)
+        check_scores(infos["reward"], config)
         if offline is not None:
             services = replace(services, rollout=offline)  # type: ignore[arg-type]
         oldest = await served(services.rollout, config) if offline is None else 0
@@ -126,7 +127,9 @@ async def evaluate_model(
             )
     finally:
         await connected.close()
-    rows = await evaluate_samples(collected, tokenizer, judges, config.evaluation.judge_s)
+    # Of weights that change during a run those of its end.
+    scored = collected.scored_by(config.algorithm, config.steps)
+    rows = await evaluate_samples(scored, tokenizer, judges, config.evaluation.judge_s)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
     return Evaluation(f"{model} on {split}", infos["reward"].scorer.name, rows, path)
@@ -265,6 +268,8 @@ def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) 
     drawn.add_column("mean", justify="right")
     drawn.add_column("95 % interval", justify="right")
     columns = {f"score ({scorer})": [row.score for row in rows]}
+    for name in rows[0].scores:
+        columns[f"score {name}"] = [row.scores[name] for row in rows]
     for name in rows[0].judges:
         columns[name] = [row.judges[name] for row in rows]
     if not any(math.isnan(row.kl) for row in rows):

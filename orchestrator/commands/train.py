@@ -279,6 +279,7 @@ class Run:
         return Evaluator(
             self._collector(self.services.declaring(config.name, Purpose.EVALUATION), stages),
             evaluation_requests(config, evaluation_prompts(inputs.held_out, config)),
+            config.algorithm,
             inputs.tokenizer,
             inputs.judges,
             config.evaluation.judge_s,

@@ -36,6 +36,9 @@ class PromptsConfig(SplitsConfig):
 
     label_key: str | None = None
     """Column whose value function scorers get as the pair's label."""
+    task_key: str | None = None
+    """Column whose value names the prompt's task, such as its data set or difficulty: scores and lengths are measured
+    for each task too, of which there may be 64."""
     eval_split: str | None = None
     """Split to evaluate on, in the same form. Must share no row with prompt_split. Null: `eval`; a run whose data
     have no such split and whose file has no section `evaluation` is not evaluated."""

@@ -27,4 +27,6 @@ class EvaluationConfig(Config):
             raise ValueError(
                 f"{', '.join(sorted(taken))}: measured by every evaluation; call the judge something else"
             )
+        if parted := [name for name in judges if name.startswith(("score/", "task/"))]:
+            raise ValueError(f"{', '.join(parted)}: the name of a judge cannot begin with score/ or task/")
         return judges

@@ -16,6 +16,9 @@ from quartet.config.base import ConfigError
 from quartet.models.reading import reading
 from quartet.wire.codec import Ints
 
+MOST_TASKS = 64
+"""Most tasks of a split, as each has metrics of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -29,6 +32,8 @@ class Prompt:
     """The text that was tokenised: the input column, or the conversation as the chat template renders it."""
     label: str
     """Label for function scorers; empty if there is none."""
+    task: str = ""
+    """Task by which scores and lengths are measured too; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +74,27 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     name, start, stop = parse_split(split)
     table = open_split(config.path, name)
     where = f"data.path {config.path}, split {name!r}"
-    check_columns({"input_key": config.input_key, "label_key": config.label_key}, table, where)
+    keys = {"input_key": config.input_key, "label_key": config.label_key, "task_key": config.task_key}
+    check_columns(keys, table, where)
     indices = selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
     texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
     # A chat template writes the special tokens itself.
     with reading(f"the tokenizer of {tokenizer.name_or_path} fails on prompts of {where}"):
         token_ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    places = [f"{where}, row {index}" for index in indices]
+    labels, tasks = (
+        [_text_in(row, key, place) for row, place in zip(rows, places, strict=True)]
+        for key in (config.label_key, config.task_key)
+    )
+    if len(different := {*tasks}) > MOST_TASKS:
+        raise ConfigError(
+            f"data.task_key: column {config.task_key!r} of {where} has {len(different)} different values, each of "
+            f"which would be measured by itself; {MOST_TASKS} are the most"
+        )
     prompts = [
-        Prompt(index, np.asarray(ids, np.int32), text, _label(row, config.label_key, f"{where}, row {index}"))
-        for index, row, text, ids in zip(indices, rows, texts, token_ids, strict=True)
+        Prompt(index, np.asarray(ids, np.int32), text, label, task)
+        for index, text, ids, label, task in zip(indices, texts, token_ids, labels, tasks, strict=True)
     ]
     for prompt in prompts:
         _check_ids(prompt, vocab_size, where)
@@ -220,7 +236,8 @@ def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
-def _label(row: Mapping[str, Any], key: str | None, where: str) -> str:
+def _text_in(row: Mapping[str, Any], key: str | None, where: str) -> str:
+    """The value in a column as text; empty where there is none."""
     value = None if key is None else row[key]
     return "" if value is None else sound(str(value), f"{where}: column {key!r}")
 

@@ -18,7 +18,7 @@ from quartet.learner.memory import learner_bytes, tile_bytes
 from quartet.models.size import BYTES, ModelSize
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import BlendScorerConfig, ModelScorerConfig, RewardConfig, ScorerConfig
+from services.reward.config import ModelScorerConfig, RewardConfig, ScorerConfig, SeveralScorerConfig
 from services.rollout.config import RolloutConfig
 
 CONTEXT = GIB * 7 // 10
@@ -189,8 +189,8 @@ def frozen_models(section: Config) -> Sequence[FrozenConfig]:
 
 
 def _models(scorer: ScorerConfig) -> list[ModelScorerConfig]:
-    if isinstance(scorer, BlendScorerConfig):
-        return [model for part in scorer.parts for model in _models(part.scorer)]
+    if isinstance(scorer, SeveralScorerConfig):
+        return [model for each in scorer.scorers.values() for model in _models(each)]
     return [scorer] if isinstance(scorer, ModelScorerConfig) else []
 
 

@@ -1,4 +1,4 @@
 """Held-out evaluation: sampling, judging, results on disk, confidence intervals.
 
-May import experience, monitoring and quartet. commands, loop, report and supervised import it.
+May import algorithms, experience, monitoring and quartet. commands, loop, report and supervised import it.
 """

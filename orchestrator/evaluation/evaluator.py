@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.algorithms.contract import Algorithm
 from orchestrator.evaluation.intervals import over_prompts
 from orchestrator.evaluation.judges import Judge, verdicts
 from orchestrator.evaluation.results import EvaluatedSample, write_rows
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected
+from orchestrator.experience.experience import Collected, scores_of
 from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns
 from quartet.wire.codec import Ints
-from quartet.wire.pairs import Pair
+from quartet.wire.pairs import SCORE, Pair
 
 
 class Evaluator:
@@ -25,6 +26,7 @@ class Evaluator:
         self,
         collector: Collector,
         requests: Sequence[SampleRequest],
+        algorithm: Algorithm,
         tokenizer: Any,
         judges: Mapping[str, Judge],
         judge_s: float,
@@ -32,16 +34,19 @@ class Evaluator:
     ) -> None:
         self._collector = collector
         self._requests = requests
+        self._algorithm = algorithm
         self._tokenizer = tokenizer
         self._judges = judges
         self._judge_s = judge_s
         self._folder = folder
 
     async def evaluate(self, step: int, version: int) -> dict[str, float]:
-        """Evaluates `version`, writes the samples to `<folder>/step-<step>.jsonl` and returns the metrics."""
+        """Evaluates `version`, writes the samples to `<folder>/step-<step>.jsonl` and returns the metrics. Named
+        scores have the weights that they had in that step; before training, those of the first."""
         # A later version would be another policy's result.
         collected = await self._collector.collect(self._requests, version=version, newest=version, critic_step=None)
-        rows = await evaluate_samples(collected, self._tokenizer, self._judges, self._judge_s)
+        scored = collected.scored_by(self._algorithm, max(step, 1))
+        rows = await evaluate_samples(scored, self._tokenizer, self._judges, self._judge_s)
         write_rows(self._folder / f"step-{step:06d}.jsonl", rows)
         return summarise(rows)
 
@@ -65,6 +70,7 @@ async def evaluate_samples(
         )
     ]
     judged = await verdicts(judges, pairs, judge_s)
+    named = {name: values for name, values in scores_of(columns).items() if name != SCORE}
     return [
         EvaluatedSample(
             row=prompt.row,
@@ -72,7 +78,9 @@ async def evaluate_samples(
             response=pair.response,
             label=pair.label,
             ended=pair.ended,
+            task=prompt.task,
             score=score,
+            scores={name: float(values[index]) for name, values in named.items()},
             kl=kl,
             length=length,
             judges={name: values[index] for name, values in judged.items()},
@@ -100,7 +108,7 @@ def kl_of(columns: Columns) -> list[float]:
 
 
 def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
-    """The evaluation's metrics, the score and the judges with their 95 % intervals."""
+    """The evaluation's metrics: scores, those of each task, and the judges with their 95 % intervals."""
     metrics = _with_interval("eval/score", [(row.row, row.score) for row in rows]) | {
         "eval/length": float(np.mean([row.length for row in rows])),
         "eval/truncated": float(np.mean([not row.ended for row in rows])),
@@ -109,6 +117,11 @@ def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
         metrics["eval/kl"] = kl
     for name in rows[0].judges if rows else {}:
         metrics |= _with_interval(f"eval/{name}", [(row.row, row.judges[name]) for row in rows])
+    for name in rows[0].scores if rows else {}:
+        metrics |= _with_interval(f"eval/score/{name}", [(row.row, row.scores[name]) for row in rows])
+    for task in sorted({row.task for row in rows} - {""}):
+        its = [(row.row, row.score) for row in rows if row.task == task]
+        metrics |= _with_interval(f"eval/task/{task}/score", its)
     return metrics
 
 

@@ -24,8 +24,12 @@ class EvaluatedSample:
     """The data set's label of the prompt; empty when none."""
     ended: bool
     """True if the response ended by itself and was not cut off at the length limit."""
+    task: str
+    """The data set's task of the prompt; empty when none."""
     score: float
-    """Score of the reward service."""
+    """Score of the reward service; of several named ones the weighted sum."""
+    scores: dict[str, float]
+    """Name -> score, where they have names."""
     kl: float
     """KL to the reference, in nats, summed over the response; NaN, in JSON null, where the run has none."""
     length: int
@@ -43,10 +47,13 @@ class EvaluatedSample:
                 raise ConfigError(f"{where}: {name}: required")
             if type(raw[name]) not in kinds:
                 raise ConfigError(f"{where}: {name}: should be {words}, got {shown(raw[name])}")
-        judges = {name: _number(value, f"{where}: judges.{name}") for name, value in raw["judges"].items()}
+        named = {
+            field: {name: _number(value, f"{where}: {field}.{name}") for name, value in raw[field].items()}
+            for field in ("judges", "scores")
+        }
         fields = {name: raw[name] for name, _, _ in _FIELDS}
         numbers = {name: _number(raw[name], f"{where}: {name}") for name in ("score", "kl")}
-        return cls(**fields | numbers | {"judges": judges})
+        return cls(**fields | numbers | named)
 
 
 _NUMBER = (int, float, type(None))
@@ -56,7 +63,9 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("response", (str,), "text"),
     ("label", (str,), "text"),
     ("ended", (bool,), "true or false"),
+    ("task", (str,), "text"),
     ("score", _NUMBER, "a number or null"),
+    ("scores", (dict,), "a mapping of names to numbers"),
     ("kl", _NUMBER, "a number or null"),
     ("length", (int,), "a whole number"),
     ("judges", (dict,), "a mapping of names to numbers"),

@@ -1,6 +1,6 @@
 """Checks of every answer of the services, for lengths and finite numbers, before it is trained on or kept."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,6 +10,7 @@ from quartet.columns import Columns
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded, InvalidReply
+from quartet.wire.pairs import SCORE
 from services.reward.client import Scores
 from services.rollout.sample import Sample
 
@@ -47,13 +48,20 @@ def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> Non
         raise InvalidReply(f"{where} is {float(values[at])}; must be finite")
 
 
-def check_scores(columns: Columns, scores: Floats) -> None:
-    """Raises InvalidReply unless there is a finite score for each sample."""
-    if len(scores) != len(columns):
-        raise InvalidReply(f"reward.Score: scores: {len(scores)} for {len(columns)} samples; there must be one each")
-    for row, score in zip(columns["row"].tolist(), scores.tolist(), strict=True):
-        if not np.isfinite(score):
-            raise InvalidReply(f"reward.Score: prompt row {row}: score is {score}; must be finite")
+def check_scores(columns: Columns, scores: Mapping[str, Floats], names: Sequence[str]) -> None:
+    """Raises InvalidReply unless there is a finite score of each of these names for each sample, and none of
+    another."""
+    if {*scores} != {*names}:
+        raise InvalidReply(f"reward.Score: scores: of {', '.join(scores)}; must be of {', '.join(names)}")
+    for name, given in scores.items():
+        if len(given) != len(columns):
+            raise InvalidReply(
+                f"reward.Score: scores: {len(given)} for {len(columns)} samples; there must be one each"
+            )
+        for row, score in zip(columns["row"].tolist(), given.tolist(), strict=True):
+            if not np.isfinite(score):
+                of = SCORE if name == SCORE else f"{SCORE} {name}"
+                raise InvalidReply(f"reward.Score: prompt row {row}: {of} is {score}; must be finite")
 
 
 def check_scorer(before: str, scores: Scores) -> str:

@@ -17,7 +17,7 @@ from orchestrator.experience.checks import (
     within,
 )
 from orchestrator.experience.conversation import Conversation, trajectories
-from orchestrator.experience.experience import Collected, Finished, Row
+from orchestrator.experience.experience import Collected, Finished, Row, score_column
 from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
@@ -210,10 +210,10 @@ class Collector:
                 "old_logprobs": group.create_task(self._own(columns)),
             }
         come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
-        return columns.with_rows(score=scores.result()).with_sampled(**come)
+        return columns.with_rows(**scores.result()).with_sampled(**come)
 
-    async def _scores(self, columns: Columns, labels: Sequence[str]) -> Floats:
-        """Scores, [B]."""
+    async def _scores(self, columns: Columns, labels: Sequence[str]) -> dict[str, Floats]:
+        """Column -> scores, [B]."""
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
                 columns,
@@ -222,8 +222,9 @@ class Collector:
                 timeout_s=self._config.timeouts.score_s,
             )
         self._scorer = check_scorer(self._scorer, scores)
-        check_scores(columns, scores.values)
-        return scores.values
+        names = self._config.algorithm.score_names
+        check_scores(columns, scores.columns, names)
+        return {score_column(name): scores.columns[name] for name in names}
 
     async def _references(self, columns: Columns) -> Floats | None:
         """The reference's log-probs, [M]; None if the run has no reference."""

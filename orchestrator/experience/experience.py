@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from orchestrator.algorithms.contract import Algorithm
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.conversation import trajectories
 from quartet.columns import Columns, Field, Schema
+from quartet.wire.codec import Floats
+from quartet.wire.pairs import SCORE
 
 SCHEMA: Schema = {
     "number": Field("row", "int64"),
@@ -29,7 +32,7 @@ SCHEMA: Schema = {
 
 - number, group: of the sample, as in SampleRequest.
 - row: of its prompt, as in Prompt.
-- score: of the reward service.
+- score: of the reward service; of several named ones the sum, and `score/<name>` each of them.
 - truncated: True if the length limit cut the last response off, or left no room for another turn.
 - kept: number of its tokens that came from replicas which did not finish the response.
 - logprobs: of the policy that sampled each token, and `versions`, which one that was.
@@ -37,6 +40,23 @@ SCHEMA: Schema = {
 - values: the critic's; missing if they were not asked for.
 - old_logprobs: the learner's before the update; missing if they were left for the loop.
 """
+
+
+def score_column(name: str) -> str:
+    """The column of the scores of a name."""
+    return SCORE if name == SCORE else f"{SCORE}/{name}"
+
+
+def schema_of(names: Iterable[str]) -> Schema:
+    """The columns of experience whose scores have these names."""
+    return {**SCHEMA, **{score_column(name): Field("row") for name in names}}
+
+
+def scores_of(columns: Columns) -> dict[str, Floats]:
+    """Name -> scores, [B], of each named score that there is, or of the only one."""
+    prefix = score_column("")
+    named = {name.removeprefix(prefix): columns[name] for name in columns.columns if name.startswith(prefix)}
+    return named or {SCORE: columns[SCORE]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +74,16 @@ class Finished:
     """Moment at which the samples came."""
     complete: float
     """Moment of the last answer."""
+
+
+class Discarded(NamedTuple):
+    """A sample that was discarded before a batch had its step."""
+
+    number: int
+    row: int
+    """Row of its prompt, as in Prompt."""
+    scores: tuple[float, ...]
+    """Its scores, in the order of their names."""
 
 
 Row = tuple[Finished, int]
@@ -118,6 +148,11 @@ class Collected:
     def with_sampled(self, **columns: Any) -> Self:
         """With these columns of one number per sampled token."""
         return replace(self, columns=self.columns.with_sampled(**columns))
+
+    def scored_by(self, algorithm: Algorithm, step: int) -> Self:
+        """With the column `score`, of several named scores their sum at this step."""
+        score = algorithm.score(scores_of(self.columns), step)
+        return replace(self, columns=self.columns.with_rows(**{SCORE: score}))
 
     @cached_property
     def trained_numbers(self) -> list[int]:

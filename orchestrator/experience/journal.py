@@ -15,7 +15,7 @@ import msgpack
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
-from orchestrator.experience.experience import SCHEMA, Collected, Scored
+from orchestrator.experience.experience import Collected, Scored, schema_of
 from quartet.columns import Columns
 from quartet.folders import replace_file
 from quartet.wire.errors import InvalidArgument
@@ -52,6 +52,7 @@ class ExperienceJournal:
         """
         self._folder = folder
         self._note = note
+        self._schema = schema_of(config.algorithm.score_names)
         sections = _SAMPLING_SECTIONS | ({} if config.environment is None else {"environment": _CONVERSATION})
         self._settings = config.model_dump_json(include=sections).encode()
         self._settings += repr(sorted((services or {}).items())).encode()
@@ -67,7 +68,7 @@ class ExperienceJournal:
         """
         try:
             raw = msgpack.unpackb(self._path(step).read_bytes())
-            columns = Columns.unpack(raw["columns"], SCHEMA)
+            columns = Columns.unpack(raw["columns"], self._schema)
             numbers = columns["number"].tolist()
             prompts = [prompt(number) for number in numbers]
             if raw["digest"] != self._digest(list(zip(numbers, prompts, strict=True))):

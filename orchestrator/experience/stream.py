@@ -7,15 +7,16 @@ from itertools import islice
 
 import numpy as np
 
-from orchestrator.algorithms.contract import Group
+from orchestrator.algorithms.contract import Algorithm, Group
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected, Finished, Row, Scored
+from orchestrator.experience.experience import Collected, Discarded, Finished, Row, Scored, score_column
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
+from quartet.wire.codec import Floats
 from quartet.wire.errors import DeadlineExceeded
 
 
@@ -66,7 +67,7 @@ class Stream:
         self._finished: dict[int, list[Row]] = {}
         self._repeated = 0
         self._critic_step: int | None = None
-        self._discarded: list[Scored] = []
+        self._discarded: list[Discarded] = []
         """The samples that were discarded since the last batch was taken."""
         self._changed = asyncio.Event()
 
@@ -89,7 +90,9 @@ class Stream:
             groups = await self._chosen(step)
             self._slots.take(groups)
             finished = [each for group in groups for each in self._finished.pop(group)]
-            batch = Collected.of(finished, self._repeated, self._discarded)
+            algorithm = self._config.algorithm
+            discarded = _scored(self._discarded, algorithm, step)
+            batch = Collected.of(finished, self._repeated, discarded).scored_by(algorithm, step)
             self._repeated, self._discarded = 0, []
         self._critic_step = None
         self._admit()
@@ -136,9 +139,10 @@ class Stream:
         """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
         algorithm = self._config.algorithm
-        if algorithm.discard_limit and not algorithm.admit(_group(self._finished[group])):
+        names = algorithm.score_names
+        if algorithm.discard_limit and not algorithm.admit(_group(self._finished[group], names)):
             self._slots.discard(group)
-            self._discarded += map(_scored, self._finished.pop(group))
+            self._discarded += (_discarded(row, names) for row in self._finished.pop(group))
             self._admit()
         self._changed.set()
 
@@ -181,16 +185,28 @@ def _number(row: Row) -> int:
     return int(finished.columns["number"][index])
 
 
-def _scored(row: Row) -> Scored:
+def _discarded(row: Row, names: Sequence[str]) -> Discarded:
     columns, index = row[0].columns, row[1]
-    return Scored(_number(row), int(columns["row"][index]), float(columns["score"][index]))
+    scores = (float(columns[score_column(name)][index]) for name in names)
+    return Discarded(_number(row), int(columns["row"][index]), tuple(scores))
 
 
-def _group(rows: Sequence[Row]) -> Group:
+def _scored(discarded: Sequence[Discarded], algorithm: Algorithm, step: int) -> list[Scored]:
+    """The samples with the scores that those of the step have."""
+    table = np.asarray([each.scores for each in discarded], np.float32).reshape(-1, len(algorithm.score_names))
+    scores = algorithm.score(dict(zip(algorithm.score_names, table.T, strict=True)), step).tolist()
+    return [Scored(each.number, each.row, score) for each, score in zip(discarded, scores, strict=True)]
+
+
+def _group(rows: Sequence[Row], names: Sequence[str]) -> Group:
     """The group as the algorithm decides on it, in the order of its samples' numbers."""
     ordered = [(finished.columns, index) for finished, index in sorted(rows, key=_number)]
+
+    def scores(name: str) -> Floats:
+        return np.asarray([columns[score_column(name)][index] for columns, index in ordered], np.float32)
+
     return Group(
-        scores=np.asarray([columns["score"][index] for columns, index in ordered], np.float32),
+        scores={name: scores(name) for name in names},
         lengths=np.asarray([columns.counts[index] for columns, index in ordered], np.int64),
         truncated=np.asarray([columns["truncated"][index] for columns, index in ordered], bool),
     )

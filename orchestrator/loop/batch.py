@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.contract import Outcomes
-from orchestrator.experience.experience import Collected
+from orchestrator.experience.experience import Collected, scores_of
 from quartet.columns import Columns
 from quartet.models.sequences import pad_rows
 from quartet.wire.codec import Bools, Floats
+from quartet.wire.pairs import SCORE
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Batch:
     @property
     def outcomes(self) -> Outcomes:
         """The samples as an algorithm chooses among them."""
-        return Outcomes(self.columns["group"], self.columns["score"], self.columns["truncated"])
+        return Outcomes(self.columns["group"], scores_of(self.columns), self.columns["truncated"])
 
     @cached_property
     def groups(self) -> Tensor:
@@ -112,8 +113,19 @@ class Batch:
 
     @cached_property
     def scores(self) -> Tensor:
-        """The scores, [B]."""
+        """The scores, [B]; of several named ones the sum."""
         return torch.tensor(self.columns["score"])
+
+    @cached_property
+    def named_scores(self) -> dict[str, Tensor]:
+        """Name -> scores, [B], where they have names."""
+        return {name: torch.tensor(each) for name, each in scores_of(self.columns).items() if name != SCORE}
+
+    @property
+    def by_task(self) -> dict[str, Tensor]:
+        """Task -> the places of its samples, in the order of the tasks' names; none of prompts without a task."""
+        tasks = np.asarray([prompt.task for prompt in self.collected.prompts], np.str_)
+        return {task: torch.from_numpy(np.flatnonzero(tasks == task)) for task in sorted({*tasks.tolist()} - {""})}
 
     @property
     def truncated(self) -> float:

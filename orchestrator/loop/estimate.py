@@ -1,6 +1,6 @@
 """Estimates for the update of the learners from experience: rewards, advantages, returns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,17 @@ from orchestrator.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from orchestrator.algorithms.loss import mismatch
 from orchestrator.algorithms.off_policy import measures
 from orchestrator.algorithms.responses import Responses
-from orchestrator.algorithms.rewards import RunningNormaliser, overlong_penalties, shape_rewards
+from orchestrator.algorithms.rewards import (
+    Normalisers,
+    RunningNormaliser,
+    combined,
+    overlong_penalties,
+    shape_rewards,
+)
 from orchestrator.loop.batch import Batch
 from quartet.models.numerics import explained_variance, masked_mean
 from quartet.wire.codec import Floats
+from quartet.wire.pairs import SCORE
 
 KLController = FixedKL | AdaptiveKL
 
@@ -37,8 +44,8 @@ class Advantages:
     advantages: Floats
     returns: Floats | None
     """The returns that the critic learns; None without a critic."""
-    normaliser: RunningNormaliser
-    """The normaliser after this batch's scores."""
+    normalisers: dict[str, RunningNormaliser]
+    """The normalisers after this batch's scores."""
     metrics: dict[str, float]
 
 
@@ -62,8 +69,9 @@ def estimate_advantages(
     old_logprobs: Tensor | None,
     algorithm: Algorithm,
     kl_coef: float,
-    normaliser: RunningNormaliser,
+    normalisers: Normalisers,
     *,
+    step: int,
     longest: int | None = None,
 ) -> Advantages:
     """Computes rewards from scores and KL, and advantages and returns from rewards and, if there is a critic, values.
@@ -74,13 +82,16 @@ def estimate_advantages(
             mismatch, or the engine's (algorithm.old_logprobs); None if no reward holds a KL penalty.
         algorithm: the estimator and its settings.
         kl_coef: coefficient of this batch.
-        normaliser: running mean and deviation of earlier scores.
+        normalisers: running mean and deviation of earlier scores by name; of their sum, or of the only one, `score`.
+        step: step that trains on the batch, from 1, by which the weights of named scores may change.
         longest: most tokens of a response, for algorithm.overlong_buffer.
     """
-    scores, sampled = batch.scores, batch.sampled
+    scores, sampled, normalisers = batch.scores, batch.sampled, dict(normalisers)
+    if algorithm.rewards:
+        scores, normalisers = combined(batch.named_scores, batch.groups, algorithm.rewards, step, normalisers)
     if algorithm.normalise_scores:
-        normaliser = normaliser.update(scores)
-        scores = normaliser.normalise(scores)
+        normalisers[SCORE] = normalisers.get(SCORE, RunningNormaliser()).update(scores)
+        scores = normalisers[SCORE].normalise(scores)
     if algorithm.overlong_buffer:
         buffer, penalty = algorithm.overlong_buffer, algorithm.overlong_penalty
         scores = scores - overlong_penalties(batch.lengths, longest, buffer=buffer, penalty=penalty)
@@ -104,7 +115,8 @@ def estimate_advantages(
     if returns is not None and batch.mask.any():
         metrics["value/explained_variance"] = explained_variance(batch.values, returns, batch.mask)
     learned = None if returns is None else batch.packed(returns)
-    return Advantages(batch.packed(advantages), learned, normaliser, metrics | _described(batch, algorithm))
+    metrics |= _described(batch, algorithm, step)
+    return Advantages(batch.packed(advantages), learned, normalisers, metrics)
 
 
 def measure_distance(batch: Batch, own: Sequence[Floats], algorithm: Algorithm, version: int) -> Distance:
@@ -144,13 +156,21 @@ def _kl(batch: Batch, old_logprobs: Tensor, algorithm: Algorithm, mask: Tensor) 
     return kl_estimate(old_logprobs, reference, algorithm.kl.estimator, mask)
 
 
-def _described(batch: Batch, algorithm: Algorithm) -> dict[str, float]:
-    """Scores, lengths, groups, and the shares of masked tokens and responses where there may be some."""
+def _described(batch: Batch, algorithm: Algorithm, step: int) -> dict[str, float]:
+    """Scores, lengths, groups and tasks, and the shares of masked tokens and responses where there may be some."""
     metrics = {} if batch.oldest_trained is None else {"staleness/masked": batch.too_old}
     if algorithm.samples_per_prompt > 1:
         metrics |= described(batch.scores, batch.groups)
     if algorithm.zero_variance == "leave-out" or algorithm.truncated == "mask":
         metrics["samples/left_out"] = batch.left_out
+    grouped = algorithm.samples_per_prompt > 1
+    for name, reward in algorithm.rewards.items():
+        scores = batch.named_scores[name]
+        metrics |= {f"score/{name}/mean": float(scores.mean()), f"score/{name}/std": float(scores.std(correction=0))}
+        metrics[f"score/{name}/weight"] = reward.weight_at(step)
+        metrics |= _under(f"score/{name}", described(scores, batch.groups) if grouped else {})
+    for task, members in batch.by_task.items():
+        metrics |= _under(f"task/{task}", _described_task(batch, members, grouped=grouped))
     return metrics | {
         "score/mean": float(batch.scores.mean()),
         "score/std": float(batch.scores.std(correction=0)),
@@ -158,6 +178,23 @@ def _described(batch: Batch, algorithm: Algorithm) -> dict[str, float]:
         "response/length_max": float(batch.mask.shape[1]),
         "response/truncated": batch.truncated,
     }
+
+
+def _described_task(batch: Batch, members: Tensor, *, grouped: bool) -> dict[str, float]:
+    """Number, scores and lengths of the samples of a task, at these places in the batch, [n] int64; and their groups,
+    if there are several responses to a prompt."""
+    named = {f"score/{name}": scores for name, scores in batch.named_scores.items()} | {"score": batch.scores}
+    metrics = {f"{name}/mean": float(scores[members].mean()) for name, scores in named.items()}
+    metrics |= described(batch.scores[members], batch.groups[members]) if grouped else {}
+    return metrics | {
+        "samples": float(len(members)),
+        "response/length_mean": float(batch.lengths[members].float().mean()),
+        "response/truncated": float(batch.columns["truncated"][members.numpy()].mean()),
+    }
+
+
+def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def _off_policy(

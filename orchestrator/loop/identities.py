@@ -41,8 +41,8 @@ def identities(infos: Infos) -> dict[str, PartIdentity]:
 
 
 def _scorers(where: str, scorer: reward_pb2.ScorerIdentity) -> Iterator[tuple[str, PartIdentity]]:
-    weight = f"{scorer.weight:g} of " if scorer.weight else ""
-    yield where, PartIdentity(name=f"{weight}{scorer.name}", digest=scorer.model_hash + weight)
+    of = f" of {', '.join(scorer.names)}" if scorer.names else ""
+    yield where, PartIdentity(name=scorer.name + of, digest=scorer.model_hash + of)
     for index, part in enumerate(scorer.parts):
         yield from _scorers(f"{where}.parts.{index}", part)
 

@@ -35,7 +35,7 @@ class TrainState(Config):
         first_version 7, first_critic_step 4:  at step 3 the policy's version is 10, the critic's step 7
     """
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     """Version of a checkpoint's format; raised when its files change."""
     step: int
     """Number of PPO steps done."""
@@ -48,8 +48,9 @@ class TrainState(Config):
     """Coefficient of the KL penalty in the next batch."""
     services: dict[str, PartIdentity] = Field(default_factory=dict)
     """Place -> identity of the services' models; with others the run would not be the same."""
-    normaliser: RunningNormaliser = RunningNormaliser()
-    """Running mean and deviation of the scores so far."""
+    normalisers: dict[str, RunningNormaliser] = Field(default_factory=dict)
+    """Name of a score -> running mean and deviation so far, of those that are normalised by them; `score` is the sum
+    of several, or the only one."""
     samples_asked: int = 0
     """Samples requested since the run began, repetitions included."""
     samples_used: int = 0
@@ -87,7 +88,7 @@ class TrainState(Config):
         self,
         *,
         kl_coef: float,
-        normaliser: RunningNormaliser,
+        normalisers: dict[str, RunningNormaliser],
         asked: int,
         used: Sequence[Scored],
         discarded: int = 0,
@@ -99,7 +100,7 @@ class TrainState(Config):
             update={
                 "step": self.step + 1,
                 "kl_coef": kl_coef,
-                "normaliser": normaliser,
+                "normalisers": normalisers,
                 "samples_asked": self.samples_asked + asked,
                 "samples_used": self.samples_used + len(used) - discarded,
                 "samples_discarded": self.samples_discarded + discarded,

@@ -149,7 +149,7 @@ class Trainer:
             controller = controller.update(distance.kl, len(batch))
         return state.advanced(
             kl_coef=controller.coef,
-            normaliser=estimate.normaliser,
+            normalisers=estimate.normalisers,
             asked=len(batch.collected.numbers) + batch.collected.repeated,
             used=batch.collected.scored,
             discarded=len(batch.collected.discarded),
@@ -206,10 +206,11 @@ class Trainer:
         """The update for the learners, from the batch and the advantages of its tokens."""
         algorithm = self._config.algorithm
         kl_coef = make_controller(algorithm, state.kl_coef).coef
-        longest = self._config.sampling.max_new_tokens
+        longest, step = self._config.sampling.max_new_tokens, state.step + 1
         old_logprobs = old_logprobs_of(batch, algorithm)
-        estimate = estimate_advantages(batch, old_logprobs, algorithm, kl_coef, state.normaliser, longest=longest)
-        step = state.step + 1
+        estimate = estimate_advantages(
+            batch, old_logprobs, algorithm, kl_coef, state.normalisers, step=step, longest=longest
+        )
         if not batch.mask.any():
             old = f"{batch.too_old:.0%} of its tokens are older than algorithm.max_token_staleness"
             rest = f"algorithm.zero_variance and truncated leave out {batch.left_out} of its {len(batch)} responses"

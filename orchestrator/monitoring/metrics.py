@@ -28,6 +28,8 @@ FILE = "metrics.jsonl"
 CHECKPOINTS, JOURNAL, TRACE = "checkpoints", "journal", "trace.json"
 _RUN_OUTPUTS = (FILE, TRACE, "tensorboard", "evaluations", "report.html", CHECKPOINTS, JOURNAL, "wandb-id")
 _YEAR_10000 = 253_402_300_800
+NAMED_EVALUATION_METRICS = ("score/", "task/")
+"""Beginnings of what an evaluation measures by the names of scores and by tasks."""
 _OWN_EVALUATION_METRICS = {"score", "score_low", "score_high", "kl", "length", "truncated", "loss", "accuracy"}
 
 
@@ -169,10 +171,19 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def judge_names(names: Iterable[str]) -> list[str]:
-    """Names of the judges among metric names; for example `eval/gold` and `eval/gold_low` give gold."""
+    """Names of the judges among metric names; for example `eval/gold` and `eval/gold_low` give gold, and
+    `eval/score/right` none."""
     evaluated = dict.fromkeys(name.removeprefix("eval/") for name in names if name.startswith("eval/"))
     bounds = {f"{name}_{bound}" for name in evaluated for bound in ("low", "high")}
-    return [name for name in evaluated if name not in _OWN_EVALUATION_METRICS | bounds]
+    own = _OWN_EVALUATION_METRICS | bounds
+    return [name for name in evaluated if name not in own and not name.startswith(NAMED_EVALUATION_METRICS)]
+
+
+def between(names: Iterable[str], before: str, after: str) -> list[str]:
+    """The different parts of metric names between a beginning and an end: `score/right/mean` has `right` between
+    `score/` and `/mean`."""
+    held = (name for name in names if name.startswith(before) and name.endswith(after))
+    return list(dict.fromkeys(name[len(before) : -len(after)] for name in held if len(name) > len(before + after)))
 
 
 def _parse(line: bytes, where: str) -> dict[str, float]:

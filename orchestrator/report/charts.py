@@ -1,9 +1,10 @@
 """The charts of a run's report: their metrics, titles and units."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
+from orchestrator.monitoring.metrics import between, judge_names
 from orchestrator.report.svg import PALETTE, Chart, Line, Panel
 from orchestrator.tracing.shares import LOOPS
 
@@ -31,15 +32,17 @@ _STAGES = {
 """Stage of the loop, as in `seconds/<stage>` -> what it is called here."""
 
 
-def sections(judges: Sequence[str], *, stale: bool) -> dict[str, list[Chart]]:
+def sections(metrics: Collection[str], *, stale: bool) -> dict[str, list[Chart]]:
     """The charts by heading, in the page's order.
 
     Args:
-        judges: names of the `eval/<judge>` metrics.
+        metrics: names of all metrics that were recorded, of which judges, named scores and tasks have a line each.
         stale: True if the run trained on samples of older versions.
     """
+    judges, scores = judge_names(metrics), between(metrics, "score/", "/mean")
+    tasks = between(metrics, "task/", "/response/length_mean")
     return {
-        "Learning": [SCORE, _judges(judges), LOSS, ACCURACY],
+        "Learning": [SCORE, *_scores(scores), _judges(judges), *_tasks(tasks), LOSS, ACCURACY],
         "Policy": [KL, CLIPPED, ENTROPY, MISMATCH, CORRECTION, *([AGE] if stale else [])],
         "Value function and responses": [VALUE, RESPONSES],
         "Time": [SECONDS, THROUGHPUT],
@@ -63,6 +66,56 @@ def _judges(names: Sequence[str]) -> Chart:
     colours = cycle(("green", "purple", "sky", "amber"))
     lines = [Line(f"eval/{name}", name, next(colours), held_out=True) for name in names]
     return _chart("Judges", "On held-out prompts. The policy is never trained on them.", _panel("verdict", *lines))
+
+
+def _scores(names: Sequence[str]) -> list[Chart]:
+    """Named scores and their weights."""
+    if not names:
+        return []
+    lines = list(zip(names, cycle(PALETTE), strict=False))
+    return [
+        _chart(
+            "Scores by name",
+            "Of the training batch, as the reward service gives them, and their weights in the sum.",
+            _panel("score", *(Line(f"score/{name}/mean", name, colour) for name, colour in lines)),
+            _panel("weight", *(Line(f"score/{name}/weight", name, colour) for name, colour in lines), from_zero=True),
+        ),
+        _chart(
+            "Held-out scores by name",
+            "On held-out prompts, with 95 % intervals.",
+            _panel("score", *(Line(f"eval/score/{name}", name, colour, held_out=True) for name, colour in lines)),
+        ),
+    ]
+
+
+def _tasks(names: Sequence[str]) -> list[Chart]:
+    """Scores and lengths by task."""
+    if not names:
+        return []
+    lines = list(zip(names, cycle(PALETTE), strict=False))
+    return [
+        _chart(
+            "Score by task",
+            "Of the training batch, by the column data.task_key of the prompts.",
+            _panel("score", *(Line(f"task/{name}/score/mean", name, colour) for name, colour in lines)),
+        ),
+        _chart(
+            "Held-out score by task",
+            "On held-out prompts, with 95 % intervals.",
+            _panel(
+                "score", *(Line(f"eval/task/{name}/score", name, colour, held_out=True) for name, colour in lines)
+            ),
+        ),
+        _chart(
+            "Length by task",
+            "Mean response of the training batch.",
+            _panel(
+                "tokens",
+                *(Line(f"task/{name}/response/length_mean", name, colour) for name, colour in lines),
+                from_zero=True,
+            ),
+        ),
+    ]
 
 
 def _part(part: str, title: str) -> Chart:

@@ -60,11 +60,13 @@ class Comparison:
         return [BeforeAfter(before, after) for before, after in matched if after is not None]
 
     def measures(self) -> list[Measure]:
-        """The held-out score, each judge, the KL, and the shape of the responses."""
+        """The held-out score, each named one, each judge, the KL, and the shape of the responses."""
         samples = [*self.before.samples, *(self.after.samples if self.after else [])]
         judges = dict.fromkeys(name for sample in samples for name in sample.judges)
+        names = dict.fromkeys(name for sample in samples for name in sample.scores)
         return [
             self._measure("held-out score", "", lambda sample: sample.score, more_is_better=True),
+            *(self._measure(f"score {name}", "", _score_of(name), more_is_better=True) for name in names),
             *(self._measure(name, "", _verdict_of(name), more_is_better=True) for name in judges),
             self._measure("KL to reference", "nats per response", lambda sample: sample.kl),
             self._measure("response length", "tokens", lambda sample: sample.length),
@@ -129,6 +131,10 @@ def _step(file: Path) -> int:
 
 def _verdict_of(name: str) -> Callable[[EvaluatedSample], float]:
     return lambda sample: sample.judges.get(name, math.nan)
+
+
+def _score_of(name: str) -> Callable[[EvaluatedSample], float]:
+    return lambda sample: sample.scores.get(name, math.nan)
 
 
 def _over_prompts(values: Sequence[tuple[int, float]]) -> Interval | None:

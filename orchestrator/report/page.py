@@ -13,7 +13,7 @@ from rich.text import Text
 
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.results import EvaluatedSample
-from orchestrator.monitoring.metrics import FILE, TRACE, judge_names, read_metrics
+from orchestrator.monitoring.metrics import FILE, TRACE, read_metrics
 from orchestrator.monitoring.progress import duration
 from orchestrator.report.charts import WAITING, sections
 from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, measures_of_examples, read_comparison
@@ -146,9 +146,9 @@ def _table(names: list[str], measures: list[Measure], about: str) -> str:
 def _charts(metrics: Metrics, last_steps: str) -> str:
     """The sections of charts; `last_steps` is a figure for that on waiting."""
     parts = []
-    judges = judge_names(name for line in metrics for name in line)
+    names = dict.fromkeys(name for line in metrics for name in line)
     stale = any(line.get("policy/staleness", 0) > 0 for line in metrics)
-    for heading, charts in sections(judges, stale=stale).items():
+    for heading, charts in sections(names, stale=stale).items():
         drawn = [(chart, svg) for chart in charts if (svg := draw(chart, metrics))]
         figures = "\n".join(
             f'<figure class="card"><figcaption><h3>{chart.title}</h3>'
@@ -173,6 +173,7 @@ def _samples(pairs: list[BeforeAfter]) -> str:
 
 def _response(heading: str, sample: EvaluatedSample) -> str:
     facts = [f"score {_number(sample.score)}"]
+    facts += [f"{name} {_number(value)}" for name, value in sample.scores.items()]
     facts += [f"{name} {_number(value)}" for name, value in sample.judges.items()]
     facts += [f"KL {_number(sample.kl)}", f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]
     return (

@@ -130,7 +130,8 @@ def _unquoted(text: str) -> str:
 def _written(model: type[BaseModel], path: _Path) -> list[str]:
     """`path` as it stands in the file: pydantic also names the variant that a section's `kind` chose, or the type."""
     kinds = [model, *(_kind_at(model, path[:end]) for end in range(1, len(path)))]
-    return [str(part) for part, kind in zip(path, kinds, strict=False) if not _is_union(kind)]
+    named = zip(path, kinds, strict=False)
+    return [str(part) for part, kind in named if part != "[key]" and not _is_union(kind)]
 
 
 def _fields_at(model: type[BaseModel], path: _Path) -> set[str]:
@@ -148,7 +149,7 @@ def _kind_at(kind: Any, path: _Path) -> Any:
             field = kind.model_fields.get(str(part))
             kind = field.annotation if field else None
         else:
-            kind = get_args(kind)[0] if get_origin(kind) is list else None
+            kind = get_args(kind)[-1] if get_origin(kind) in (list, dict) else None
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
         if _is_union(kind) and len(certain := [choice for choice in get_args(kind) if choice is not NoneType]) == 1:

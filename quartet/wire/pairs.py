@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+SCORE = "score"
+"""Name of the score of a pair where it has one alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A prompt and a response as text, as function scorers and judges see them.
 
     A function scorer has the signature `def name(pairs: Sequence[Pair]) -> list[float]`: one score per pair,
-    in the order of the pairs.
+    in the order of the pairs; or, with names for several scores, `-> list[dict[str, float]]`.
     """
 
     prompt: str

@@ -1,6 +1,6 @@
 """Client of the reward service. It needs neither Ray nor torch, and works without a training run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
 from quartet.wire.codec import Floats, unpack_floats
 from quartet.wire.errors import InvalidArgument, InvalidReply
+from quartet.wire.pairs import SCORE
 from quartet.wire.replies import one_each, reading
 from quartet.wire.splitting import in_parts, some
 
@@ -21,12 +22,19 @@ from quartet.wire.splitting import in_parts, some
 class Scores:
     """Scores and the identity of their scorer."""
 
-    values: Floats
-    """The scores, [B] float32."""
+    columns: Mapping[str, Floats]
+    """Name -> the scores of that name, [B] float32; a scorer without names has one, `score`."""
     scorer: str
     """Name of the scorer, for instance "model:reward"."""
     model_hash: str
     """sha256 of the model's files or the function's source; scores with equal hashes can be compared."""
+
+    @property
+    def values(self) -> Floats:
+        """The scores, [B], of a scorer that gives one for each pair. ValueError names them if there are several."""
+        if len(self.columns) > 1:
+            raise ValueError(f"{self.scorer} gives {', '.join(self.columns)}; take one of `columns`")
+        return next(iter(self.columns.values()))
 
 
 class RewardClient(ServiceClient[RewardStub]):
@@ -89,17 +97,23 @@ class RewardClient(ServiceClient[RewardStub]):
             reply = await self._call(
                 self._stub.Score, request(rows), deadline, "Score", anywhere=True, divisible=divisible
             )
+            names = tuple(reply.scorer.names) or (SCORE,)
+            of = "pairs" if len(names) == 1 else f"scores of {len(rows)} pairs by {len(names)} names"
             with reading(call):
-                values = one_each(unpack_floats(reply.scores, "scores"), len(rows), "scores")
-            return Scores(values, reply.scorer.name, reply.scorer.model_hash)
+                if len({*names}) < len(names):
+                    raise InvalidArgument(f"scorer.names: {', '.join(names)} has one twice")
+                values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
+            table = values.reshape(len(rows), len(names))
+            return Scores(dict(zip(names, table.T, strict=True)), reply.scorer.name, reply.scorer.model_hash)
 
         parts = await in_parts(sizes, ask)
-        names = {(part.scorer, part.model_hash) for part in parts}
-        if len(names) > 1:
+        first, scorers = parts[0], {(part.scorer, part.model_hash, *part.columns) for part in parts}
+        if len(scorers) > 1:
             raise InvalidReply(
-                f"{call}: parts of one call were scored by {len(names)} scorers; is it being replaced?"
+                f"{call}: parts of one call were scored by {len(scorers)} scorers; is it being replaced?"
             )
-        return Scores(np.concatenate([part.values for part in parts]), parts[0].scorer, parts[0].model_hash)
+        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
+        return Scores(columns, first.scorer, first.model_hash)
 
     async def info(self, timeout_s: float) -> pb.RewardInfo:
         """The scorer behind the service."""

@@ -1,13 +1,14 @@
 """Configuration of the reward service: the `args:` of its application in the YAML file."""
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal, Self, Union
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quartet.config.base import Config, Count, ModelPath, matching
 from quartet.config.frozen import FrozenConfig
 from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
+from quartet.config.scores import ScoreName
 
 
 class ModelScorerConfig(FrozenConfig):
@@ -20,6 +21,11 @@ class ModelScorerConfig(FrozenConfig):
     normalise: bool = True
     """Subtract `reward_mean` and divide by `reward_std` if the model's config.json has them."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scores of a pair: none, as there is one."""
+        return ()
+
 
 class FunctionScorerConfig(Config):
     """A Python function of texts."""
@@ -28,31 +34,38 @@ class FunctionScorerConfig(Config):
     """Kind of the scorer."""
     function: Annotated[str, matching(PATH, "package.module:function")]
     """`package.module:function`, which takes a sequence of Pair (quartet/wire/pairs.py) and returns
-    scores."""
+    a score for each."""
+    names: tuple[ScoreName, ...] = ()
+    """Names of the scores, if the function gives several for each pair: it then returns a mapping of exactly these
+    names to numbers for each. Empty: it returns a number for each."""
     batch_tokens: Count = 16_384
     """Most tokens of the pairs in one call of the function."""
 
-
-class BlendPart(Config):
-    """One scorer of a blend."""
-
-    weight: float
-    """Factor of this scorer's score."""
-    scorer: "ScorerConfig"
-    """The scorer."""
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if len({*self.names}) < len(self.names):
+            raise ValueError(f"names: {', '.join(self.names)} has one twice; give each score a name of its own")
+        return self
 
 
-class BlendScorerConfig(Config):
-    """The weighted sum of several scorers."""
+class SeveralScorerConfig(Config):
+    """Several scorers, each of which gives a score of its own; what each counts is the caller's to say
+    (orchestrator.algorithm.rewards)."""
 
-    kind: Literal["blend"]
+    kind: Literal["several"]
     """Kind of the scorer."""
-    parts: Annotated[list[BlendPart], Field(min_length=1)]
-    """The scorers that are summed, with their weights."""
+    scorers: Annotated[dict[ScoreName, "ScorerConfig"], Field(min_length=1)]
+    """Name -> scorer. The scores of one that has names itself are called `name.its name`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scores of a pair."""
+        own = {name: scorer.names for name, scorer in self.scorers.items()}
+        return tuple(f"{name}.{inner}" if inner else name for name in own for inner in own[name] or ("",))
 
 
 ScorerConfig = Annotated[
-    Union[ModelScorerConfig, FunctionScorerConfig, BlendScorerConfig],  # noqa: UP007 - forward references
+    Union[ModelScorerConfig, FunctionScorerConfig, SeveralScorerConfig],  # noqa: UP007 - forward references
     Field(discriminator="kind"),
 ]
 
@@ -63,13 +76,12 @@ class RewardConfig(Config):
     tokenizer: ModelPath
     """Folder of the tokenizer of the requests' token ids, usually the policy's."""
     scorer: ScorerConfig
-    """The scorer; its `kind` is model, function or blend."""
+    """The scorer; its `kind` is model, function or several."""
     max_length: Count = 4096
     """Longest prompt + response, in tokens; a model's own limit applies as well."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on waiting calls, their shares among callers, and the time of a pass."""
 
 
-BlendPart.model_rebuild()
-BlendScorerConfig.model_rebuild()
+SeveralScorerConfig.model_rebuild()
 RewardConfig.model_rebuild()

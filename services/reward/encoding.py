@@ -22,13 +22,14 @@ _MOST_COST = 1 << 30
 class ScoreCall:
     """A batcher's view of one Score call: the costs of its rows, the scorers' inputs, and the scores."""
 
-    def __init__(self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[Scored]]) -> None:
+    def __init__(self, costs: NDArray[np.int32], items: Callable[[Sequence[int]], list[Scored]], each: int) -> None:
+        """`each` is the number of scores of a row."""
         self.costs = costs
         self.items = items
-        self.out: Floats = np.empty(len(costs), np.float32)
-        """The scores, [B]."""
+        self.out: Floats = np.empty((len(costs), each), np.float32)
+        """The scores, [B, K]."""
 
-    def put(self, rows: Sequence[int], results: Sequence[np.float32]) -> None:
+    def put(self, rows: Sequence[int], results: Sequence[Floats]) -> None:
         """Stores the scores of these rows."""
         self.out[rows] = results
 
@@ -64,18 +65,22 @@ class Received:
 class Encoder:
     """Turns ids into text and text into ids, by one tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_length: int, *, texts: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, max_length: int, *, texts: bool = True, each: int = 1
+    ) -> None:
         """
         Args:
             tokenizer: the tokenizer of the requests' ids.
             vocab_size: upper limit of ids.
             max_length: most tokens of a pair.
             texts: True if a scorer reads the text of ids.
+            each: number of scores of a pair.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._texts = texts
+        self._each = each
 
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
@@ -87,7 +92,7 @@ class Encoder:
         given = received.request
         _check_labels(given, len(trajectories))
         _check_ended(given, len(trajectories))
-        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(trajectories, given, rows))
+        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(trajectories, given, rows), self._each)
 
     def _from_tokens(self, trajectories: Columns, given: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
         prompts, responses = trajectories.prompts, trajectories.responses
@@ -128,7 +133,7 @@ class Encoder:
         _check_labels(request, len(prompts))
         # A text has at most one token per byte, plus a first and a last special token.
         costs = [min(_size(p) + _size(r) + 2, _MOST_COST) for p, r in zip(prompts, responses, strict=True)]
-        return ScoreCall(np.asarray(costs, np.int32), lambda rows: self._from_texts(request, rows))
+        return ScoreCall(np.asarray(costs, np.int32), lambda rows: self._from_texts(request, rows), self._each)
 
     def _from_texts(self, request: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
         prompts = [request.texts.prompts[row] for row in rows]

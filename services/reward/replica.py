@@ -20,8 +20,7 @@ from quartet.wire.codec import pack_floats
 from services.reward.config import RewardConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from quartet.wire.codec import Floats
     from services.reward.scorers.scorer import Scored, Scorer
 
 
@@ -49,7 +48,7 @@ class Reward(HealthMixin):
         scorer = (make or make_scorer)(config.scorer, tokenizer, default_device())
         self._scorer = scorer.identity
         self._admission = Admission(config.limits)
-        self._batcher: Batcher[Scored, np.float32] = Batcher(
+        self._batcher: Batcher[Scored, Floats] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
             batch_s=config.limits.batch_s,
@@ -61,7 +60,13 @@ class Reward(HealthMixin):
             max_length=min(config.max_length, scorer.max_length),
             dtype=getattr(config.scorer, "dtype", "float32"),
         )
-        self._encoder = Encoder(tokenizer, self._model.vocab_size, self._model.max_length, texts=scorer.texts)
+        self._encoder = Encoder(
+            tokenizer,
+            self._model.vocab_size,
+            self._model.max_length,
+            texts=scorer.texts,
+            each=len(scorer.names) or 1,
+        )
         self._received = Received
         self._check = scorer.check
 

@@ -1,4 +1,4 @@
-"""The reward service over gRPC: a model, a function and a blend as scorers."""
+"""The reward service over gRPC: a model, a function and several by name as scorers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -109,18 +109,19 @@ def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
     policy, reward = str(quartet.policy), str(quartet.reward)
     model = {"kind": "model", "model": reward, "dtype": "float32"}
     function = {"kind": "function", "function": "tests.scorers:words"}
-    parts = [{"weight": 2.0, "scorer": model}, {"weight": -0.5, "scorer": function}]
+    two = {"kind": "function", "function": "tests.scorers:two", "names": ["right", "words"]}
+    several = {"kind": "several", "scorers": {"taste": model, "length": function, "both": two}}
     before = ray_cluster.applications(quartet.cluster)
     quartet.deploy(
         [
             application("words", tokenizer=policy, scorer=function),
-            application("blend", tokenizer=policy, scorer={"kind": "blend", "parts": parts}),
+            application("several", tokenizer=policy, scorer=several),
             application("typo", tokenizer=policy, scorer=model, max_lenght=64),
             application("nowhere", tokenizer=policy, scorer=model | {"model": "/no/such/model"}),
         ],
         "scorers",
     )
-    serving.await_running(quartet.cluster, ("words", "blend"), print, 120)
+    serving.await_running(quartet.cluster, ("words", "several"), print, 120)
     for broken in ("typo", "nowhere"):
         with pytest.raises(ray_cluster.ClusterError, match=f"^{broken}: "):
             serving.await_running(quartet.cluster, (broken,), print, 120)
@@ -172,17 +173,26 @@ async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secret
 
 
 @pytest.mark.usefixtures("scorers")
-async def test_a_blend_is_the_weighted_sum_of_its_parts(quartet: Quartet) -> None:
-    prompts, responses = plain.random_pairs(10)
-    scores = {
-        name: await RewardClient(quartet.channel, name).score(of(prompts, responses), timeout_s=120)
-        for name in ("reward", "words", "blend")
+async def test_several_scorers_give_a_column_each(quartet: Quartet) -> None:
+    """Also where the call is divided, as one of more than 512 pairs is."""
+    prompts, responses = (many * 60 for many in plain.random_pairs(10))
+    asked = of(prompts, responses)
+    alone = {
+        name: (await RewardClient(quartet.channel, name).score(asked, timeout_s=120)).values
+        for name in ("reward", "words")
     }
-    expected = 2.0 * scores["reward"].values - 0.5 * scores["words"].values
-    assert scores["blend"].values == pytest.approx(expected, abs=1e-4)
+    scores = await RewardClient(quartet.channel, "several").score(asked, timeout_s=120)
+    assert [*scores.columns] == ["taste", "length", "both.right", "both.words"]
+    assert scores.columns["taste"] == pytest.approx(alone["reward"], abs=1e-4)
+    assert scores.columns["length"].tolist() == alone["words"].tolist()
+    assert scores.columns["both.words"] == pytest.approx(10 * (alone["words"] % 100), abs=1e-3)
+    with pytest.raises(ValueError, match=r"several gives taste, length, both\.right, both\.words; take one of"):
+        _ = scores.values
     request = common_pb2.InfoRequest()
-    info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "blend")
-    assert [(part.name, part.weight) for part in info.scorer.parts] == [
-        (f"model:{quartet.reward.name}", 2.0),
-        ("function:tests.scorers:words", -0.5),
+    info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "several")
+    assert [*info.scorer.names] == [*scores.columns]
+    assert [part.name for part in info.scorer.parts] == [
+        f"model:{quartet.reward.name}",
+        "function:tests.scorers:words",
+        "function:tests.scorers:two",
     ]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.registry import parse as parse_algorithm
-from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.data.prompts import Prompt
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, estimate_advantages, old_logprobs_of
@@ -111,7 +110,7 @@ class Learner:
         """The batch with the learner's log-probs, and the estimates for it."""
         batch = self.batch(rows, oldest)
         old = old_logprobs_of(batch, self.algorithm)
-        return batch, estimate_advantages(batch, old, self.algorithm, kl_coef, RunningNormaliser())
+        return batch, estimate_advantages(batch, old, self.algorithm, kl_coef, {}, step=1)
 
     def batch(self, rows: Sequence[Experience], oldest: int | None = None) -> Batch:
         """The batch with the learner's log-probs."""

@@ -134,13 +134,15 @@ class FakeAsk:
 
 
 class FakeReward(FakeAsk):
-    """The score of a response is its first token."""
+    """The score of a response is its first token; with `names` the answer is a number for each of them."""
 
     scorer = "model:fake"
+    names: tuple[str, ...] = ("score",)
 
     async def score(self, columns: Columns, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
         scores = await self.ask(columns, labels=labels, ended=ended, timeout_s=timeout_s)
-        return Scores(np.asarray(scores, np.float32), self.scorer, "hash")
+        table = np.asarray(scores, np.float32).reshape(-1, len(self.names))
+        return Scores(dict(zip(self.names, np.ascontiguousarray(table.T), strict=True)), self.scorer, "hash")
 
 
 def _sampled(columns: Columns, rows: Sequence[Any]) -> Any:

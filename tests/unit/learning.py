@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from orchestrator.algorithms.registry import parse as parse_algorithm
-from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
@@ -76,7 +75,7 @@ class Learning:
     def _step(self, step: int) -> None:
         """One step of the algorithm, on responses drawn from the policy."""
         batch = self._sampled()
-        made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, BETA, RunningNormaliser())
+        made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, BETA, {}, step=1)
         self.policy.train(batch.columns.with_sampled(advantages=made.advantages), BETA, step)
         if self.critic is not None:
             assert made.returns is not None

@@ -18,7 +18,9 @@ def sample(row: int, **fields: Any) -> dict[str, Any]:
         "response": f"response {row}",
         "label": "",
         "ended": True,
+        "task": "",
         "score": 0.0,
+        "scores": {},
         "kl": 0.0,
         "length": 10,
         "judges": {},
@@ -39,7 +41,8 @@ def measure(run: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def every_metric(judges: tuple[str, ...] = ("gold",)) -> list[str]:
-    charts = [chart for group in sections(judges, stale=True).values() for chart in group]
+    recorded = [*(f"eval/{judge}" for judge in judges), "score/right/mean", "task/sums/response/length_mean"]
+    charts = [chart for group in sections(recorded, stale=True).values() for chart in group]
     return [line.metric for chart in charts for panel in chart.panels for line in panel.lines]
 
 

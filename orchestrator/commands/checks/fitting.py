@@ -19,6 +19,7 @@ from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import InvalidArgument
 from services.critic.config import CriticConfig
+from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
 
@@ -92,6 +93,13 @@ def misfits_of_critic(config: OrchestratorConfig, section: CriticConfig, name: s
             f"orchestrator.batch_size: {config.batch_size}, but applications.{name}.args.train_limits.max_call_rows "
             f"is {most}; lower the first or raise the second"
         )
+
+
+def misfits_of_reward(config: OrchestratorConfig, section: RewardConfig, name: str) -> Iterator[str]:
+    """Differences between the scores that the run weighs and those of its reward service, if that is this one."""
+    used = config.services.reward
+    if used.target in (None, config.target) and name == (used.application or "reward"):
+        yield from config.algorithm.misfits(section.scorer.names, f"applications.{name}.args.scorer")
 
 
 def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:

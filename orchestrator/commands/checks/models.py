@@ -18,11 +18,11 @@ from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import (
-    BlendScorerConfig,
     FunctionScorerConfig,
     ModelScorerConfig,
     RewardConfig,
     ScorerConfig,
+    SeveralScorerConfig,
 )
 from services.rollout.config import RolloutConfig
 
@@ -168,10 +168,10 @@ def _brings_code(runtime_env: Any) -> bool:
 
 
 def scorers(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
-    """(field, scorer) of the scorer or, for a blend, of each of its parts."""
-    if isinstance(scorer, BlendScorerConfig):
-        for index, part in enumerate(scorer.parts):
-            yield from scorers(part.scorer, f"{where}.parts.{index}.scorer")
+    """(field, scorer) of the scorer or, where it is several, of each of them."""
+    if isinstance(scorer, SeveralScorerConfig):
+        for name, each in scorer.scorers.items():
+            yield from scorers(each, f"{where}.scorers.{name}")
     else:
         yield where, scorer
 

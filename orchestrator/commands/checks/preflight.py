@@ -9,6 +9,7 @@ from orchestrator.commands.checks.fitting import (
     ends_without_token,
     idle_critics,
     misfits_of_critic,
+    misfits_of_reward,
     misfits_of_rollout,
     old_tokens,
     open_pushes,
@@ -181,6 +182,8 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             )
         if isinstance(section, RolloutConfig):
             yield from misfits_of_rollout(config, section, name)
+        if isinstance(section, RewardConfig):
+            yield from misfits_of_reward(config, section, name)
         if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
             yield from misfits_of_critic(config, section, name)
     for field, path in models(deployment):

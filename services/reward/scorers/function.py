@@ -4,8 +4,9 @@ import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,16 +30,17 @@ class FunctionScorer:
         self.batch_tokens = config.batch_tokens
         self.texts = True
         self.vocab_size: int | None = None
+        self.names = config.names
         source = source_of(self._function, config.function, "reward.args.scorer.function")
         self.identity = pb.ScorerIdentity(
             name=f"function:{config.function}",
             model_hash=hashlib.sha256(source.encode()).hexdigest(),
-            weight=1.0,
+            names=config.names,
         )
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The function's scores, [B]. FailedPrecondition, which names the function, if it raises or does not give one
-        finite number per pair."""
+        """The function's scores, [B, K]. FailedPrecondition, which names the function, if it raises or does not give
+        for each pair one finite number, or one for each of its names."""
         try:
             scores = self._function([scored.pair for scored in pairs])
             scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of torch, NumPy, pandas
@@ -49,19 +51,36 @@ class FunctionScorer:
                 f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log "
                 f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names"
             ) from None
+        numbers = self._named(scores, len(pairs)) if self.names else scores
         try:
             with np.errstate(over="ignore"):
-                values = np.asarray(scores, np.float32)
+                values = np.asarray(numbers, np.float32)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             raise FailedPrecondition(f"{self._name} gave a {type(scores).__name__} that holds no numbers") from None
-        if values.shape != (len(pairs),):
+        if values.shape != ((len(pairs), len(self.names)) if self.names else (len(pairs),)):
             given = (
                 f"{len(values)} scores" if values.ndim == 1 else f"a {type(scores).__name__} of shape {values.shape}"
             )
             raise FailedPrecondition(f"{self._name} gave {given} for {len(pairs)} pairs; should give one number each")
-        if not np.isfinite(values).all():
-            raise FailedPrecondition(f"{self._name} gave a score that is not finite in float32")
+        values = values.reshape(len(pairs), max(1, len(self.names)))
+        if not (finite := np.isfinite(values).all(axis=0)).all():
+            which = f" of {self.names[int(np.argmin(finite))]}" if self.names else ""
+            raise FailedPrecondition(f"{self._name} gave a score{which} that is not finite in float32")
         return values
+
+    def _named(self, scores: Any, pairs: int) -> list[list[Any]]:
+        """The numbers of each pair in the order of the names; FailedPrecondition unless the function gave a mapping
+        of exactly these names for each."""
+        should = f"for each pair a mapping of {', '.join(self.names)} to numbers"
+        if not isinstance(scores, Sequence) or len(scores) != pairs:
+            given = f"{len(scores)} values" if isinstance(scores, Sequence) else f"a {type(scores).__name__}"
+            raise FailedPrecondition(f"{self._name} gave {given} for {pairs} pairs; should give {should}")
+        for index, each in enumerate(scores):
+            if not isinstance(each, Mapping) or {*each} != {*self.names}:
+                names = ", ".join(sorted(map(str, each))) or "no name" if isinstance(each, Mapping) else ""
+                given = names if isinstance(each, Mapping) else f"a {type(each).__name__}"
+                raise FailedPrecondition(f"{self._name} gave {given} for pair {index}; should give {should}")
+        return [[each[name] for name in self.names] for each in scores]
 
     def check(self) -> None:
         """Does nothing, since a function may rightly refuse a made-up pair."""

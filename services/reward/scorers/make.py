@@ -1,7 +1,7 @@
-"""Makes scorers from their configuration, and sums of several."""
+"""Makes scorers from their configuration, and one of several."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,45 +9,36 @@ import torch
 
 from protos import reward_pb2 as pb
 from quartet.wire.codec import Floats
-from services.reward.config import (
-    BlendScorerConfig,
-    FunctionScorerConfig,
-    ModelScorerConfig,
-    ScorerConfig,
-)
+from services.reward.config import FunctionScorerConfig, ModelScorerConfig, ScorerConfig, SeveralScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.model import ModelScorer
 from services.reward.scorers.scorer import Scored, Scorer
 
 
-class BlendScorer:
-    """The weighted sum of other scorers."""
+class SeveralScorers:
+    """Several scorers as one, whose scores are those of all of them."""
 
-    def __init__(self, parts: Sequence[tuple[float, Scorer]]) -> None:
-        self._parts = parts
-        self.max_length = min(scorer.max_length for _, scorer in parts)
-        self.batch_tokens = min(scorer.batch_tokens for _, scorer in parts)
-        self.texts = any(scorer.texts for _, scorer in parts)
-        sizes = [scorer.vocab_size for _, scorer in parts if scorer.vocab_size is not None]
+    def __init__(self, config: SeveralScorerConfig, scorers: Mapping[str, Scorer]) -> None:
+        self._scorers = tuple(scorers.values())
+        self.names = config.names
+        self.max_length = min(scorer.max_length for scorer in self._scorers)
+        self.batch_tokens = min(scorer.batch_tokens for scorer in self._scorers)
+        self.texts = any(scorer.texts for scorer in self._scorers)
+        sizes = [scorer.vocab_size for scorer in self._scorers if scorer.vocab_size is not None]
         self.vocab_size = min(sizes) if sizes else None
-        self.identity = pb.ScorerIdentity(name="blend", weight=1.0)
-        for weight, scorer in parts:
-            part = self.identity.parts.add()
-            part.CopyFrom(scorer.identity)
-            part.weight = weight
-        digest = hashlib.sha256(b"".join(part.SerializeToString() for part in self.identity.parts))
-        self.identity.model_hash = digest.hexdigest()
+        parts = [scorer.identity for scorer in self._scorers]
+        digest = hashlib.sha256(b"".join(part.SerializeToString(deterministic=True) for part in parts))
+        self.identity = pb.ScorerIdentity(
+            name="several", model_hash=digest.hexdigest(), names=self.names, parts=parts
+        )
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The weighted sums, [B]."""
-        total = np.zeros(len(pairs), np.float32)
-        for weight, scorer in self._parts:
-            total += np.float32(weight) * scorer.score(pairs)
-        return total
+        """The scores of each pair by all scorers, [B, K]."""
+        return np.concatenate([scorer.score(pairs) for scorer in self._scorers], axis=1)
 
     def check(self) -> None:
-        """Checks every part."""
-        for _, scorer in self._parts:
+        """Checks each of them."""
+        for scorer in self._scorers:
             scorer.check()
 
 
@@ -57,5 +48,5 @@ def make_scorer(config: ScorerConfig, tokenizer: Any, device: torch.device) -> S
         return ModelScorer(config, tokenizer, device)
     if isinstance(config, FunctionScorerConfig):
         return FunctionScorer(config)
-    assert isinstance(config, BlendScorerConfig)
-    return BlendScorer([(part.weight, make_scorer(part.scorer, tokenizer, device)) for part in config.parts])
+    made = {name: make_scorer(each, tokenizer, device) for name, each in config.scorers.items()}
+    return SeveralScorers(config, made)

@@ -17,9 +17,7 @@ from quartet.models.sequences import PairTensors
 from quartet.wire.codec import Floats
 from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
 from quartet.wire.pairs import Pair
-from services.reward.config import (
-    ModelScorerConfig,
-)
+from services.reward.config import ModelScorerConfig
 from services.reward.scorers.scorer import Scored
 
 
@@ -46,16 +44,17 @@ class ModelScorer:
         self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=True)
         self.max_length = max_length(self._model)
         self.texts = False
+        self.names: tuple[str, ...] = ()
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         self.identity = pb.ScorerIdentity(
-            name=f"model:{folder_name(config.model)}", model_hash=model_hash(config.model), weight=1.0
+            name=f"model:{folder_name(config.model)}", model_hash=model_hash(config.model)
         )
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The normalised scores, [B]."""
+        """The normalised scores, [B, 1]."""
         with self._residence.use():
-            scores = np.asarray([outputs[-1] for outputs in self._passes.run(self._outputs, pairs)], np.float32)
+            scores = np.asarray([outputs[-1:] for outputs in self._passes.run(self._outputs, pairs)], np.float32)
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
 

@@ -1,4 +1,4 @@
-"""The interface of scorers: pairs in, one number each out."""
+"""The interface of scorers: pairs in, for each one number out, or one for each name of the scorer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Scorer(Protocol):
     """Scores pairs."""
 
     identity: pb.ScorerIdentity
-    """Name, hash and weight of the scorer."""
+    """Name and hash of the scorer, and the names of its scores."""
     max_length: int
     """Longest pair that it takes, in tokens."""
     batch_tokens: int
@@ -31,9 +31,11 @@ class Scorer(Protocol):
     """True if it reads texts."""
     vocab_size: int | None
     """Entries of its vocabulary; None if it has no vocabulary."""
+    names: tuple[str, ...]
+    """Names of the scores of a pair; empty if there is one score."""
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """One score per pair, [B] float32."""
+        """The scores of each pair, [B, K] float32: one for each of K names, in their order, or a single one."""
 
     def check(self) -> None:
         """Raises if the scorer cannot score; for health checks."""

@@ -49,6 +49,24 @@ def test_services_that_fit(policy_folder: Path) -> None:
         check_compatible(make_infos(reward={"dtype": "bfloat16"}), make_tokenizer(), config)
 
 
+def test_scores_without_a_weight_and_weights_without_a_score_are_named(policy_folder: Path) -> None:
+    algorithm = {"minibatch_size": 1, "rewards": {"right": {}}}
+    config = make_config(policy_folder, **LENGTHS, algorithm=algorithm)
+    infos = make_infos()
+    infos.reward.scorer.MergeFrom(reward_pb2.ScorerIdentity(name="function:a:b", names=["right", "brief"]))
+    with pytest.raises(
+        ConfigError, match=r"rewards: lacks brief, as the reward service's function:a:b gives right, "
+    ):
+        check_compatible(infos, make_tokenizer(), config)
+    del infos.reward.scorer.names[:]
+    with pytest.raises(
+        ConfigError, match=r"rewards: has right, but .* gives one score without a name; leave out what"
+    ):
+        check_compatible(infos, make_tokenizer(), config)
+    infos.reward.scorer.names.append("right")
+    check_compatible(infos, make_tokenizer(), config)
+
+
 @pytest.mark.parametrize("name", ["rollout", "reward", "reference", "critic"])
 def test_another_tokenizer_and_too_short_a_model_are_named(name: str, policy_folder: Path) -> None:
     config = make_config(policy_folder, **LENGTHS)

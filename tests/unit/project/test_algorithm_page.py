@@ -1,11 +1,14 @@
-"""docs/algorithm.md computes what it says."""
+"""docs/algorithm.md and docs/rewards.md compute what they say."""
 
 import doctest
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs/algorithm.md"
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_table_of_advantages_is_what_the_kinds_compute() -> None:
-    done = doctest.testfile(str(PAGE), module_relative=False)
-    assert (done.failed, done.attempted) == (0, 6)
+@pytest.mark.parametrize(("page", "examples"), [("algorithm.md", 6), ("rewards.md", 12)])
+def test_what_a_page_computes_is_what_comes_out(page: str, examples: int) -> None:
+    done = doctest.testfile(str(DOCS / page), module_relative=False)
+    assert (done.failed, done.attempted) == (0, examples)

@@ -9,7 +9,7 @@ def test_the_page_is_made_from_the_docstrings() -> None:
 
 def test_every_section_and_key_is_there_once() -> None:
     text = page()
-    for key in ("| `learning_rate` |", "### `orchestrator.weights`", "### `services.reward.scorer` of kind blend"):
+    for key in ("| `learning_rate` |", "### `orchestrator.weights`", "### `services.reward.scorer` of kind several"):
         assert key in text
     titles = [line for line in text.splitlines() if line.startswith("##")]
     assert len(titles) == len(set(titles))

@@ -49,7 +49,7 @@ def test_advantages_add_up_to_nothing_and_have_the_spread_one(seed: int) -> None
 def test_groups_of_equal_scores_are_discarded_if_that_is_asked_for() -> None:
     def group(*scores: float) -> Group:
         count = len(scores)
-        return Group(np.asarray(scores, np.float32), np.ones(count, np.int64), np.zeros(count, bool))
+        return Group({"score": np.asarray(scores, np.float32)}, np.ones(count, np.int64), np.zeros(count, bool))
 
     choosy = GRPO(samples_per_prompt=3, zero_variance="resample", max_discarded=4)
     assert [choosy.admit(group(*scores)) for scores in ((1, 1, 1), (0, 0, 0), (1, 1, 0))] == [False, False, True]

@@ -82,7 +82,7 @@ def test_an_algorithm_that_only_decides_on_groups_discards() -> None:
         kind: str = "picky"
 
         def admit(self, group: Group) -> bool:
-            return bool(group.scores.max() > 0)
+            return bool(group.scores["score"].max() > 0)
 
     assert Picky(samples_per_prompt=2).discard_limit == 9
     assert Picky(samples_per_prompt=2, max_discarded=3).discard_limit == 3
@@ -102,8 +102,8 @@ TRUNCATED = np.asarray([1, 0, 0, 1, 0, 0, 0], bool)
 
 def test_responses_of_groups_without_a_spread_and_cut_off_ones_are_left_out_if_asked_for() -> None:
     """Group 4 has thrice the same score, and group 7 a single one, in any order."""
-    outcomes = Outcomes(GROUPS, SCORES, TRUNCATED)
-    assert outcomes.zero_variance.tolist() == [True, False, True, False, True, True, False]
+    outcomes = Outcomes(GROUPS, {"score": SCORES}, TRUNCATED)
+    assert outcomes.zero_variance(["score"]).tolist() == [True, False, True, False, True, True, False]
     settings: dict[str, Any] = {"kind": "grpo", "samples_per_prompt": 3}
     assert parse(settings).chosen(outcomes) is None
     chosen = {
@@ -124,7 +124,7 @@ def test_responses_of_groups_without_a_spread_and_cut_off_ones_are_left_out_if_a
 
 
 def test_groups_without_a_spread_are_resampled_by_their_raw_scores() -> None:
-    group = Group(np.full(3, 0.7, np.float32), np.asarray([1, 2, 3], np.int64), np.zeros(3, bool))
+    group = Group({"score": np.full(3, 0.7, np.float32)}, np.asarray([1, 2, 3], np.int64), np.zeros(3, bool))
     dapo = parse({"kind": "dapo", "samples_per_prompt": 3, "overlong_buffer": 4})
     assert not dapo.admit(group)
     assert dapo.discard_limit == 9

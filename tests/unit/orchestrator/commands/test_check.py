@@ -274,13 +274,37 @@ def test_a_rotation_that_depends_on_the_length_must_not_change_with_it(config: A
 
 def test_a_reward_function_must_be_one(raw: dict[str, Any], tmp_path: Path) -> None:
     function = {"kind": "function", "function": "tests.scorers:count"}
-    parts = [{"weight": 1.0, "scorer": function}, {"weight": 1.0, "scorer": function | {"function": "math:no"}}]
-    args(raw, "reward")["scorer"] = {"kind": "blend", "parts": parts}
-    field = "applications.reward.args.scorer.parts.1.scorer.function"
+    several = {"words": function, "none": function | {"function": "math:no"}}
+    args(raw, "reward")["scorer"] = {"kind": "several", "scorers": several}
+    raw["orchestrator"]["algorithm"]["rewards"] = {"words": {}, "none": {}}
+    field = "applications.reward.args.scorer.scorers.none.function"
     refused(raw, tmp_path, f"{field}: 'math:no' should be package.module:name, but cannot be imported: ")
     # Where the service has an environment of its own, it is for the service to say.
     application(raw, "reward")["runtime_env"] = {"working_dir": "https://host/code.zip"}
     checked(raw, tmp_path)
+
+
+def test_every_score_has_a_weight_and_every_weight_a_score(raw: dict[str, Any], tmp_path: Path) -> None:
+    function = {"kind": "function", "function": "tests.scorers:two", "names": ["right", "words"]}
+    field, scorer = "orchestrator.algorithm.rewards", "applications.reward.args.scorer"
+    args(raw, "reward")["scorer"] = function
+    refused(raw, tmp_path, f"{field}: lacks right, words, as {scorer} gives right, words; give each its weight, or 0")
+    algorithm = raw["orchestrator"]["algorithm"]
+    algorithm["rewards"] = {"right": {}, "wrods": {}}
+    refused(
+        raw,
+        tmp_path,
+        f"{field}: lacks words, as {scorer} gives right, words; ",
+        f"{field}: has wrods, but {scorer} gives right, words; leave out what it does not give",
+    )
+    algorithm["rewards"] = {"right": {"weight": [[1, 0.5], [9, 2]]}, "words": {"weight": 0}}
+    checked(raw, tmp_path)
+    args(raw, "reward")["scorer"] = function | {"names": []}
+    refused(raw, tmp_path, f"{field}: has right, words, but {scorer} gives one score without a name; leave out")
+    # Of a service that the run does not use, or that runs elsewhere, it says nothing.
+    for service in ({"application": "other"}, {"target": "127.0.0.1:1"}):
+        raw["orchestrator"]["services"] = {"reward": service}
+        checked(raw, tmp_path)
 
 
 def test_another_tokenizer_is_named_and_all_problems_are_told_at_once(

@@ -81,6 +81,19 @@ def test_without_a_label_key_labels_are_empty(tmp_path: Path) -> None:
     assert load_prompts(config(data), tokenizer(), "train").prompts[0].label == ""
 
 
+def test_tasks_become_text_and_are_few(tmp_path: Path) -> None:
+    kinds = ["sum", 7, None, "sum"]
+    data = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "kind": kind} for kind in kinds])
+    loaded = load_prompts(config(data, task_key="kind"), tokenizer(), "train")
+    assert [prompt.task for prompt in loaded.prompts] == ["sum", "7", "", "sum"]
+    assert {prompt.task for prompt in load_prompts(config(data), tokenizer(), "train").prompts} == {""}
+    with fails("data.task_key: no column 'sort' in"):
+        load_prompts(config(data, task_key="sort"), tokenizer(), "train")
+    many = jsonl(tmp_path / "many.jsonl", [{"prompt": "a", "kind": kind} for kind in range(65)])
+    with fails("has 65 different values, each of which would be measured by itself; 64 are the most"):
+        load_prompts(config(many, task_key="kind"), tokenizer(), "train")
+
+
 def test_long_prompts_are_dropped_and_counted_and_rows_stay_those_of_the_file(tmp_path: Path) -> None:
     data = letters(tmp_path / "p.jsonl", 5)
     # Lengths with <bos> are 2, 3, 4, 5, 6.

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.algorithms.ppo import PPO
+from orchestrator.algorithms.registry import parse
 from orchestrator.data.prompts import Prompt
 from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summarise
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
@@ -63,7 +65,9 @@ async def test_rows_hold_texts_scores_and_verdicts() -> None:
         response="w22 w23 w24",
         label="1",
         ended=False,
+        task="",
         score=2.0,
+        scores={},
         kl=4 * 0.25,
         length=4,
         judges={"words": 3.0, "right": 1.0},
@@ -194,7 +198,8 @@ class FakeCollector:
 
 async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path: Path) -> None:
     collector, requests = FakeCollector(), make_requests(2)
-    evaluator = Evaluator(collector, requests, make_tokenizer(), {"words": words}, LIMIT_S, tmp_path / "deep")  # type: ignore[arg-type]
+    judges, folder = {"words": words}, tmp_path / "deep"
+    evaluator = Evaluator(collector, requests, PPO(), make_tokenizer(), judges, LIMIT_S, folder)  # type: ignore[arg-type]
     expected = await evaluate_samples(collected(EXPERIENCES), make_tokenizer(), {"words": words}, LIMIT_S)
     metrics = [await evaluator.evaluate(step, version=step + 1) for step in (0, 30)]
     assert metrics[0] == metrics[1] == summarise(expected)
@@ -211,8 +216,36 @@ async def test_an_evaluation_is_the_same_every_time_and_is_written_down(tmp_path
         "response": "",
         "label": "2",
         "ended": True,
+        "task": "",
         "score": 3.0,
+        "scores": {},
         "kl": 0.25,
         "length": 1,
         "judges": {"words": 0.0},
     }
+
+
+async def test_named_scores_and_tasks_have_figures_of_their_own(tmp_path: Path) -> None:
+    """Scores 1, 2, 3 of one name and 10, 10, 40 of another, with weights 2 and 0.5 by step 4: 7, 9, 26."""
+    prompts = [replace(prompt, task=task) for prompt, task in zip(make_prompts(3), ("sums", "", "sums"), strict=True)]
+    batch = collected([replace(each, prompt=prompts[each.number]) for each in EXPERIENCES])
+    named = {"score/right": np.asarray([1, 2, 3], np.float32), "score/brief": np.asarray([10, 10, 40], np.float32)}
+    batch = replace(batch, columns=batch.columns.without("score").with_rows(**named))
+    rewards = {"right": {"weight": [[2, 1.0], [4, 2.0]]}, "brief": {"weight": 0.5}}
+    algorithm = parse({"kind": "ppo", "rewards": rewards})
+
+    class FakeCollector:
+        async def collect(self, requests: Any, **versions: Any) -> Collected:
+            return batch
+
+    evaluator = Evaluator(FakeCollector(), [], algorithm, make_tokenizer(), {}, LIMIT_S, tmp_path)  # type: ignore[arg-type]
+    metrics = await evaluator.evaluate(4, 5)
+    assert metrics["eval/score"] == 14
+    assert (metrics["eval/score/right"], metrics["eval/score/brief"]) == (2, 20)
+    assert metrics["eval/score/right_low"] == pytest.approx(2 - 4.30265 / 3**0.5, abs=1e-4)
+    assert metrics["eval/task/sums/score"] == 16.5
+    assert not [name for name in metrics if name.startswith("eval/task/") and "/sums/" not in name]
+    [_, row, _] = read_rows(tmp_path / "step-000004.jsonl")
+    assert (row.task, row.score, row.scores) == ("", 9.0, {"right": 2.0, "brief": 10.0})
+    # Before the first step with that step's weights, which are here those of step 2.
+    assert (await evaluator.evaluate(0, 1))["eval/score"] == 12

@@ -40,10 +40,11 @@ class Choosy(PPO):
         return self.most
 
     def admit(self, group: Group) -> bool:
-        assert len(group.scores) == len(group.lengths) == len(group.truncated) == self.samples_per_prompt
-        assert group.lengths.tolist() == (group.scores - 9).tolist()
-        assert group.truncated.tolist() == (group.scores % 2 == 1).tolist()
-        return int(group.scores[0]) - 10 not in self.refused
+        scores = group.scores["score"]
+        assert len(scores) == len(group.lengths) == len(group.truncated) == self.samples_per_prompt
+        assert group.lengths.tolist() == (scores - 9).tolist()
+        assert group.truncated.tolist() == (scores % 2 == 1).tolist()
+        return int(scores[0]) - 10 not in self.refused
 
 
 def choosy(config: OrchestratorConfig, *refused: int, most: int = 3) -> OrchestratorConfig:
@@ -88,7 +89,7 @@ class Bench:
         numbers = batch.trained_numbers
         self.state = self.state.advanced(
             kl_coef=0.1,
-            normaliser=self.state.normaliser,
+            normalisers=self.state.normalisers,
             asked=len(batch.numbers),
             used=batch.scored,
             discarded=len(batch.discarded),

@@ -79,7 +79,9 @@ def test_a_run_goes_back_for_what_may_mend_itself_only(error: Exception, mended:
 
 
 def test_the_state_survives_to_the_bit(tmp_path: Path) -> None:
-    kept = state(3).model_copy(update={"kl_coef": 0.1 / 3, "normaliser": RunningNormaliser(7, 1e-17 / 3, 2 / 7)})
+    kept = state(3).model_copy(
+        update={"kl_coef": 0.1 / 3, "normalisers": {"score": RunningNormaliser(7, 1e-17 / 3, 2 / 7)}}
+    )
     folder = tmp_path / "step-000003"
     folder.mkdir()
     (folder / "state.json").write_text(kept.model_dump_json(indent=1))

@@ -12,7 +12,7 @@ from orchestrator.algorithms.contract import Algorithm, KLConfig
 from orchestrator.algorithms.kl import AdaptiveKL, FixedKL
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.registry import DEFAULT, algorithms
-from orchestrator.algorithms.rewards import RunningNormaliser
+from orchestrator.algorithms.rewards import Normalisers, RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance, old_logprobs_of
 from services.rollout.sample import FinishReason, Sample
@@ -47,7 +47,7 @@ class Estimated:
 
     advantages: list[Any]
     returns: list[Any]
-    normaliser: RunningNormaliser
+    normalisers: dict[str, RunningNormaliser]
     kl: float
     metrics: dict[str, float]
 
@@ -56,21 +56,21 @@ def estimated(
     experiences: list[Experience],
     settings: Algorithm,
     kl_coef: float = 0.1,
-    normaliser: RunningNormaliser | None = None,
+    normalisers: Normalisers | None = None,
 ) -> Estimated:
     batch = Batch.of(collected(experiences, each=settings.samples_per_prompt))
-    made = estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normaliser or RunningNormaliser())
+    made = estimate_advantages(batch, batch.padded(OLD), settings, kl_coef, normalisers or {}, step=1)
     distance = measure_distance(batch, OLD, settings, 0)
     assert distance.kl is not None
     metrics = made.metrics | distance.metrics
     returns = [] if made.returns is None else cut(made.returns, OLD)
-    return Estimated(cut(made.advantages, OLD), returns, made.normaliser, distance.kl, metrics)
+    return Estimated(cut(made.advantages, OLD), returns, made.normalisers, distance.kl, metrics)
 
 
-def estimate(kl_coef: float = 0.1, normaliser: RunningNormaliser | None = None, **algorithm: Any) -> Estimated:
+def estimate(kl_coef: float = 0.1, normalisers: Normalisers | None = None, **algorithm: Any) -> Estimated:
     kind = algorithms()[algorithm.get("kind", DEFAULT.kind)]
     settings = kind(**plain(algorithm, gae_lambda=0.5))
-    return estimated(BATCH, settings, kl_coef, normaliser)
+    return estimated(BATCH, settings, kl_coef, normalisers)
 
 
 def rows(values: list[Any]) -> list[list[float]]:
@@ -123,7 +123,7 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
     batch = Batch.of(collected(BATCH))
     old = old_logprobs_of(batch, settings)
     assert old is not None
-    made = estimate_advantages(batch, old, settings, 0.1, RunningNormaliser())
+    made = estimate_advantages(batch, old, settings, 0.1, {}, step=1)
     # k1 0.4 and 0.3; 0.5. Rewards -0.04 and 1.97; -1.05. 1.97 - 1 = 0.97, then -0.04 + 1 - 0.5 + 0.97 / 2 = 0.945.
     check(cut(made.advantages, OLD), [[0.945, 0.97], [-1.05]])
     own = [np.zeros(0, np.float32), np.asarray([-0.3], np.float32)]
@@ -144,7 +144,7 @@ def test_the_engines_logprobs_as_the_old_ones() -> None:
 def test_advantages_without_a_penalty_in_the_reward_need_no_logprobs() -> None:
     settings = PPO(kl=KLConfig(placement="loss", estimator="k2"))
     batch = Batch.of(collected(BATCH))
-    without = estimate_advantages(batch, None, settings, 0.1, RunningNormaliser())
+    without = estimate_advantages(batch, None, settings, 0.1, {}, step=1)
     actual = estimated(BATCH, settings)
     assert rows(cut(without.advantages, OLD)) == rows(actual.advantages)
     assert rows(cut(without.returns, OLD)) == rows(actual.returns)
@@ -185,21 +185,22 @@ def test_normalised_and_clipped_scores() -> None:
     # Mean 0.5, unbiased standard deviation sqrt(4.5): 2 becomes 1.5 / 2.1213 = 0.7071, and -1 its negative.
     actual = estimate(kl_coef=0, normalise_scores=True)
     check(actual.returns, [[0.7071068 - 0.5 * (0.7071068 - 1), 0.7071068], [-0.7071068]])
-    assert (actual.normaliser.count, actual.normaliser.mean) == (2, 0.5)
+    assert (actual.normalisers["score"].count, actual.normalisers["score"].mean) == (2, 0.5)
     assert actual.metrics["score/mean"] == 0.5
     actual = estimate(kl_coef=0, normalise_scores=True, score_clip=0.5)
     assert rows(actual.returns)[0][-1] == pytest.approx(0.5)
     assert rows(actual.returns)[1] == pytest.approx([-0.5])
     # Scores seen before count too: 0, 0, 2 and -1 have mean 0.25 and unbiased variance 4.75 / 3.
     seen = RunningNormaliser().update(torch.zeros(2))
-    actual = estimate(kl_coef=0, normalise_scores=True, normaliser=seen)
+    actual = estimate(kl_coef=0, normalise_scores=True, normalisers={"score": seen})
     assert rows(actual.returns)[1] == pytest.approx([-1.25 / (4.75 / 3) ** 0.5])
     assert seen.count == 2
 
 
 def test_scores_are_not_normalised_unasked() -> None:
     seen = RunningNormaliser().update(torch.zeros(2))
-    assert estimate(normaliser=seen).normaliser is seen
+    assert estimate(normalisers={"score": seen}).normalisers == {"score": seen}
+    assert estimate().normalisers == {}
 
 
 def test_metrics_by_hand() -> None:

@@ -99,20 +99,18 @@ def test_a_run_that_loses_or_gains_a_critic_says_so(policy_folder: Path, kept: T
         resume(without, infos(), accept=True)
 
 
-def test_a_blend_is_compared_part_by_part_with_the_weights(kept: TrainState) -> None:
-    def blend(second: str, weight: float) -> Infos:
-        parts = [scorer("a", "a", weight=0.5), scorer("b", second, weight=weight)]
-        return infos(reward_pb2.ScorerIdentity(name="blend", parts=parts))
+def test_several_scorers_are_compared_part_by_part_with_the_names_of_their_scores(kept: TrainState) -> None:
+    def several(second: str, *names: str) -> Infos:
+        parts = [scorer("a", "a"), scorer("b", second)]
+        return infos(reward_pb2.ScorerIdentity(name="several", names=names or ["one", "other"], parts=parts))
 
-    state, _ = resume(kept, blend("b", 0.5), accept=True)
-    assert resume(state, blend("b", 0.5))[1] == []
-    with pytest.raises(
-        ConfigError, match=r"^reward.scorer.parts.1: 0.5 of model:b \(b0+\) .*, 0.5 of model:b \(c0+\)"
-    ):
-        resume(state, blend("c", 0.5))
-    with pytest.raises(ConfigError, match=r"^reward.scorer.parts.1: 0.5 of model:b .*, 0.25 of model:b"):
-        resume(state, blend("b", 0.25))
-    with pytest.raises(ConfigError, match=r"reward.scorer.parts.0: 0.5 of model:a .* nothing now"):
+    state, _ = resume(kept, several("b"), accept=True)
+    assert resume(state, several("b"))[1] == []
+    with pytest.raises(ConfigError, match=r"^reward.scorer.parts.1: model:b \(b0+\) .*, model:b \(c0+\)"):
+        resume(state, several("c"))
+    with pytest.raises(ConfigError, match=r"^reward.scorer: several of one, other .*, several of other, one"):
+        resume(state, several("b", "other", "one"))
+    with pytest.raises(ConfigError, match=r"reward.scorer.parts.0: model:a .* nothing now"):
         resume(state, infos())
 
 

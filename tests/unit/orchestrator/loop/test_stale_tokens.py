@@ -8,7 +8,6 @@ import pytest
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.algorithms.registry import parse as parse_algorithm
-from orchestrator.algorithms.rewards import RunningNormaliser
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import Advantages, Distance, estimate_advantages, measure_distance
 from services.rollout.sample import FinishReason, Sample
@@ -44,7 +43,7 @@ def made(
     settings = parse_algorithm(plain(algorithm, max_token_staleness=1))
     batch = Batch.of(collected(experiences, each=settings.samples_per_prompt), oldest)
     own = [np.asarray(row, np.float32) for row in old]
-    estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, RunningNormaliser())
+    estimate = estimate_advantages(batch, batch.padded(own), settings, 0.1, {}, step=1)
     rows = Rows(
         cut(estimate.advantages, own),
         [] if estimate.returns is None else cut(estimate.returns, own),

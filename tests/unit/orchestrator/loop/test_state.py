@@ -10,7 +10,7 @@ def test_version_and_critic_step_follow_from_the_step() -> None:
     assert (state.policy_version, state.critic_step) == (10, 7)
     state = state.advanced(
         kl_coef=0.2,
-        normaliser=RunningNormaliser(),
+        normalisers={"score": RunningNormaliser(7, 1e-17 / 3, 2 / 7)},
         asked=5,
         used=[Scored(number, number % 3, 0.25 * number) for number in range(12, 16)],
     )

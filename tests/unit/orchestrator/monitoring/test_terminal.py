@@ -39,7 +39,7 @@ def test_samples_of_a_report_do_not_reach_the_terminal_raw(tmp_path: Path) -> No
     (run / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "eval/score": 1.0}\n')
     for step in (0, 2):
         row = {"row": 0, "prompt": f"p{TITLE}", "response": f"r{TITLE}", "score": 1.0, "judges": {}}
-        row |= {"kl": 0.0, "length": 1, "ended": True, "sample": 0}
+        row |= {"kl": 0.0, "length": 1, "ended": True, "sample": 0, "task": "", "scores": {}}
         (run / "evaluations" / f"step-{step:06d}.jsonl").write_text(json.dumps(row) + "\n")
     done = CliRunner().invoke(app, ["report", "--samples", "1", str(run)])
     assert done.exit_code == 0, done.output

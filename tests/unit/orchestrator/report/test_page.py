@@ -58,8 +58,8 @@ def test_the_page_holds_every_part_and_refers_to_nothing_outside(path: Path) -> 
         "Configuration",
     ):
         assert heading in page.text
-    # Seventeen charts; 3 steps of 30 seconds; metrics of step 3, at 1.7e9 + 3 seconds, are the last.
-    assert page.tags["svg"] == page.tags["figure"] == 17
+    # Twenty-two charts; 3 steps of 30 seconds; metrics of step 3, at 1.7e9 + 3 seconds, are the last.
+    assert page.tags["svg"] == page.tags["figure"] == 22
     assert "3 steps · 1 min 30 s · 14 November 2023, 22:13 UTC" in page.text
     assert page.tags["script"] == page.tags["link"] == page.tags["img"] == page.tags["iframe"] == 0
     assert "http://" not in path.read_text()

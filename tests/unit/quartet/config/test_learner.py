@@ -144,20 +144,31 @@ def test_what_deepspeed_is_told_of_zero_3_with_offload(model: str) -> None:
 
 def test_scorers_nest(model: str) -> None:
     function = {"kind": "function", "function": "a.b:c"}
-    blend = {"kind": "blend", "parts": [{"weight": 2, "scorer": function}]}
-    outer = {"kind": "blend", "parts": [{"weight": 0.5, "scorer": blend}, {"weight": 1, "scorer": function}]}
+    rules = {"kind": "several", "scorers": {"right": function, "form": function | {"names": ("brief", "plain")}}}
+    outer = {"kind": "several", "scorers": {"rules": rules, "taste": function}}
     config = RewardConfig.parse({"tokenizer": model, "scorer": outer}, "reward.args")
     assert config.model_dump(exclude_unset=True)["scorer"] == outer
-    assert problems(RewardConfig, {"tokenizer": model, "scorer": {"kind": "blend", "parts": []}})[0].startswith(
-        "root.scorer.parts: should have 1 or more items, got []"
+    assert config.scorer.names == ("rules.right", "rules.form.brief", "rules.form.plain", "taste")
+    assert problems(RewardConfig, {"tokenizer": model, "scorer": {"kind": "several", "scorers": {}}})[0].startswith(
+        "root.scorer.scorers: should have 1 or more items"
     )
-    blend["parts"][0]["scorer"] = {"kind": "function", "function": "no path", "funktion": 1}  # type: ignore[index]
+    rules["scorers"]["right"] = {"kind": "function", "function": "no path", "funktion": 1}  # type: ignore[index]
     lines = problems(RewardConfig, {"tokenizer": model, "scorer": outer}, "reward.args")
-    inner = "reward.args.scorer.parts.0.scorer.parts.0.scorer"
+    inner = "reward.args.scorer.scorers.rules.scorers.right"
     assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
     assert lines[1:] == [
-        f"{inner}.funktion: unknown field; known: batch_tokens, function, kind; did you mean function?"
+        f"{inner}.funktion: unknown field; known: batch_tokens, function, kind, names; did you mean function?"
     ]
+
+
+@pytest.mark.parametrize("name", ["score", "right_low", "a.b", "", "7", "with space", "ends-"])
+def test_scores_are_named_so_that_their_metrics_can_be_told_apart(model: str, name: str) -> None:
+    function = {"kind": "function", "function": "a.b:c"}
+    for scorer in (function | {"names": [name]}, {"kind": "several", "scorers": {name: function}}):
+        [line] = problems(RewardConfig, {"tokenizer": model, "scorer": scorer})
+        assert "should be letters, digits, `_` and `-`" in line
+    [line] = problems(RewardConfig, {"tokenizer": model, "scorer": function | {"names": ["right", "right"]}})
+    assert "names: right, right has one twice" in line
 
 
 def test_a_policys_cosine_ends_with_its_run_and_a_critics_is_told_when(model: str) -> None:

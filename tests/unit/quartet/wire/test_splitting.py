@@ -223,3 +223,51 @@ async def test_parts_scored_by_different_models_are_refused() -> None:
     async with served(add_RewardServicer_to_server, Changing()) as channel:
         with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
             await RewardClient(channel).score_texts(["a"] * 600, ["b"] * 600, timeout_s=5)
+
+
+async def test_named_scores_come_as_columns_also_in_parts() -> None:
+    class Two(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            rows = [[float(len(text)), -1.0] for text in request.texts.responses]
+            scorer = {"name": "two", "names": ["length", "other"]}
+            return reward_pb2.ScoreResponse(scores=pack_floats(np.asarray(rows, np.float32)), scorer=scorer)
+
+    texts = ["b" * (n % 7) for n in range(1100)]
+    async with served(add_RewardServicer_to_server, Two()) as channel:
+        scores = await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
+    assert [*scores.columns] == ["length", "other"]
+    assert scores.columns["length"].tolist() == [float(len(text)) for text in texts]
+    assert scores.columns["other"].tolist() == [-1.0] * 1100
+    with pytest.raises(ValueError, match="two gives length, other; take one of `columns`"):
+        _ = scores.values
+
+
+@pytest.mark.parametrize(
+    ("names", "count", "message"),
+    [
+        (["a", "b"], 2, "scores: 2 values for 4 scores of 2 pairs by 2 names; there must be one each"),
+        (["a"], 4, "scores: 4 values for 2 pairs; there must be one each"),
+        (["a", "a"], 4, "scorer.names: a, a has one twice"),
+    ],
+)
+async def test_named_scores_that_cannot_be_are_refused(names: list[str], count: int, message: str) -> None:
+    class Wrong(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            scores = pack_floats(np.zeros(count, np.float32))
+            return reward_pb2.ScoreResponse(scores=scores, scorer={"names": names})
+
+    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+        with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
+            await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)
+
+
+async def test_parts_whose_names_differ_are_refused() -> None:
+    class Changing(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            count = len(request.texts.prompts)
+            names = ["a"] if count == 512 else ["b"]
+            return reward_pb2.ScoreResponse(scores=pack_floats(np.zeros(count, np.float32)), scorer={"names": names})
+
+    async with served(add_RewardServicer_to_server, Changing()) as channel:
+        with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
+            await RewardClient(channel).score_texts(["a"] * 600, ["b"] * 600, timeout_s=5)

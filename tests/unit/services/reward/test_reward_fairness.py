@@ -64,12 +64,13 @@ class TakesTime:
     max_length, batch_tokens = BATCH_TOKENS, BATCH_TOKENS
     texts = False
     vocab_size: int | None = None
+    names: tuple[str, ...] = ()
 
     def score(self, pairs: Sequence[Scored]) -> Floats:
-        """Zeros, [B]."""
+        """Zeros, [B, 1]."""
         tokens = sum(len(pair.prompt_ids) + len(pair.response_ids) for pair in pairs)
         time.sleep(PASS_S * tokens / BATCH_TOKENS)
-        return np.zeros(len(pairs), np.float32)
+        return np.zeros((len(pairs), 1), np.float32)
 
     def check(self) -> None:
         """Finds nothing wrong."""

@@ -185,9 +185,11 @@ def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
         preflight(elsewhere)
         assert elsewhere.applications == ("rollout", "reference", "critic")
         assert elsewhere.orchestrator.services["reward"].target == "10.0.0.7:19000"
-    parts = [{"weight": 1.0, "scorer": {"kind": "function", "function": "tests.scorers:count"}}]
-    blend = loaded(facts | {"reward": {"kind": "blend", "parts": parts}}, tmp_path)
-    assert args(blend.raw, "reward")["scorer"]["parts"] == parts
+    scorers = {"words": {"kind": "function", "function": "tests.scorers:count"}}
+    weighed = {"algorithm": facts["algorithm"] | {"rewards": {"words": {"weight": 0.5}}}}
+    several = loaded(facts | weighed | {"reward": {"kind": "several", "scorers": scorers}}, tmp_path)
+    assert args(several.raw, "reward")["scorer"]["scorers"] == scorers
+    preflight(several)
 
 
 def test_algorithms_start_what_they_need(facts: dict[str, Any], tmp_path: Path) -> None:

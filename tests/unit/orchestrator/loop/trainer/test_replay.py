@@ -165,7 +165,7 @@ class Run:
         services = Services(self.rollout, self.fakes.reward, self.fakes.reference, critic)  # type: ignore[arg-type]
         collector = Collector(services, config)
         values_of = CriticLearner(critic, config, first_step=0)  # type: ignore[arg-type]
-        kl_coef, normaliser = KL["coef"], RunningNormaliser()
+        kl_coef, normalisers = KL["coef"], dict[str, RunningNormaliser]()
         async with self.policy() as (policy, learner):
             for step in range(config.steps):
                 numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
@@ -173,7 +173,9 @@ class Run:
                 collected = await collector.collect(requests, version=step + 1, critic_step=step)
                 batch = Batch.of(collected)
                 batch = Batch.of(collected.with_sampled(old_logprobs=await policy.logprobs(batch.columns)))
-                estimate = estimate_advantages(batch, batch.old_logprobs, config.algorithm, kl_coef, normaliser)
+                estimate = estimate_advantages(
+                    batch, batch.old_logprobs, config.algorithm, kl_coef, normalisers, step=step + 1
+                )
                 assert estimate.returns is not None
                 columns = batch.columns.with_sampled(advantages=estimate.advantages, returns=estimate.returns)
                 update = Update(step + 1, config.seed * 1_000_003 + step + 1, columns, kl_coef)
@@ -182,7 +184,7 @@ class Run:
                 distance = measure_distance(batch, batch.columns.rows("old_logprobs"), config.algorithm, step + 1)
                 assert distance.kl is not None
                 kl_coef = make_controller(config.algorithm, kl_coef).update(distance.kl, len(batch)).coef
-                normaliser = estimate.normaliser
+                normalisers = estimate.normalisers
             self.weights = digest(learner._learner.full_weights()), digest(critic.trainer._learner.full_weights())
         return self
 

@@ -1,9 +1,10 @@
-"""Scorers: a model, a function, a blend."""
+"""Scorers: a model, a function, and several by name."""
 
 import hashlib
 import json
 import logging.handlers
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def function(name: str) -> dict[str, str]:
     return {"kind": "function", "function": f"tests.scorers:{name}"}
 
 
+def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
+    """The scores, [B], of a scorer that names none."""
+    scores = scorer.score(pairs)
+    assert (scorer.names, scores.shape) == ((), (len(pairs), 1))
+    assert scores.dtype == np.float32
+    return scores[:, 0]
+
+
 @torch.no_grad()
 def raw_scores(folder: Path) -> np.ndarray:
     """The head at each pair's last token, one pair at a time, by Hugging Face's own class."""
@@ -56,13 +65,12 @@ def test_a_model_scores_the_last_token_normalised_as_its_config_says(
 ) -> None:
     options = {"dtype": "float32", "batch_tokens": batch_tokens, "packing": packing}
     scorer = make(kind="model", model=str(reward_folder), **options)
-    actual = scorer.score(PAIRS)
-    assert actual.dtype == np.float32
+    actual = single(scorer)
     expected = (raw_scores(reward_folder) - REWARD_MEAN) / REWARD_STD
     assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert scorer.max_length == MAX_LENGTH
     assert scorer.identity == pb.ScorerIdentity(
-        name=f"model:{reward_folder.name}", model_hash=model_hash(reward_folder), weight=1
+        name=f"model:{reward_folder.name}", model_hash=model_hash(reward_folder)
     )
 
 
@@ -71,24 +79,24 @@ def test_packing_is_refused_where_attention_has_a_window(reward_folder: Path, tm
     shutil.copytree(reward_folder, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
-    assert make(kind="model", model=str(folder), dtype="float32").score(PAIRS).shape == (4,)
+    assert single(make(kind="model", model=str(folder), dtype="float32")).shape == (4,)
     with pytest.raises(ConfigError, match=r"^packing: .*windowed \(llama\) has layers without plain causal"):
         make(kind="model", model=str(folder), dtype="float32", packing=True)
 
 
 def test_normalisation_can_be_turned_off(reward_folder: Path) -> None:
     scorer = make(kind="model", model=str(reward_folder), dtype="float32", normalise=False)
-    assert scorer.score(PAIRS).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=1e-5)
+    assert single(scorer).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=1e-5)
 
 
 def test_half_precision_is_near(reward_folder: Path) -> None:
     scorer = make(kind="model", model=str(reward_folder), normalise=False)
-    assert scorer.score(PAIRS).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=0.05)
+    assert single(scorer).tolist() == pytest.approx(raw_scores(reward_folder).tolist(), abs=0.05)
 
 
 def test_an_offloaded_model_gives_the_same_scores(reward_folder: Path) -> None:
     kept, offloaded = (make(kind="model", model=str(reward_folder), offload=offload) for offload in (False, True))
-    assert kept.score(PAIRS).tolist() == offloaded.score(PAIRS).tolist()
+    assert single(kept).tolist() == single(offloaded).tolist()
     offloaded.check()
 
 
@@ -108,15 +116,14 @@ def test_a_model_of_two_labels_is_refused(tmp_path: Path) -> None:
 
 def test_a_function_sees_texts_and_labels() -> None:
     scorer = make(**function("count"))
-    assert scorer.score(PAIRS).tolist() == LENGTHS
-    assert scorer.score(PAIRS).dtype == np.float32
-    assert make(**function("tensor")).score(PAIRS).tolist() == LENGTHS
-    assert make(**function("matches")).score(PAIRS).tolist() == [0, 0, 0, 0]
+    assert single(scorer).tolist() == LENGTHS
+    assert single(make(**function("tensor"))).tolist() == LENGTHS
+    assert single(make(**function("matches"))).tolist() == [0, 0, 0, 0]
     prompt, response = arrays([[1], [13, 0]])
     hit = Scored(prompt, response, Pair(prompt="", response="w13 <pad>", label="w13 <pad>"))
-    assert make(**function("matches")).score([hit]).tolist() == [1]
+    assert single(make(**function("matches")), [hit]).tolist() == [1]
     name = "function:tests.scorers:count"
-    assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE, weight=1)
+    assert scorer.identity == pb.ScorerIdentity(name=name, model_hash=SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -150,30 +157,59 @@ def test_functions_that_cannot_be_used() -> None:
         make(kind="function", function="math:sqrt")
 
 
-def test_a_blend_is_a_weighted_sum(reward_folder: Path) -> None:
+def named(name: str, *names: str) -> dict[str, Any]:
+    return function(name) | {"names": names}
+
+
+def test_a_function_gives_several_scores_by_name() -> None:
+    """In the order of the names, whatever the order of the mapping."""
+    scorer = make(**named("two", "right", "words"))
+    assert scorer.score(PAIRS).tolist() == [[0.0, length] for length in LENGTHS]
+    assert make(**named("two", "words", "right")).score(PAIRS).tolist() == [[length, 0.0] for length in LENGTHS]
+    assert scorer.identity == pb.ScorerIdentity(
+        name="function:tests.scorers:two", model_hash=SOURCE, names=["right", "words"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("count", "gave a float for pair 0; should give for each pair a mapping of right, words to numbers"),
+        ("one_name", "gave right for pair 0; should give for each pair a mapping of right, words to numbers"),
+        (
+            "three_names",
+            "gave length, right, words for pair 0; should give for each pair a mapping of right, words .*",
+        ),
+        ("two_too_few", "gave 3 values for 4 pairs; should give for each pair a mapping of right, words to numbers"),
+        ("by_name", "gave a dict for 4 pairs; should give for each pair a mapping of right, words to numbers"),
+        ("two_worded", "gave a list that holds no numbers"),
+        ("two_not_finite", "gave a score of words that is not finite in float32"),
+    ],
+)
+def test_functions_whose_named_scores_are_wrong_are_named(name: str, message: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"^tests.scorers:{name} {message}$"):
+        make(**named(name, "right", "words")).score(PAIRS)
+
+
+def test_several_scorers_give_the_scores_of_each_under_its_name(reward_folder: Path) -> None:
     model = {"kind": "model", "model": str(reward_folder), "dtype": "float32"}
-    blend = make(kind="blend", parts=[{"weight": -0.5, "scorer": function("count")}, {"weight": 2, "scorer": model}])
-    alone = make(**model).score(PAIRS)
-    assert blend.score(PAIRS).tolist() == pytest.approx((2 * alone - 0.5 * np.asarray(LENGTHS)).tolist(), abs=1e-6)
-    assert blend.max_length == MAX_LENGTH
-    assert blend.identity.name == "blend"
-    assert [(part.name, part.weight) for part in blend.identity.parts] == [
-        ("function:tests.scorers:count", -0.5),
-        (f"model:{reward_folder.name}", 2),
+    rules = {"kind": "several", "scorers": {"length": function("count")}}
+    several = make(kind="several", scorers={"taste": model, "rules": rules, "both": named("two", "right", "words")})
+    assert several.names == ("taste", "rules.length", "both.right", "both.words")
+    assert (several.max_length, several.texts) == (MAX_LENGTH, True)
+    taste, length, right, words = several.score(PAIRS).T.tolist()
+    assert taste == single(make(**model)).tolist()
+    assert length == words == LENGTHS
+    assert right == [0] * 4
+    assert (several.identity.name, tuple(several.identity.names)) == ("several", several.names)
+    assert [part.name for part in several.identity.parts] == [
+        f"model:{reward_folder.name}",
+        "several",
+        "function:tests.scorers:two",
     ]
-
-
-def test_blends_nest_and_their_weights_belong_to_their_identity() -> None:
-    def nested(outer: float, inner: float) -> Scorer:
-        part = {"kind": "blend", "parts": [{"weight": inner, "scorer": function("count")}]}
-        parts = [{"weight": outer, "scorer": part}, {"weight": 1, "scorer": function("count")}]
-        return make(kind="blend", parts=parts)
-
-    # 3 * (2 * length) + length = 7 * length.
-    assert nested(3, 2).score(PAIRS).tolist() == [7 * length for length in LENGTHS]
-    assert nested(3, 2).identity.parts[0].parts[0].model_hash == SOURCE
-    hashes = {nested(*weights).identity.model_hash for weights in ((3, 2), (2, 3), (3, 3), (3, 2))}
-    assert len(hashes) == 3
+    assert several.identity.parts[1].parts[0].model_hash == SOURCE
+    other = make(kind="several", scorers={"taste": model, "rules": rules})
+    assert other.identity.model_hash != several.identity.model_hash
 
 
 def test_the_file_that_holds_an_errors_text_is_named(tmp_path: Path) -> None:
