@@ -182,17 +182,18 @@ async def test_several_scorers_give_a_column_each(quartet: Quartet) -> None:
         for name in ("reward", "words")
     }
     scores = await RewardClient(quartet.channel, "several").score(asked, timeout_s=120)
-    assert [*scores.columns] == ["taste", "length", "both.right", "both.words"]
+    # The file is written with its keys in order.
+    assert [*scores.columns] == ["both.right", "both.words", "length", "taste"]
     assert scores.columns["taste"] == pytest.approx(alone["reward"], abs=1e-4)
     assert scores.columns["length"].tolist() == alone["words"].tolist()
     assert scores.columns["both.words"] == pytest.approx(10 * (alone["words"] % 100), abs=1e-3)
-    with pytest.raises(ValueError, match=r"several gives taste, length, both\.right, both\.words; take one of"):
+    with pytest.raises(ValueError, match=r"several gives both\.right, both\.words, length, taste; take one"):
         _ = scores.values
     request = common_pb2.InfoRequest()
     info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "several")
     assert [*info.scorer.names] == [*scores.columns]
     assert [part.name for part in info.scorer.parts] == [
-        f"model:{quartet.reward.name}",
-        "function:tests.scorers:words",
         "function:tests.scorers:two",
+        "function:tests.scorers:words",
+        f"model:{quartet.reward.name}",
     ]
