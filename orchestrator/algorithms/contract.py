@@ -321,7 +321,7 @@ class Algorithm(Config):
 
     @property
     def counted_names(self) -> tuple[str, ...]:
-        """Those of which a response's score depends at some step."""
+        """Names of the scores on which a response's score depends at some step."""
         return tuple(name for name, reward in self.rewards.items() if reward.counts) or self.score_names
 
     def misfits(self, names: Iterable[str], scorer: str) -> Iterator[str]:

@@ -83,7 +83,7 @@ class Discarded(NamedTuple):
     row: int
     """Row of its prompt, as in Prompt."""
     scores: tuple[float, ...]
-    """Its scores, in the order of their names."""
+    """The scores, in the order of their names."""
 
 
 Row = tuple[Finished, int]

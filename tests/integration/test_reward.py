@@ -174,7 +174,7 @@ async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secret
 
 @pytest.mark.usefixtures("scorers")
 async def test_several_scorers_give_a_column_each(quartet: Quartet) -> None:
-    """Also where the call is divided, as one of more than 512 pairs is."""
+    """The call is divided, as it has more than 512 pairs."""
     prompts, responses = (many * 60 for many in plain.random_pairs(10))
     asked = of(prompts, responses)
     alone = {

@@ -73,8 +73,8 @@ def test_scores_normalised_by_all_so_far_by_hand() -> None:
 def plain_combination(
     columns: dict[str, list[float]], groups: list[int], weights: dict[str, float], eps: float
 ) -> list[float]:
-    """What TRL 1.10 does with `multi_objective_aggregation="normalize_then_sum"` before it scales the sum: in the
-    standard library's words, with its epsilon as an argument (1e-4 there, 1e-6 here)."""
+    """The sum that TRL 1.10 makes with `multi_objective_aggregation="normalize_then_sum"`, before it scales it: by
+    the standard library, with its epsilon as an argument (1e-4 there, 1e-6 here)."""
     total = [0.0] * len(groups)
     for name, column in columns.items():
         for group in set(groups):
@@ -88,7 +88,7 @@ def plain_combination(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_group_normalisation_is_that_of_an_independent_implementation(seed: int) -> None:
-    """Of unequal groups in any order, of names whose scales are a million apart."""
+    """Groups are unequal and in any order, and names are a million apart in scale."""
     draw = random.Random(seed)
     groups = [draw.randrange(5) for _ in range(24)]
     scales = {"tiny": 1e-3, "plain": 1.0, "huge": 1e3}

@@ -100,7 +100,7 @@ async def test_a_run_that_goes_on_has_the_weights_and_normalisers_of_one_that_wa
 
 
 async def test_discarded_samples_count_with_the_weights_of_their_step(policy_folder: Path) -> None:
-    """Of two responses to a prompt both have its token, but for those of prompt 0: all other groups are discarded."""
+    """Both responses to a prompt have its token, but for those of prompt 0: all other groups are discarded."""
     algorithm = {"kind": "grpo", "samples_per_prompt": 2, "minibatch_size": 2, "zero_variance": "resample"}
     rewards = {"token": {"weight": [[1, 1.0], [2, 3.0]]}, "length": {"weight": 0.0}}
     section: dict[str, Any] = {"steps": 2, "services": {"critic": None}}
