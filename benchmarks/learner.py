@@ -66,9 +66,9 @@ def step(rounds: Rounds = 9, hidden: Hidden = 128, layers: Layers = 2) -> None:
             "learner": lambda: train_policy(trainer, batch, SEED),
             "plain PyTorch": lambda: plain.train(batch, SEED),
         }
-        seconds = _take_turns(sides, rounds)
-    _report("seconds for four steps", seconds, "{:.3f}")
-    _ratio("learner / plain PyTorch", seconds["learner"], seconds["plain PyTorch"])
+        seconds = take_turns(sides, rounds)
+    report("seconds for four steps", seconds, "{:.3f}")
+    ratio("learner / plain PyTorch", seconds["learner"], seconds["plain PyTorch"])
 
 
 class Plain:
@@ -146,21 +146,21 @@ def batching(
             for packing in (False, True)
         )
         sides = {
-            "packed": _one_step(packed, batch),
-            "like lengths together": _one_step(padded, batch),
-            "order of arrival": _one_step(padded, batch, arrival),
+            "packed": one_step(packed, batch),
+            "like lengths together": one_step(padded, batch),
+            "order of arrival": one_step(padded, batch, arrival),
         }
-        seconds = _take_turns(sides, rounds)
+        seconds = take_turns(sides, rounds)
     speeds = {name: [sum(lengths) / s for s in taken] for name, taken in seconds.items()}
     console.print(
         f"responses: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, max {max(lengths)} tokens"
     )
-    _report("response tokens/s", speeds, "{:,.0f}")
+    report("response tokens/s", speeds, "{:,.0f}")
     for left, right in combinations(speeds, 2):
-        _ratio(f"{left} / {right}", speeds[left], speeds[right])
+        ratio(f"{left} / {right}", speeds[left], speeds[right])
 
 
-def _one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | None = None) -> Side:
+def one_step(config: PolicyConfig, batch: PolicyBatch, parts: Sequence[Pass] | None = None) -> Side:
     """Trains on the whole batch as one minibatch, in the learner's own parts if none are given."""
     trainer = PolicyTrainer(config, PPO(epochs=1, minibatch_size=len(batch.prompts)), Distribution(1.0))
     if parts is not None:
@@ -224,7 +224,7 @@ def _batch(lengths: Sequence[int]) -> PolicyBatch:
     )
 
 
-def _take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+def take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
     """Seconds of each side and round, after two rounds that warm up and do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(-2, rounds):
@@ -237,7 +237,8 @@ def _take_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _report(title: str, sides: dict[str, list[float]], form: str) -> None:
+def report(title: str, sides: dict[str, list[float]], form: str) -> None:
+    """Prints the least, the median and the largest number of each side."""
     drawn = Table(title=title, title_justify="left")
     for column in ("side", "min", "median", "max"):
         drawn.add_column(column, justify="left" if column == "side" else "right")
@@ -246,7 +247,8 @@ def _report(title: str, sides: dict[str, list[float]], form: str) -> None:
     console.print(drawn)
 
 
-def _ratio(name: str, left: list[float], right: list[float]) -> None:
+def ratio(name: str, left: list[float], right: list[float]) -> None:
+    """Prints the ratio of the medians, and the range of the ratios of each round."""
     pairs = [a / b for a, b in zip(left, right, strict=True)]
     console.print(f"{name}: {median(left) / median(right):.2f} (pair by pair {min(pairs):.2f} to {max(pairs):.2f})")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.gpu.results import Cell, Results, seconds, wait
 from quartet.models import numerics
-from quartet.models.attention.packed import Lengths, packed_attention
+from quartet.models.attention.packed import Pieces, packed_attention
 from quartet.models.distribution import Distribution
 from quartet.models.sequences import pad_pairs
 
@@ -76,11 +76,11 @@ def _attention(results: Results, where: torch.device, tokens: int, count: int) -
         torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for shape in shapes
     )
     ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=where)
-    lengths = (length,) * count
+    pieces = Pieces((length,) * count)
 
     def packed() -> None:
         output, _ = packed_attention(
-            Attention(), query, key, value, None, packed_lengths=Lengths(lengths), cu_seq_lens_q=ends
+            Attention(), query, key, value, None, packed_pieces=pieces, cu_seq_lens_q=ends, cu_seq_lens_k=ends
         )
         output.sum().backward()
 

@@ -104,7 +104,8 @@ class LearnerConfig(Config):
     accumulated over several passes, sequences of similar length together."""
     packing: bool = False
     """Put the sequences of a micro-batch one after another in a single row, without padding; each attends only to
-    itself. Requires attn_implementation sdpa or flash_attention_2. docs/learner.md says when it pays."""
+    itself. With sdpa a prompt that several responses share is computed once. Requires attn_implementation sdpa or
+    flash_attention_2. docs/learner.md says when it pays."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights. The critic's value head is trained whole. Null: all weights."""
     freeze_attention: bool = False
@@ -144,6 +145,12 @@ class LearnerConfig(Config):
     def recomputes(self) -> bool:
         """True if activations are recomputed; also with auto, as long as it is not decided."""
         return bool(self.gradient_checkpointing)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if a packed row computes a prompt once for several responses. FlashAttention, as transformers calls
+        it, knows whole sequences only."""
+        return self.packing and self.attn_implementation == "sdpa"
 
     @model_validator(mode="after")
     def _bf16_needs_zero(self) -> Self:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -181,11 +182,18 @@ class TrainedModule:
     def passes(self, prompts: Sequence[Ints], responses: Sequence[Ints], *, group: int = 1) -> list[Pass]:
         """Divides sequences among the ranks; returns this rank's passes, of at most micro_batch_tokens tokens,
         equally many on all ranks. Those of a group, which follow each other, stay together."""
-        ranks, limit = self._data, self._config.micro_batch_tokens
-        batches = packed_batches if self._config.packing else length_batches
-        return shards(prompts, responses, batches, max_tokens=limit, world_size=ranks.world_size, group=group)[
-            ranks.rank
-        ]
+        ranks, config = self._data, self._config
+        shared = config.shares_prompts and group == 1
+        dealt = shards(
+            prompts,
+            responses,
+            partial(packed_batches, shared=shared) if config.packing else length_batches,
+            max_tokens=config.micro_batch_tokens,
+            world_size=ranks.world_size,
+            group=group,
+            shared=shared,
+        )
+        return dealt[ranks.rank]
 
     def tensors(self, trajectories: Columns, *, last: bool = False) -> PairTensors:
         """The model's input for one pass: packed or padded, on this rank's device. With `last` it holds the last
@@ -195,6 +203,7 @@ class TrainedModule:
             list(trajectories.responses),
             self.device,
             packing=self._config.packing,
+            shared=self._config.shares_prompts,
             last=last,
             turn_steps=trajectories.turn_steps,
         )

@@ -23,7 +23,8 @@ class Pair(Protocol):
 
 
 class FrozenPasses:
-    """Divides pairs into passes, padded or packed."""
+    """Divides pairs into passes, padded or packed; in a packed one a prompt that several pairs share is computed
+    once."""
 
     def __init__(self, max_tokens: int, device: torch.device, *, packing: bool, last: bool) -> None:
         """
@@ -68,7 +69,7 @@ class FrozenPasses:
 
     def _batches(self, prompts: Sequence[Ints], responses: Sequence[Ints]) -> Iterable[list[int]]:
         if self._packing:
-            return packed_batches(prompts, responses, self._max_tokens)
+            return packed_batches(prompts, responses, self._max_tokens, shared=True)
         return length_batches(prompts, responses, self._max_tokens, enough_tokens(self._device))
 
 

@@ -49,7 +49,7 @@ class ScalarModel(nn.Module):
 def outputs_of(model: Any, pairs: PairTensors) -> torch.Tensor:
     """[R, C]: in each column a ScalarModel's output at that response token, which `pairs` have to hold to the last;
     of the last one of a response it is the score."""
-    outputs: torch.Tensor = model(pairs)[:, pairs.predictors + 1]
+    outputs: torch.Tensor = model(pairs)[:, pairs.tokens]
     return outputs
 
 
@@ -62,8 +62,8 @@ def values_of(model: Any, pairs: PairTensors) -> torch.Tensor:
 def scores_of(model: Any, pairs: PairTensors) -> torch.Tensor:
     """[B]: a ScalarModel's output at each response's last token, which `pairs` have to hold."""
     scalars: torch.Tensor = model(pairs)
-    if pairs.boundaries is not None:
-        return scalars[0, pairs.boundaries[1:].long() - 1]
+    if pairs.ends is not None:
+        return scalars[0, pairs.ends]
     last = pairs.action_mask.sum(1) - 1
     return scalars[:, -pairs.width :].gather(1, last[:, None])[:, 0]
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.models.attention.packed import Lengths
+from quartet.models.attention.packed import Pieces
 from quartet.models.attention.padded import whole_mask
 from quartet.models.device import on_device
+from quartet.models.sharing import held, sharing
 from quartet.wire.codec import Ints
 
 Batches = Callable[[Sequence[Ints], Sequence[Ints], int], Iterator[list[int]]]
@@ -33,8 +34,8 @@ class PairTensors:
 
     Padded (`pad_pairs`): R = B, prompts padded on the left to P and responses on the right to T, so that all
     responses start in the same column; L = P + T and C = T. Packed (`concatenate_pairs`): R = 1, the pairs one after
-    another; L is the number of their tokens and C that of their responses'. Both can leave out the last token of each
-    response, from which nothing in it is predicted; C stays as it is.
+    another, but a prompt that several share is there once; L is the number of tokens and C that of the responses'.
+    Both can leave out the last token of each response, from which nothing in it is predicted; C stays as it is.
     """
 
     input_ids: torch.Tensor
@@ -44,7 +45,7 @@ class PairTensors:
     position_ids: torch.Tensor
     """[R, L] int64, 0 at each prompt's first token"""
     predictors: torch.Tensor
-    """[C] int64, the column before each response token"""
+    """[C] int64, the column of the token before each response token; before the first one it is its prompt's last"""
     response_ids: torch.Tensor
     """[R, C] int64, 0 at padding"""
     action_mask: torch.Tensor
@@ -56,10 +57,16 @@ class PairTensors:
     turn_steps: torch.Tensor | None = None
     """[R, C] int64: the index, from 0, of a sampled token in its segment, where responses have several; None: as
     `steps`."""
+    tokens: torch.Tensor | None = None
+    """[C] int64, the column of each response token; None if the last ones were left out."""
+    ends: torch.Tensor | None = None
+    """Packed: [B] int64, the column of each pair's last token; None if that was left out."""
+    pieces: Pieces | None = None
+    """Packed: the pieces of the row."""
     boundaries: torch.Tensor | None = None
-    """Packed: [B + 1] int32, the columns at which pairs begin, then the end of the last one."""
-    pair_lengths: tuple[int, ...] = ()
-    """Packed: tokens of each pair."""
+    """Packed: [N + 1] int32, the columns at which the N pieces begin, then the end of the last one."""
+    reaches: torch.Tensor | None = None
+    """Packed: [N + 1] int32, the same of the tokens that the pieces reach, end to end."""
 
     @property
     def width(self) -> int:
@@ -75,11 +82,10 @@ class PairTensors:
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
         }
-        if self.boundaries is not None:
+        if self.pieces is not None:
             # What the host knows already: otherwise each layer would wait for the device.
-            longest = max(self.pair_lengths)
-            inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            inputs |= {"max_length_q": longest, "max_length_k": longest, "packed_lengths": Lengths(self.pair_lengths)}
+            inputs |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.reaches, "packed_pieces": self.pieces}
+            inputs |= {"max_length_q": max(self.pieces.lengths), "max_length_k": max(self.pieces.reaches)}
         return inputs
 
     def trained(self, rows: Sequence[np.ndarray] | None, *, counts: bool = True) -> torch.Tensor:
@@ -92,7 +98,7 @@ class PairTensors:
     def spread(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
         """[R, C] float32 from a value for each response token, B arrays; zeros at padding."""
         device = self.action_mask.device
-        if self.boundaries is None:
+        if self.pieces is None:
             return pad_rows(rows, self.width, device)
         return on_device(np.concatenate(rows).astype(np.float32), device)[None]
 
@@ -100,7 +106,7 @@ class PairTensors:
         """The entries of `values` [R, C] at response tokens, as B float32 arrays."""
         # One copy to the host, which knows where the tokens are; the device would have to be asked how many they are.
         held = values.detach().to("cpu", torch.float32).numpy()
-        rows = held if self.boundaries is None else np.split(held[0], np.cumsum(self.lengths)[:-1])
+        rows = held if self.pieces is None else np.split(held[0], np.cumsum(self.lengths)[:-1])
         return [row[:length].copy() for row, length in zip(rows, self.lengths, strict=True)]
 
 
@@ -111,12 +117,15 @@ def pair_tensors(
     *,
     packing: bool,
     last: bool,
+    shared: bool = True,
     turn_steps: Sequence[Ints] | None = None,
 ) -> PairTensors:
-    """Packs B pairs, or else pads them; with the index of each response token in its segment, B arrays [T], if
-    responses have several."""
-    make = concatenate_pairs if packing else pad_pairs
-    pairs = make(prompts, responses, device, last=last)
+    """Packs B pairs, prompts `shared` where that gains, or else pads them; with the index of each response token in
+    its segment, B arrays [T], if responses have several."""
+    if packing:
+        pairs = concatenate_pairs(prompts, responses, device, last=last, shared=shared)
+    else:
+        pairs = pad_pairs(prompts, responses, device, last=last)
     return pairs if turn_steps is None else replace(pairs, turn_steps=pairs.spread(turn_steps).long())
 
 
@@ -136,17 +145,19 @@ def pad_pairs(
         response_ids[row, : len(response)] = response
     positions = np.maximum(attention.cumsum(1, np.int32) - 1, 0)
     lengths = tuple(len(response) for response in responses)
+    predictors = torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device)
     return PairTensors(
         input_ids=on_device(input_ids, device, torch.int64),
         attention_mask=whole_mask(attention.shape, device)
         if attention.all()
         else on_device(attention, device, torch.int64),
         position_ids=on_device(positions, device, torch.int64),
-        predictors=torch.arange(wide_p - 1, wide_p + wide_t - 1, device=device),
+        predictors=predictors,
         response_ids=on_device(response_ids, device, torch.int64),
         action_mask=on_device(np.arange(wide_t) < np.asarray(lengths)[:, None], device),
         lengths=lengths,
         steps=torch.arange(wide_t, device=device)[None],
+        tokens=predictors + 1 if last else None,
     )
 
 
@@ -156,36 +167,70 @@ def concatenate_pairs(
     device: torch.device | str = "cpu",
     *,
     last: bool = True,
+    shared: bool = True,
 ) -> PairTensors:
-    """Packs B pairs into one row. Each pair begins at one of the boundaries; the model's attention has to keep pairs
-    apart by them (`packed_attention` does).
+    """Packs B pairs into one row. The model's attention has to keep them apart (`packed_attention` does).
+
+    First come the pairs that have their prompt for themselves and each shared prompt, in the order of the pairs;
+    then, in the order of their length, the responses to shared prompts. Their positions go on from the prompt's.
 
     Args:
         prompts: token ids, each [P].
         responses: token ids, each [T].
         device: the tensors' device.
         last: False leaves out the last token of each response.
+        shared: True puts a prompt of several pairs there once where that gains (`sharing`); False never does.
     """
-    pairs = list(zip(prompts, _seen(responses, last), strict=True))
-    starts = [0] * len(pairs)
-    ids = np.concatenate([tokens for pair in pairs for tokens in pair]).astype(np.int32)
-    pair_lengths = tuple(len(prompt) + len(response) for prompt, response in pairs)
-    ends = list(accumulate(pair_lengths))
+    seen, count = _seen(responses, last), len(prompts)
+    groups = sharing(prompts, responses) if shared else [[pair] for pair in range(count)]
+    parts: list[Ints] = []
+    behind: list[int | None] = []
+    prompt_ends, begins, continued, column = [0] * count, [0] * count, [0] * count, 0
+    for group in groups:
+        first, alone = group[0], len(group) == 1
+        for pair in group:
+            prompt_ends[pair] = column + len(prompts[first]) - 1
+            begins[pair], continued[pair] = column + len(prompts[first]), len(parts)
+        parts.append(np.concatenate([prompts[first], seen[first]]) if alone else prompts[first])
+        behind.append(None)
+        column += len(parts[-1])
+    rests = [pair for group in groups if len(group) > 1 for pair in group if len(seen[pair])]
+    for pair in sorted(rests, key=lambda pair: (len(prompts[pair]), len(seen[pair]))):
+        begins[pair] = column
+        parts.append(seen[pair])
+        behind.append(continued[pair])
+        column += len(seen[pair])
+    pieces = Pieces([len(part) for part in parts], behind)
+    starts = [reach - length for reach, length in zip(pieces.reaches, pieces.lengths, strict=True)]
     lengths = tuple(len(response) for response in responses)
-    prompt_ends = [end - len(response) - 1 for end, (_, response) in zip(ends, pairs, strict=True)]
-    predictors = _counted(prompt_ends, lengths)
+    predictors, tokens = _counted([begin - 1 for begin in begins], lengths), _counted(begins, lengths)
+    # The first token of a response is predicted at its prompt's last one, wherever the response lies.
+    firsts = np.cumsum([0, *lengths])[:-1]
+    some = [pair for pair in range(count) if lengths[pair]]
+    predictors[firsts[some]] = [prompt_ends[pair] for pair in some]
+    ends = [b + len(s) - 1 if len(s) else p for b, s, p in zip(begins, seen, prompt_ends, strict=True)]
+    boundaries = _boundaries(pieces.lengths, device)
     return PairTensors(
-        input_ids=on_device(ids, device, torch.int64)[None],
+        input_ids=on_device(np.concatenate(parts).astype(np.int32), device, torch.int64)[None],
         attention_mask=None,
-        position_ids=on_device(_counted(starts, pair_lengths), device, torch.int64)[None],
+        position_ids=on_device(_counted(starts, pieces.lengths), device, torch.int64)[None],
         predictors=on_device(predictors, device, torch.int64),
         response_ids=on_device(np.concatenate(responses).astype(np.int32), device, torch.int64)[None],
         action_mask=torch.ones((1, len(predictors)), dtype=torch.bool, device=device),
         lengths=lengths,
-        steps=on_device(_counted(starts, lengths), device, torch.int64)[None],
-        boundaries=on_device(np.asarray([0, *ends], np.int32), device),
-        pair_lengths=pair_lengths,
+        steps=on_device(_counted([0] * count, lengths), device, torch.int64)[None],
+        tokens=on_device(tokens, device, torch.int64) if last else None,
+        ends=on_device(np.asarray(ends, np.int32), device, torch.int64) if last else None,
+        pieces=pieces,
+        boundaries=boundaries,
+        # Never the same tensor: layers are compiled for two, or for one that is both.
+        reaches=_boundaries(pieces.reaches, device) if pieces.shared else boundaries.clone(),
     )
+
+
+def _boundaries(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """[N + 1] int32, where each of N parts of such lengths begins, then the end of the last one."""
+    return on_device(np.asarray([0, *accumulate(lengths)], np.int32), device)
 
 
 def _seen(responses: Sequence[Ints], last: bool) -> Sequence[Ints]:
@@ -238,20 +283,40 @@ def length_batches(
         yield batch
 
 
-def packed_batches(prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int) -> Iterator[list[int]]:
+def packed_batches(
+    prompts: Sequence[Ints], responses: Sequence[Ints], max_tokens: int, *, shared: bool = False
+) -> Iterator[list[int]]:
     """Indices of pairs, batch by batch, each of at most `max_tokens` without padding, in the order of their length:
     attention's cost grows with length, and similar lengths give batches of similar memory.
 
-    A single pair that is longer makes a batch of its own.
+    A single pair that is longer makes a batch of its own. With `shared` a prompt that several pairs share counts once
+    (`held`), and these stay together, in as many batches as they need.
     """
+    groups = sharing(prompts, responses) if shared else [[pair] for pair in range(len(prompts))]
+    groups.sort(key=lambda group: len(prompts[group[0]]) + max(len(responses[pair]) for pair in group))
     batch: list[int] = []
     tokens = 0
-    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])):
-        length = len(prompts[index]) + len(responses[index])
-        if batch and tokens + length > max_tokens:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(index)
-        tokens += length
+    for group in groups:
+        prompt = len(prompts[group[0]])
+        for part, size in _parts(prompt, group, [len(responses[pair]) for pair in group], max_tokens):
+            if batch and tokens + size > max_tokens:
+                yield batch
+                batch, tokens = [], 0
+            batch += part
+            tokens += size
     if batch:
         yield batch
+
+
+def _parts(prompt: int, group: list[int], lengths: list[int], most: int) -> Iterator[tuple[list[int], int]]:
+    """The pairs of a prompt of so many tokens with responses of these lengths, and the tokens that they hold: all
+    together, or in parts of `most` tokens, each with a copy of the prompt."""
+    part: list[int] = []
+    total = 0
+    for pair, length in zip(group, lengths, strict=True):
+        if part and held(prompt, len(part) + 1, total + length) > most:
+            yield part, held(prompt, len(part), total)
+            part, total = [], 0
+        part.append(pair)
+        total += length
+    yield part, held(prompt, len(part), total)

@@ -18,7 +18,7 @@ from quartet.wire.errors import NotFinite
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from tests.learner_batches import CriticBatch, PolicyBatch, logprob_rows, train_critic, train_policy, value_rows
-from tests.unit.rows import marks, noise, pairs
+from tests.unit.rows import grouped, marks, noise, pairs
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, eps=1e-6, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
 Result = dict[str, Any]
@@ -31,15 +31,17 @@ class Bench:
     def __init__(self, policy: Path, reward: Path, ranks: Ranks) -> None:
         self._policy, self._reward, self._ranks = str(policy), str(reward), ranks
 
-    def policy(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:
+    def policy(
+        self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False, shared: bool = False
+    ) -> Result:
         """Five steps on 21 samples in minibatches of 5, the last of 1: their numbers, and what came of them. If
-        `marked`, on some of their tokens."""
+        `marked`, on some of their tokens; if `shared`, of responses of which each seven have one prompt."""
         config = PolicyConfig(model=self._policy, optimizer=OPTIMIZER, **layout)
         algorithm = PPO(
             epochs=1, minibatch_size=size, entropy_coef=0.01, kl=KLConfig(placement="loss", estimator="k3")
         )
         trainer = PolicyTrainer(config, algorithm, Distribution(0.7), self._ranks)
-        prompts, responses = pairs(samples)
+        prompts, responses = (grouped if shared else pairs)(samples)
         old = logprob_rows(trainer, prompts, responses)
         batch = PolicyBatch(
             prompts=prompts,
@@ -76,10 +78,12 @@ class Bench:
         )
         return before, trainer.trained_logprobs()
 
-    def critic(self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False) -> Result:
+    def critic(
+        self, layout: dict[str, Any], samples: int = 21, size: int = 5, marked: bool = False, shared: bool = False
+    ) -> Result:
         """The same with the critic and its values."""
         trainer = CriticTrainer(CriticConfig(model=self._reward, optimizer=OPTIMIZER, **layout), self._ranks)
-        prompts, responses = pairs(samples)
+        prompts, responses = (grouped if shared else pairs)(samples)
         before = value_rows(trainer, prompts, responses)
         trained = marks(responses) if marked else None
         batch = CriticBatch(prompts, responses, values=before, returns=noise(responses, 4), trained=trained)

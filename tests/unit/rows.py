@@ -17,6 +17,13 @@ def pairs(count: int, seed: int = 7) -> tuple[list[Ints], list[Ints]]:
     return rows(9), rows(24)
 
 
+def grouped(count: int, size: int = 7, prompt: int = 30) -> tuple[list[Ints], list[Ints]]:
+    """As `pairs`, but each `size` responses that follow each other have one prompt of so many tokens."""
+    draw = np.random.default_rng(11)
+    prompts = [draw.integers(4, 64, prompt).astype(np.int32) for _ in range(-(-count // size))]
+    return [prompts[i // size].copy() for i in range(count)], pairs(count)[1]
+
+
 def marks(rows: Sequence[Ints]) -> list[Bools]:
     """About half of the tokens, and none of every third row."""
     draw = np.random.default_rng(5)

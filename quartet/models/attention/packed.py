@@ -1,4 +1,5 @@
-"""Attention over sequences that lie one after another in a row; none attends to another."""
+"""Attention over sequences that lie one after another in a row. None attends to another, but several may continue one
+that is there once."""
 
 import functools
 import inspect
@@ -22,12 +23,37 @@ Kernel = Callable[..., torch.Tensor]
 """torch.nn.attention.varlen.varlen_attn, or a function with its arguments."""
 
 
-class Lengths:
-    """Lengths of the sequences in a row. A tuple would have torch's compiler compile the layers, through which it
-    passes, for every number of sequences; of such an object it looks at the class only."""
+class Pieces:
+    """The N pieces of a row: whole sequences, beginnings that several sequences share, and the rests of these.
 
-    def __init__(self, each: tuple[int, ...]) -> None:
-        self.each = each
+    Tuples would have torch's compiler compile the layers, through which they pass, for every number of pieces; of
+    such an object it looks at the class only.
+    """
+
+    def __init__(self, lengths: Sequence[int], behind: Sequence[int | None] = ()) -> None:
+        """
+        Args:
+            lengths: tokens of each piece, more than 0.
+            behind: for each piece the one that it continues; None if it continues none; nothing at all if none does.
+        """
+        self.lengths = tuple(lengths)
+        self.behind = tuple(behind) or (None,) * len(self.lengths)
+        self.shared = any(first is not None for first in self.behind)
+        """True if some piece continues another one."""
+        self.reaches = tuple(
+            length + (0 if first is None else self.lengths[first])
+            for length, first in zip(self.lengths, self.behind, strict=True)
+        )
+        """Tokens that the last token of each piece attends to: its own piece, and the one that this continues."""
+
+    def reached(self, states: torch.Tensor) -> torch.Tensor:
+        """The states of the tokens to which each piece attends, end to end; a beginning is there once for itself and
+        once for each piece that continues it. [1, heads, L, D] -> [1, heads, sum of reaches, D]."""
+        if not self.shared:
+            return states
+        parts = states.split(self.lengths, dim=2)
+        chosen = ((*(() if first is None else (first,)), own) for own, first in enumerate(self.behind))
+        return torch.cat([parts[index] for each in chosen for index in each], dim=2)
 
 
 def packed_attention(
@@ -37,40 +63,54 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_lengths: Lengths | None = None,
+    packed_pieces: Pieces | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence. query [1, heads, L, D], key and value [1, groups, L, D]
-    -> [1, L, heads, D].
+    """Causal attention within each piece and to the whole of the one that it continues. query [1, heads, L, D], key
+    and value [1, groups, L, D] -> [1, L, heads, D].
 
     The cost is the sum of the squares of the lengths: a mask over the whole row, block by block, would cost the
-    square of their sum. In half precision on a GPU one kernel takes all sequences. Elsewhere torch's fused kernel
-    takes those of one length together. RuntimeError if the model passes on no lengths, or there are several rows.
+    square of their sum. In half precision on a GPU one kernel takes all pieces. Elsewhere torch's fused kernel takes
+    those of one length together. RuntimeError if the model passes on no pieces, or there are several rows.
 
     Args:
-        packed_lengths: N lengths, known to the host, so that no layer has to ask the device for them.
-        cu_seq_lens_q: [N + 1] int32, the columns at which sequences begin, then the end of the last one.
+        packed_pieces: N pieces, known to the host, so that no layer has to ask the device for them.
+        cu_seq_lens_q: [N + 1] int32, the columns at which pieces begin, then the end of the last one.
+        cu_seq_lens_k: [N + 1] int32, the same of the tokens that they reach, end to end.
     """
-    if packed_lengths is None or cu_seq_lens_q is None or query.shape[0] != 1:
+    if packed_pieces is None or cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
         raise RuntimeError("packing: this architecture's attention gets no lengths of the sequences in a single row")
+    key, value = packed_pieces.reached(key), packed_pieces.reached(value)
     kernel = _varlen() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
     if kernel is not None:
-        return by_kernel(
-            kernel, query, key, value, cu_seq_lens_q, max(packed_lengths.each), options.get("scaling")
-        ), None
-    states = (query, key, value)
-    # Sequences of one length are neighbours, as passes have them in the order of their lengths.
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(packed_lengths.each)]
+        bounds = (cu_seq_lens_q, cu_seq_lens_k)
+        longest = (max(packed_pieces.lengths), max(packed_pieces.reaches))
+        return by_kernel(kernel, query, key, value, bounds, longest, options.get("scaling")), None
+    # Pieces of one length are neighbours, as passes have them in the order of their lengths.
+    sizes = zip(packed_pieces.lengths, packed_pieces.reaches, strict=True)
+    runs = [(*size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    queries = _by_length(query, [(length, count) for length, _, count in runs])
+    keys, values = (_by_length(state, [(reach, count) for _, reach, count in runs]) for state in (key, value))
     pieces = []
-    for run in zip(*(_by_length(state, runs) for state in states), strict=True):
-        attended = sdpa_attention_forward(module, *map(_precise, run), None, **options)[0]
+    for run in zip(queries, keys, values, strict=True):
+        mask = _seen(run[0].shape[2], run[1].shape[2], query.device)
+        attended = sdpa_attention_forward(module, *map(_precise, run), mask, **options)[0]
         pieces.append(attended.to(query.dtype).flatten(0, 1)[None])
     return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0], None
 
 
+def _seen(length: int, reach: int, device: torch.device) -> torch.Tensor | None:
+    """[length, reach] bool, True where a token of a piece attends to one that it reaches; None for a sequence from
+    its first token on, for which the fused kernel needs no mask."""
+    if length == reach:
+        return None
+    return torch.ones(length, reach, dtype=torch.bool, device=device).tril(reach - length)
+
+
 def _by_length(state: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """[1, heads, L, D] -> [N, heads, length, D] for each (length, N) of `runs`: N sequences of that length."""
+    """[1, heads, L, D] -> [N, heads, length, D] for each (length, N) of `runs`: N pieces of that length."""
     parts = state.split([length * count for length, count in runs], dim=2) if len(runs) > 1 else [state]
     return [part[0].unflatten(1, (-1, length)).transpose(0, 1) for part, (length, _) in zip(parts, runs, strict=True)]
 
@@ -86,18 +126,32 @@ def by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
+    boundaries: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
     scale: float | None,
 ) -> torch.Tensor:
-    """Packed attention by one kernel that takes the boundaries [N + 1]. Shapes as for packed_attention."""
+    """Packed attention by one kernel, which lets the last query of a piece see all keys of the piece, the one before
+    it all but the last, and so on.
+
+    Args:
+        kernel: the kernel.
+        query: [1, heads, L, D].
+        key: [1, groups, K, D], those that each piece reaches.
+        value: as `key`.
+        boundaries: [N + 1] int32 each, of the pieces' queries and of their keys.
+        longest: queries and keys that a piece has at most.
+        scale: factor of the scores.
+
+    Returns:
+        [1, L, heads, D]
+    """
     groups, options = query.shape[1] // key.shape[1], {}
     if groups > 1 and _groups_heads(kernel):
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     rows = [state[0].transpose(0, 1).contiguous() for state in (query, key, value)]
-    attended = kernel(*rows, boundaries, boundaries, longest, longest, scale=scale, window_size=(-1, 0), **options)
+    attended = kernel(*rows, *boundaries, *longest, scale=scale, window_size=(-1, 0), **options)
     return attended[None]
 
 

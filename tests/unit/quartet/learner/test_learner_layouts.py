@@ -113,6 +113,23 @@ async def test_five_steps_are_the_same(
         assert step == pytest.approx(right, abs=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+async def test_a_prompt_that_is_computed_once_for_its_responses_gives_the_same_steps(
+    benches: dict[int, RankGroup], kind: str, ranks: int
+) -> None:
+    """In rows of up to five responses to three prompts, of which ranks and micro-batches have parts."""
+    bench = getattr(Bench, kind)
+    wanted = await benches[1].call(bench, TIMEOUT_S, {}, size=7, shared=True)
+    layout = PACKED | {"micro_batch_tokens": 120, "zero_stage": ranks - 1, "gradient_checkpointing": ranks == 2}
+    actual = await benches[ranks].call(bench, TIMEOUT_S, layout, size=7, shared=True)
+    for step, right in zip(actual["steps"], wanted["steps"], strict=True):
+        assert step == pytest.approx(right, abs=1e-4)
+    assert furthest(actual["weights"], wanted["weights"]) < WEIGHT
+    assert furthest(actual["before"], wanted["before"]) < 1e-5
+    assert furthest(actual["after"], wanted["after"]) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 async def test_tokens_that_are_left_out_are_so_in_every_layout(
     benches: dict[int, RankGroup], expected: dict[str, Result], kind: str

@@ -32,8 +32,8 @@ OTHERS = [name for name in FAMILIES if name not in (*ALWAYS, MOE)]
 NAMES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 TRACED = "aot_eager"
 """A backend that traces and divides forward and backward pass as torch's own does, but makes no kernels."""
-BATCHES = ((1, 3), (2, 2), (3, 5))
-"""Seeds, and numbers of pairs of any lengths."""
+BATCHES = ((1, 3, False), (2, 2, False), (3, 5, False), (4, 4, True))
+"""Seeds, numbers of pairs of any lengths, and whether all have one prompt of 20 tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,9 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def batch_of(seed: int, count: int, packing: bool) -> PairTensors:
+def batch_of(seed: int, count: int, shared: bool, packing: bool) -> PairTensors:
     prompts, responses = plain.random_pairs(count, seed=seed, longest=20)
+    prompts = [np.resize(prompts[0], 20)] * count if shared else prompts
     return pair_tensors(prompts, responses, torch.device("cpu"), packing=packing, last=False)
 
 
@@ -56,8 +57,8 @@ def gradients(model: nn.Module, value: torch.Tensor) -> list[torch.Tensor]:
 def compare(models: tuple[Any, Any], packing: bool, tolerance: float) -> list[int]:
     """Checks log-probs and gradients of both models; the graphs compiled up to each batch."""
     distribution, graphs = Distribution(0.9), []
-    for seed, count in BATCHES:
-        pairs = batch_of(seed, count, packing)
+    for batch in BATCHES:
+        pairs = batch_of(*batch, packing)
         with torch.no_grad():
             frozen = [distribution.asked_of(model, pairs)[0] for model in models]
         torch.testing.assert_close(*frozen, atol=tolerance, rtol=0)

@@ -10,8 +10,9 @@ import torch
 from quartet.models.distribution import Distribution
 from services.reference.config import ReferenceConfig
 from services.reference.model import FrozenModel, Question
-from tests.plain import language_model
+from tests.plain import furthest, language_model, logprobs
 from tests.unit.naive import PROMPTS, RESPONSES, arrays, chosen, distributions
+from tests.unit.rows import grouped
 
 
 def make(folder: Path, **options: Any) -> FrozenModel:
@@ -36,6 +37,20 @@ def test_each_response_at_its_own_temperature_and_in_its_own_place(
         for index, temperature in enumerate(temperatures):
             expected = chosen(distributions(language_model(policy_folder), temperature))[index]
             assert actual[index].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_prompt_is_computed_once_for_its_responses(policy_folder: Path) -> None:
+    frozen, (prompts, responses) = make(policy_folder, dtype="float32", packing=True), grouped(10, size=5)
+    computed, forward = [], frozen.model.forward
+
+    def counted(*inputs: Any, **options: Any) -> Any:
+        computed.append(options["input_ids"].numel())
+        return forward(*inputs, **options)
+
+    frozen.model.forward = counted  # type: ignore[method-assign]
+    actual = frozen.logprobs([Question(*pair, Distribution()) for pair in zip(prompts, responses, strict=True)])
+    assert computed == [2 * 30 + sum(len(response) - 1 for response in responses)]
+    assert furthest(actual, logprobs(language_model(policy_folder), prompts, responses)) < 1e-5
 
 
 def test_the_model_is_frozen(policy_folder: Path) -> None:

@@ -16,14 +16,17 @@ from transformers import AutoModelForSequenceClassification
 
 from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
+from quartet.models.sequences import PairTensors
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.identity import model_hash
 from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
 from services.reward.scorers.make import make_scorer
 from services.reward.scorers.scorer import Scored, Scorer
+from tests import plain
 from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
+from tests.unit.rows import grouped
 
 PAIRS = [
     Scored(prompt, response, Pair(prompt="", response=" ".join(WORDS[i] for i in response), label="w13 <pad>"))
@@ -72,6 +75,21 @@ def test_a_model_scores_the_last_token_normalised_as_its_config_says(
     assert scorer.identity == pb.ScorerIdentity(
         name=f"model:{reward_folder.name}", model_hash=model_hash(reward_folder)
     )
+
+
+def test_a_prompt_is_computed_once_for_its_responses(reward_folder: Path) -> None:
+    scorer: Any = make(kind="model", model=str(reward_folder), dtype="float32", packing=True)
+    prompts, responses = grouped(10, size=5)
+    computed, forward = [], scorer._model.forward
+
+    def counted(pairs: PairTensors) -> torch.Tensor:
+        computed.append(pairs.input_ids.numel())
+        return forward(pairs)
+
+    scorer._model.forward = counted
+    actual = scorer.score([Scored(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
+    assert computed == [2 * 30 + sum(map(len, responses))]
+    assert plain.furthest(actual, plain.scores(reward_folder, prompts, responses)) < 1e-5
 
 
 def test_packing_is_refused_where_attention_has_a_window(reward_folder: Path, tmp_path: Path) -> None:
