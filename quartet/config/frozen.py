@@ -16,8 +16,8 @@ class FrozenConfig(Config):
     """Most tokens, padding included, in one forward pass."""
     packing: bool = False
     """Put the sequences of a forward pass one after another in a single row, without padding; each attends only to
-    itself. Without it sequences of similar length are padded together. Architectures with windows, chunks, recurrent
-    layers or capped scores are refused."""
+    itself, and a prompt that several responses share is computed once. Without it sequences of similar length are
+    padded together. Architectures with windows, chunks, recurrent layers or capped scores are refused."""
     compile_layers: bool = False
     """Have torch compile the layers of the model, so that they need fewer kernels: faster on a GPU, after a minute or
     so at the first passes, and equal up to rounding. Needs a C compiler; not for mixtures of experts."""
