@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import math
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,7 @@ from quartet.wire.errors import DeadlineExceeded, Internal, Unavailable
 from quartet.wire.identity import tokenizer_hash
 from services.rollout.client import RolloutClient
 from services.rollout.config import RolloutConfig
-from services.rollout.offline import pack_request, unpack_samples
+from services.rollout.offline import pack_call, pack_config, received, samples_of
 from services.rollout.sample import Sample, Sampling
 
 CURRENT = "current"
@@ -49,6 +51,8 @@ ALIKE_S = 10
 """Longest wait for all rollout replicas to serve the same weights, which they do but for moments of a push."""
 LOOK_S = 1
 """Seconds between two looks at that."""
+END_S = 10.0
+"""Seconds that the process of an offline engine may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +118,10 @@ async def evaluate_model(
             services = replace(services, rollout=offline)  # type: ignore[arg-type]
         oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
-        # One call for all prompts, so that an offline engine starts only once.
-        everything = config.model_copy(update={"prompts_per_call": len(requests)})
         answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
-        asking = config if offline is None else everything
-        collector = Collector(services, asking, sampled.end_ids, answers=answers)
-        collected = await collector.collect(requests, version=None, critic_step=None)
+        collector = Collector(services, config, sampled.end_ids, answers=answers)
+        async with nullcontext() if offline is None else offline.running():
+            collected = await collector.collect(requests, version=None, critic_step=None)
         if offline is None and (older := int(collected.columns["versions"].min())) < oldest:
             raise ConfigError(
                 f"some samples are of weights of version {older}, though all rollout replicas had {oldest} at first: "
@@ -187,7 +189,7 @@ def _plain(split: str) -> str:
 
 
 class OfflineRollout:
-    """Replaces the rollout client: generates with a model folder, in a process that ends afterwards."""
+    """Replaces the rollout client: generates with a model folder, in a process of its own while it is `running`."""
 
     def __init__(self, model: str, deployment: Deployment, tokenizer: Any) -> None:
         self._config = rollout_config(deployment, model)
@@ -197,10 +199,43 @@ class OfflineRollout:
                 f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
             )
         self._env = env_vars(_rollout(deployment), "applications.rollout")
-        self._engine = asyncio.Lock()
-        """Held by the process of an engine: later turns of a conversation come in calls of their own."""
         self._seeds = itertools.count()
         """Seeds of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[list[Sample]]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context of the process. Does not wait until its engine has loaded the model; ends it in order, or kills it
+        if that takes longer than END_S."""
+        ours, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as self._log:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    # -P: no module of the current folder hides one of an installed package.
+                    *(sys.executable, "-P", "-m", "services.rollout.offline", str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=self._log,
+                    # Otherwise vLLM's process group would listen at the address that the host's name resolves to.
+                    env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **self._env},
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._writer.write(pack_config(self._config))
+            self._receiving = asyncio.create_task(self._receive(reader))
+            try:
+                yield
+            finally:
+                self._receiving.cancel()
+                self._writer.close()
+                try:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(END_S):
+                            await self._process.wait()
+                finally:
+                    if self._process.returncode is None:
+                        self._process.kill()
+                        await self._process.wait()
 
     async def generate(
         self,
@@ -212,39 +247,36 @@ class OfflineRollout:
         timeout_s: float,
         **_of_replicas: Any,
     ) -> AsyncIterator[list[Sample]]:
-        """Samples like RolloutClient.generate, but yields all samples at once."""
-        seeds = seeds or [next(self._seeds) for _ in prompts]
-        async with self._engine:
-            samples = await self._sampled(prompts, sampling, seeds, timeout_s)
-        yield samples
+        """Samples like RolloutClient.generate, but yields all samples at once.
 
-    async def _sampled(
-        self, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int], timeout_s: float
-    ) -> list[Sample]:
-        with tempfile.TemporaryDirectory() as folder:
-            source, target = Path(folder, "request"), Path(folder, "samples")
-            source.write_bytes(pack_request(self._config, prompts, sampling, seeds))
-            process = await asyncio.create_subprocess_exec(
-                # -P: no module of the current folder hides one of an installed package.
-                *(sys.executable, "-P", "-m", "services.rollout.offline", str(source), str(target)),
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                # Otherwise vLLM's process group would listen at the address that the host's name resolves to.
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **self._env},
-            )
-            try:
-                async with asyncio.timeout(timeout_s):
-                    _, log = await process.communicate()
-            except TimeoutError:
-                what = f"generating {len(prompts)} samples with {self._config.model}"
-                raise DeadlineExceeded(f"{what}: not done within {timeout_s:g} s (timeouts.generate_s)") from None
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-            if process.returncode:
-                raise Internal(f"generating with {self._config.model} failed:\n{log.decode()[-2000:]}")
-            return unpack_samples(target.read_bytes())
+        Raises:
+            DeadlineExceeded: they were not there within `timeout_s`, the start of the engine included.
+            Internal: the process has ended.
+        """
+        seeds, number = seeds or [next(self._seeds) for _ in prompts], next(self._numbers)
+        samples = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(pack_call(number, prompts, sampling, seeds))
+        try:
+            await asyncio.wait({samples, self._receiving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._calls[number]
+        if samples.done():
+            yield samples.result()
+        elif self._receiving.done():
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-2000:]
+            raise Internal(f"generating with {self._config.model} failed:\n{said}")
+        else:
+            what = f"generating {len(prompts)} samples with {self._config.model}"
+            raise DeadlineExceeded(f"{what}: not done within {timeout_s:g} s (timeouts.generate_s)")
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        """Gives each call its samples; returns when the process has ended."""
+        with suppress(ConnectionError):
+            async for answer in received(reader):
+                if (samples := self._calls.get(answer["number"])) is not None:
+                    samples.set_result(samples_of(answer))
+        await self._process.wait()
 
 
 def rollout_config(deployment: Deployment, model: str) -> RolloutConfig:

@@ -1,15 +1,17 @@
 """Generation without a service: a model in a folder, prompts in, samples out, through the same engine.
 
-    python -m services.rollout.offline REQUEST SAMPLES
+    python -m services.rollout.offline DESCRIPTOR
 
 `quartet evaluate --model PATH` runs this in a separate process, so that its engine does not affect the deployed ones.
-REQUEST and SAMPLES are msgpack files.
+DESCRIPTOR is that of a socket, which the process inherits. Through it come values of msgpack: the engine's
+configuration, then calls, each with a number; and the samples of each call go back with its number. The process ends
+when the other end closes the socket.
 """
 
 import asyncio
+import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgpack
@@ -20,24 +22,38 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engines import start
 from services.rollout.sample import FinishReason, Sample, Sampling
 
+SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "stop_token_ids")
+"""Fields of Sampling that a call has."""
+_READ = 1 << 20
 
-def pack_request(config: RolloutConfig, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int]) -> bytes:
-    """Packs a request for the file REQUEST."""
-    fields = {
-        name: getattr(sampling, name)
-        for name in ("max_new_tokens", "min_new_tokens", "temperature", "stop_token_ids")
-    }
-    request = {
-        "config": config.model_dump(),
-        "sampling": fields,
+
+def pack_config(config: RolloutConfig) -> bytes:
+    """Packs the configuration, the first value that is sent."""
+    return bytes(msgpack.packb(config.model_dump()))
+
+
+def pack_call(number: int, prompts: Sequence[Ints], sampling: Sampling, seeds: Sequence[int]) -> bytes:
+    """Packs a call for one sample of each prompt."""
+    call = {
+        "number": number,
+        "sampling": {name: getattr(sampling, name) for name in SAMPLING},
         "prompts": [prompt.tolist() for prompt in prompts],
         "seeds": list(seeds),
     }
-    return bytes(msgpack.packb(request))
+    return bytes(msgpack.packb(call))
 
 
-def unpack_samples(data: bytes) -> list[Sample]:
-    """Reads the file SAMPLES; returns the samples in the order of the prompts."""
+async def received(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """Yields the values that come, until the other end closes the socket."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0)  # of any size
+    while data := await reader.read(_READ):
+        unpacker.feed(data)
+        for value in unpacker:
+            yield value
+
+
+def samples_of(answer: dict[str, Any]) -> list[Sample]:
+    """The samples of an answer, in the order of the call's prompts."""
     return [
         Sample(
             index=index,
@@ -46,39 +62,47 @@ def unpack_samples(data: bytes) -> list[Sample]:
             finish_reason=FinishReason(entry["finish_reason"]),
             spans=((0, 0, len(entry["ids"])),),
         )
-        for index, entry in enumerate(msgpack.unpackb(data))
+        for index, entry in enumerate(answer["samples"])
     ]
 
 
-async def generate(request: dict[str, Any]) -> list[Sample]:
-    """Starts an engine, generates everything and ends it."""
-    engine = await start(RolloutConfig.parse(request["config"], "offline"))
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Starts the engine and answers calls, several at the same time; returns when the other end closes the socket.
+    The first failure ends it."""
+    values = received(reader)
+    engine = await start(RolloutConfig.parse(await anext(values), "offline"))
+
+    async def answer(call: dict[str, Any]) -> None:
+        sampling = Sampling(**call["sampling"] | {"stop_token_ids": tuple(call["sampling"]["stop_token_ids"])})
+        prompts = [np.asarray(prompt, np.int32) for prompt in call["prompts"]]
+        asked = enumerate(zip(prompts, call["seeds"], strict=True))
+        samples = await asyncio.gather(*(engine.generate(at, prompt, sampling, seed) for at, (prompt, seed) in asked))
+        writer.write(msgpack.packb({"number": call["number"], "samples": [_packed(sample) for sample in samples]}))
+        await writer.drain()
+
     try:
-        given = request["sampling"]
-        sampling = Sampling(**given | {"stop_token_ids": tuple(given["stop_token_ids"])})
-        calls = [
-            engine.generate(index, np.asarray(prompt, np.int32), sampling, seed)
-            for index, (prompt, seed) in enumerate(zip(request["prompts"], request["seeds"], strict=True))
-        ]
-        return list(await asyncio.gather(*calls))
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(answer(call)) async for call in values]
+            for each in calls:
+                each.cancel()
     finally:
         engine.shutdown()
 
 
-def main() -> None:
-    """Reads REQUEST, generates, and writes SAMPLES."""
-    source, target = sys.argv[1:]
-    samples = asyncio.run(generate(msgpack.unpackb(Path(source).read_bytes())))
-    packed = [
-        {
-            "ids": sample.response_ids.tolist(),
-            "logprobs": sample.logprobs.astype("<f4").tobytes(),
-            "finish_reason": str(sample.finish_reason),
-        }
-        for sample in samples
-    ]
-    Path(target).write_bytes(msgpack.packb(packed))
+def _packed(sample: Sample) -> dict[str, Any]:
+    return {
+        "ids": sample.response_ids.tolist(),
+        "logprobs": sample.logprobs.astype("<f4").tobytes(),
+        "finish_reason": str(sample.finish_reason),
+    }
+
+
+async def main() -> None:
+    """Serves the socket of the given descriptor."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        reader, writer = await asyncio.open_connection(sock=connection)
+        await serve(reader, writer)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -1,5 +1,6 @@
 """`quartet evaluate`: what it asks before it generates anything, and what it makes of the file."""
 
+import asyncio
 import re
 import shutil
 from pathlib import Path
@@ -17,10 +18,9 @@ from orchestrator.deployment.applications import env_vars
 from orchestrator.deployment.file import Deployment
 from protos import common_pb2, reference_pb2, reward_pb2, rollout_pb2
 from quartet.config.base import ConfigError
-from quartet.wire.errors import Unavailable
+from quartet.wire.errors import DeadlineExceeded, Internal, Unavailable
 from quartet.wire.identity import tokenizer_hash
-from services.rollout.config import RolloutConfig
-from services.rollout.offline import pack_request
+from services.rollout.offline import pack_call
 from services.rollout.sample import Sampling
 from tests.models import make_tokenizer
 
@@ -203,26 +203,100 @@ async def test_a_push_that_is_under_way_and_a_dead_engine_are_waited_for_and_pas
         await served(FakeReplicas([(-1, 0)]), config, alike_s=0.01)  # type: ignore[arg-type]
 
 
-async def test_an_offline_engine_draws_other_numbers_in_each_turn(
-    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ENGINE = """
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from services.rollout.sample import FinishReason, Sample
+
+FOLDER = Path(__file__).parent
+
+
+class Engine:
+    def __init__(self):
+        self.second = asyncio.Event()
+
+    async def generate(self, index, prompt_ids, sampling, seed):
+        token = int(prompt_ids[0])
+        if token == 6:
+            raise ValueError("no token 6")
+        if token == 7:
+            await asyncio.Event().wait()
+        if token == 8:
+            await self.second.wait()
+        if token == 9:
+            self.second.set()
+        length = sampling.max_new_tokens
+        ids = np.asarray([token, seed, *sampling.stop_token_ids], np.int32)[:length]
+        return Sample(index, ids, np.full(len(ids), -0.5, np.float32), FinishReason.STOP, ((0, 0, len(ids)),))
+
+    def shutdown(self):
+        (FOLDER / "ended").write_text("in order")
+
+
+async def start(config):
+    with (FOLDER / "started").open("a") as file:
+        file.write(config.model + "\\n")
+    print("noise of an engine")
+    return Engine()
+"""
+
+
+def offline_rollout(folder: Path, policy: Path) -> OfflineRollout:
+    """With an engine of the user's, which answers with a prompt's token, its seed and the stop tokens."""
+    (folder / "engine_of_a_user.py").write_text(ENGINE)
+    variables = {"env_vars": {"PYTHONPATH": str(folder)}}
+    rollout = ROLLOUT | {"args": {"engine": "engine_of_a_user:start"}, "runtime_env": variables}
+    return OfflineRollout(str(policy), load(folder, policy, [rollout]), make_tokenizer())
+
+
+async def generated(offline: OfflineRollout, *tokens: int, timeout_s: float = 60, **given: Any) -> list[list[int]]:
+    """Ids of the responses to prompts of one token each."""
+    prompts, sampling = [np.asarray([token], np.int32) for token in tokens], Sampling(4, stop_token_ids=(5,))
+    async for samples in offline.generate(prompts, sampling, timeout_s=timeout_s, **given):
+        assert [sample.index for sample in samples] == list(range(len(tokens)))
+        return [sample.response_ids.tolist() for sample in samples]
+    raise AssertionError("it yields once")
+
+
+async def test_one_offline_engine_answers_all_calls_and_draws_other_numbers_in_each(
+    policy_folder: Path, tmp_path: Path
 ) -> None:
-    drawn: list[list[int]] = []
-
-    async def sampled(self: Any, prompts: Any, sampling: Any, seeds: Any, timeout_s: float) -> list[Any]:
-        drawn.append(list(seeds))
-        return []
-
-    monkeypatch.setattr(OfflineRollout, "_sampled", sampled)
-    offline = OfflineRollout(str(policy_folder), load(tmp_path, policy_folder, [ROLLOUT]), make_tokenizer())
-    for count, seeds in ((3, None), (2, [70, 71]), (2, None)):
-        prompts = [np.asarray([1], np.int32)] * count
-        async for _ in offline.generate(prompts, Sampling(max_new_tokens=4), seeds=seeds, timeout_s=1):
-            pass
-    assert drawn == [[0, 1, 2], [70, 71], [3, 4]]
+    offline = offline_rollout(tmp_path, policy_folder)
+    async with offline.running():
+        # The first call is answered only once the second has come: a later turn does not wait for an earlier one.
+        first = asyncio.ensure_future(generated(offline, 8, 1, 2))
+        assert await generated(offline, 9, 3, seeds=[70, 71]) == [[9, 70, 5], [3, 71, 5]]
+        assert await first == [[8, 0, 5], [1, 1, 5], [2, 2, 5]]
+        assert await generated(offline, 4) == [[4, 3, 5]]
+    assert (tmp_path / "started").read_text() == f"{policy_folder}\n"
+    assert (tmp_path / "ended").read_text() == "in order"
 
 
-def test_an_offline_engine_is_given_all_of_the_sampling(policy_folder: Path) -> None:
+async def test_an_offline_engine_that_fails_is_quoted(policy_folder: Path, tmp_path: Path) -> None:
+    offline = offline_rollout(tmp_path, policy_folder)
+    async with offline.running():
+        others = asyncio.ensure_future(generated(offline, 7))
+        with pytest.raises(Internal, match=f"generating with {policy_folder} failed:[^$]*ValueError: no token 6"):
+            await generated(offline, 6)
+        with pytest.raises(Internal):
+            await others
+        with pytest.raises(Internal):
+            await generated(offline, 1)
+
+
+async def test_an_offline_engine_that_is_late_is_ended(policy_folder: Path, tmp_path: Path) -> None:
+    offline = offline_rollout(tmp_path, policy_folder)
+    async with offline.running():
+        assert await generated(offline, 1) == [[1, 0, 5]]
+        with pytest.raises(DeadlineExceeded, match=r"1 samples .* not done within 0.1 s \(timeouts.generate_s\)"):
+            await generated(offline, 7, timeout_s=0.1)
+    assert (tmp_path / "ended").read_text() == "in order"
+
+
+def test_an_offline_engine_is_given_all_of_the_sampling() -> None:
     sampling = Sampling(max_new_tokens=4, min_new_tokens=1, temperature=0.5, stop_token_ids=(7, 8))
-    config = RolloutConfig.parse({"model": str(policy_folder)}, "rollout")
-    packed = msgpack.unpackb(pack_request(config, [np.asarray([1], np.int32)], sampling, [0]))["sampling"]
+    packed = msgpack.unpackb(pack_call(0, [np.asarray([1], np.int32)], sampling, [0]))["sampling"]
     assert packed == {"max_new_tokens": 4, "min_new_tokens": 1, "temperature": 0.5, "stop_token_ids": [7, 8]}
