@@ -1,10 +1,11 @@
 """Work beside the loop: tasks whose failures end it at once, and that end with it; and a user's code, in threads."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from quartet.threads import DaemonThread
 
 Result = TypeVar("Result")
 
@@ -47,30 +48,10 @@ class Beside:
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
     """The result of `work`, or its error, from a thread of its own, so that the event loop goes on renewing leases
-    and reading responses. A caller that gives up leaves the thread to itself; it does not keep the program from
-    ending. Others than an Exception, such as SystemExit, arrive as a RuntimeError."""
-    loop = asyncio.get_running_loop()
-    settled: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if settled.done():
-            return
-        if error is None:
-            settled.set_result(result)
-        else:
-            settled.set_exception(error)
-
-    def run() -> None:
-        result, failed = None, None
-        try:
-            result = work()
-        except BaseException as error:  # such as SystemExit, which would end this thread alone
-            # A future does not take StopIteration.
-            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            failed = error if plain else RuntimeError(repr(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failed)
-
+    and reading responses. A caller that gives up leaves the thread to itself. Others than an Exception, such as
+    SystemExit, arrive as a RuntimeError."""
     # Not in a pool: the end of the program would wait for work that hangs.
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await settled
+    thread = DaemonThread(name)
+    result = asyncio.get_running_loop().run_in_executor(thread, work)
+    thread.shutdown()
+    return await result

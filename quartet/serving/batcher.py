@@ -5,7 +5,6 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from quartet.serving.fair_queue import FairQueue, Slice
 from quartet.serving.share import Share
+from quartet.threads import DaemonThread
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import Unavailable
 
@@ -97,9 +97,11 @@ class Batcher(Generic[Item, Result]):
             turn: context held from the choice of a pass to its end; the deadline begins within it.
             check_s: longest time, in seconds, that an idle model may take to answer a health check.
         """
-        self._thread = _OwnThread("batcher")
+        self._thread = thread = DaemonThread("batcher")
         self._run: Callable[[Sequence[Item]], Awaitable[Any]] = (
-            run if inspect.iscoroutinefunction(run) else lambda items: self._thread.call(run, items)
+            run
+            if inspect.iscoroutinefunction(run)
+            else lambda items: asyncio.get_running_loop().run_in_executor(thread, run, items)
         )
         self._batch_tokens, self._batch_s, self._check_s = batch_tokens, batch_s, check_s
         self._turn: AbstractAsyncContextManager[Any] = turn or nullcontext()
@@ -146,7 +148,7 @@ class Batcher(Generic[Item, Result]):
         self.check()
         if self._working is None and time.monotonic() - self._answered >= TESTED_S:
             async with asyncio.timeout(self._check_s):
-                await self._thread.call(check)
+                await asyncio.get_running_loop().run_in_executor(self._thread, check)
             self._answered = time.monotonic()
 
     @property
@@ -195,7 +197,8 @@ class Batcher(Generic[Item, Result]):
         self._queue.again(purpose, parts[:middle])
 
     async def _compute(self, parts: list[_Part[Item, Result]]) -> None:
-        items = await self._thread.call(_items, parts)
+        in_executor = asyncio.get_running_loop().run_in_executor
+        items = await in_executor(self._thread, _items, parts)
         right = [(part, made) for part, made in zip(parts, items, strict=True) if not isinstance(made, Exception)]
         for part, made in zip(parts, items, strict=True):
             if isinstance(made, Exception):
@@ -204,7 +207,7 @@ class Batcher(Generic[Item, Result]):
             return
         results = await self._run([item for _, made in right for item in made])
         self._answered = time.monotonic()
-        for part, error in await self._thread.call(_put, [part for part, _ in right], results):
+        for part, error in await in_executor(self._thread, _put, [part for part, _ in right], results):
             if error is None:
                 part.call.finish(len(part.rows))
             else:
@@ -246,27 +249,3 @@ def _put(
             put.append((part, error))
         start = end
     return put
-
-
-class _OwnThread:
-    """One thread, beside the event loop, for all work with a model, one function after another."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs the function in the thread; returns or raises as it does."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _contained, function, arguments)
-
-
-def _contained(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-    """Calls a function and turns errors that would stop an event loop into RuntimeError: those that end a thread or
-    program (SystemExit, KeyboardInterrupt, CancelledError), and StopIteration, which a future cannot hold."""
-    try:
-        return function(*arguments)
-    except StopIteration as error:
-        raise RuntimeError(f"StopIteration: {error}") from error
-    except Exception:
-        raise
-    except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,106 @@
+"""Threads beside the event loop that the end of the program does not wait for."""
+
+import atexit
+import ctypes
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Any
+
+GRACE_S = 2.0
+"""Most seconds that the end of the program waits for calls to be interrupted, all together."""
+_Waiting = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class DaemonThread(Executor):
+    """One thread that calls take turns in. The end of the program does not wait for a call to finish, as it would
+    with a ThreadPoolExecutor: it interrupts the call, and waits for that a moment."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: _Waiting = SimpleQueue()
+        self._calls: set[Future[Any]] = set()
+        self._ended = False
+        # It knows only the queue, so that an executor to which nothing refers ends its thread.
+        self._thread = threading.Thread(target=_work, args=(self._waiting,), name=name, daemon=True)
+        self._thread.start()
+        _living.add(self)
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # again, so that it comes before what ends the libraries that are loaded by now
+
+    def __del__(self) -> None:
+        self._waiting.put(None)
+
+    @property
+    def busy(self) -> bool:
+        """True while a call runs or waits."""
+        return bool(self._calls)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Calls the function after those that were submitted before; RuntimeError after `shutdown`. Errors that would
+        end a thread or an event loop, such as SystemExit, and StopIteration, which a future of asyncio cannot hold,
+        become a RuntimeError."""
+        if self._ended:
+            raise RuntimeError("the thread was shut down")
+        future: Future[Any] = Future()
+        self._calls.add(future)
+        future.add_done_callback(self._forget)
+        self._waiting.put((future, functools.partial(function, *arguments, **options)))
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        self._calls.discard(future)
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Ends the thread after the calls that wait, or with `cancel_futures` after the one that runs. Does not wait
+        for it."""
+        self._ended = True
+        while cancel_futures and not self._waiting.empty():
+            if (call := self._waiting.get()) is not None:
+                call[0].cancel()
+        self._waiting.put(None)
+
+    def interrupt(self) -> None:
+        """Raises SystemExit in the call that runs, when it is in Python again; a call into a library goes on until
+        then."""
+        if self.busy and (thread := self._thread.ident) is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread, for `timeout_s` at most."""
+        self._thread.join(timeout_s)
+
+
+def _work(waiting: _Waiting) -> None:
+    while (call := waiting.get()) is not None:
+        future, function = call
+        del call
+        if future.set_running_or_notify_cancel():
+            try:
+                result = function()
+            except BaseException as error:
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if plain else RuntimeError(repr(error)))
+            else:
+                future.set_result(result)
+                del result
+        # Otherwise the arguments, the model and the result would live until the next call.
+        del future, function
+
+
+_living: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
+"""The executors that are in use: a call that runs keeps its own."""
+
+
+def _leave() -> None:
+    """Ends all threads before the interpreter ends: a call of torch that returned then would abort the process."""
+    living = list(_living)
+    for thread in living:
+        thread.shutdown(cancel_futures=True)
+        thread.interrupt()
+    end = time.monotonic() + GRACE_S
+    for thread in living:
+        thread.join(max(end - time.monotonic(), 0.0))

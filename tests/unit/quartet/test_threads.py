@@ -1,0 +1,74 @@
+"""Threads beside the event loop: their turns, their errors, and the end of the program."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quartet.threads import DaemonThread
+
+HANGING = """
+import threading
+from quartet.threads import DaemonThread
+
+for number in range(64):
+    thread = DaemonThread(f"hangs {number}")
+    thread.submit(threading.Event().wait)
+    thread.shutdown()
+print("begun", flush=True)
+"""
+
+
+def call(thread: DaemonThread, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+
+
+async def test_calls_take_turns_in_one_thread() -> None:
+    thread, gate = DaemonThread("ours"), threading.Event()
+    first, second = call(thread, gate.wait), call(thread, threading.get_ident)
+    assert not second.done()
+    gate.set()
+    assert await first
+    assert await second == await call(thread, threading.get_ident) != threading.get_ident()
+    assert not thread.busy
+    thread.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        thread.submit(print)
+
+
+@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(7)])
+async def test_what_would_end_a_thread_or_an_event_loop_is_an_error_of_the_call(death: BaseException) -> None:
+    def dies() -> None:
+        raise death
+
+    thread = DaemonThread("ours")
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError) as caught:
+            await call(thread, dies)
+        assert str(caught.value) == repr(death)
+        assert await call(thread, int, "7") == 7
+    thread.shutdown()
+
+
+def test_one_to_which_nothing_refers_ends_its_thread_after_its_calls() -> None:
+    executor = DaemonThread("ours")
+    thread, gate, watched = executor._thread, threading.Event(), weakref.ref(executor)
+    done = executor.submit(gate.wait)
+    del executor
+    assert watched() is not None  # the end of the program has to know of it
+    gate.set()
+    assert done.result(10)
+    del done
+    thread.join(10)
+    assert not thread.is_alive()
+    assert watched() is None
+
+
+def test_the_end_of_a_program_waits_a_moment_for_all_threads_together() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("begun\n", "")
