@@ -34,8 +34,8 @@ class TimeoutsConfig(Config):
     grows if answers usually take more than a third of it, up to a third of the deadline."""
     take_s: Seconds | None = None
     """The loop's wait for a batch, whatever causes it. Null: the sum of start_s, twice score_s, and generate_s for
-    each batch that may be under way, with an environment for each turn, and the time for its answers. Sampling,
-    scoring and a push that keep their own deadlines need less."""
+    each batch that may be under way, with an environment for each turn, and the time for its answers to all
+    conversations under way, 64 at a time. Sampling, scoring and a push that keep their own deadlines need less."""
     train_s: Seconds = 600
     """One optimizer phase of policy or critic."""
     info_s: Seconds = 30
@@ -149,8 +149,8 @@ class OrchestratorConfig(Config):
         """Longest wait of the loop for a batch."""
         times, sampled_s = self.timeouts, self.longest_generate_s
         if self.environment is not None:
-            turns = self.environment.max_turns
-            sampled_s = turns * sampled_s + (turns - 1) * self.environment.longest_answer_s
+            turns, under_way = self.environment.max_turns, self.batch_size * (1 + self.loop.ahead)
+            sampled_s = turns * sampled_s + (turns - 1) * self.environment.longest_answer_s(under_way)
         return times.take_s or sampled_s + times.start_s + 2 * times.score_s
 
     @property

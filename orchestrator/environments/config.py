@@ -1,5 +1,6 @@
 """Settings of a run whose responses an environment answers."""
 
+import math
 from typing import Annotated
 
 from pydantic import Field
@@ -34,11 +35,15 @@ class EnvironmentConfig(Config):
         """Most responses and answers of a conversation together."""
         return 2 * self.max_turns - 1
 
-    @property
-    def longest_answer_s(self) -> float:
-        """Longest time for one answer, attempts included."""
-        return self.attempts * (self.answer_s + self.attempts * PAUSE_S)
+    def longest_answer_s(self, conversations: int) -> float:
+        """Longest time for one answer, attempts included, where so many conversations may ask: each attempt may come
+        after those of all others, of which THREADS are made at a time."""
+        turns = math.ceil(conversations / THREADS)
+        return self.attempts * (turns * self.answer_s + self.attempts * PAUSE_S)
 
 
 PAUSE_S = 1.0
 """Seconds before the second attempt, twice as many before the third, and so on."""
+THREADS = 64
+"""Most conversations that a plain function answers at a time, each in a thread. There is no limit for a coroutine
+function, but a configuration does not tell which of them it names."""

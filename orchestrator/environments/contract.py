@@ -58,6 +58,14 @@ class Environment(ABC):
     seed, and has to come to the same end.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Has an `identity` of the class's own, if it is a property, read once as well."""
+        super().__init_subclass__(**options)
+        if isinstance(own := cls.__dict__.get("identity"), property) and own.fget is not None:
+            once = functools.cached_property(own.fget)
+            once.__set_name__(cls, "identity")
+            cls.identity = once  # type: ignore[method-assign, assignment]
+
     @property
     def name(self) -> str:
         """Name for messages."""
@@ -66,8 +74,8 @@ class Environment(ABC):
     @functools.cached_property
     def identity(self) -> str:
         """Digest of everything that decides the answers: samples are only compared, or read from a journal, where it
-        is the same. By default of the source of the class's file as it was imported: read once, since the file may
-        change while the run goes on."""
+        is the same. By default of the source of the class's file as it was imported. Read once, when the run begins,
+        as is a property of this name in a class of yours: files may change while the run goes on."""
         return hashlib.sha256(source_of(type(self), self.name, "orchestrator.environment").encode()).hexdigest()
 
     @abstractmethod
@@ -94,9 +102,11 @@ def load_environment(path: str, field: str) -> Environment:
         )
     try:
         environment = kind()
-        _ = environment.identity  # kept from here on, as long as the file is the one that was imported
+        identity: object = environment.identity  # kept from here on, as the file is the one that was imported
     except ConfigError:
         raise
     except Exception as error:  # the user's own code, which may raise anything
         raise ConfigError(f"{field}: {path}() fails with {type(error).__name__}: {error}") from None
+    if not isinstance(identity, str):
+        raise ConfigError(f"{field}: {path}.identity should be text, got {identity!r}")
     return environment

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.rendering import follow
-from orchestrator.environments.config import PAUSE_S
+from orchestrator.environments.config import PAUSE_S, THREADS
 from orchestrator.environments.contract import Answer, Environment, Turn
 from orchestrator.experience.beside import in_thread
 from orchestrator.experience.conversation import Conversation
@@ -21,8 +21,6 @@ from quartet.wire.codec import Ints
 from quartet.wire.identity import vocabulary_size
 
 Messages = Sequence[Mapping[str, Any]]
-THREADS = 64
-"""Most conversations that a plain function answers at a time, each in a thread."""
 
 
 class Answers:

@@ -31,6 +31,17 @@ class Unfinished(Environment):
 
 class Versioned(Silent):
     identity = "tool 3"
+
+
+class Reading(Silent):
+    @property
+    def identity(self):
+        with open(__file__ + ".version") as file:
+            return file.read()
+
+
+class Numbered(Silent):
+    identity = 3
 """
 
 
@@ -60,6 +71,22 @@ def test_its_identity_follows_from_its_source_unless_it_has_one(
     assert all(len(digest) == 64 for digest in found)
 
 
+def test_an_identity_of_its_own_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "reading_of_a_user.py").write_text(GOOD)
+    version = tmp_path / "reading_of_a_user.py.version"
+    version.write_text("tool 3")
+    environment = load_environment("reading_of_a_user:Reading", FIELD)
+    version.write_text("tool 4")
+    assert environment.identity == "tool 3"
+    assert load_environment("reading_of_a_user:Reading", FIELD).identity == "tool 4"
+    version.unlink()
+    assert environment.identity == "tool 3"
+    with pytest.raises(ConfigError, match=rf"^{FIELD}: reading_of_a_user:Reading\(\) fails with FileNotFoundError"):
+        load_environment("reading_of_a_user:Reading", FIELD)
+    del sys.modules["reading_of_a_user"]
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -67,6 +94,7 @@ def test_its_identity_follows_from_its_source_unless_it_has_one(
         ("environment_of_a_user:Missing", "cannot be imported"),
         ("environment_of_a_user:Picky", r"environment_of_a_user:Picky\(\) fails with OSError: no such tool"),
         ("environment_of_a_user:Unfinished", "fails with TypeError: .*abstract"),
+        ("environment_of_a_user:Numbered", "environment_of_a_user:Numbered.identity should be text, got 3"),
         ("posixpath:basename", "should be a class of Environment"),
         ("builtins:dict", "should be a class of Environment"),
     ],
@@ -86,7 +114,9 @@ def test_bounds_of_a_conversation() -> None:
     assert (two.max_turns, two.longest(10)) == (2, 30)
     assert EnvironmentConfig(kind="a:B", max_turns=4, max_tokens=77).longest(10) == 77
     # 3 attempts of 60 s, and pauses of 1 and 2 s between them.
-    assert two.longest_answer_s >= 3 * 60 + 1 + 2
+    assert 3 * 60 + 1 + 2 <= two.longest_answer_s(1) == two.longest_answer_s(64) < 4 * 60
+    # Of 129 that ask together, 64 are answered at a time: the last one waits for two others, at each attempt.
+    assert 3 * 2 * 60 + 1 + 2 <= two.longest_answer_s(65) < two.longest_answer_s(129) < 4 * 3 * 60
     with pytest.raises(ConfigError, match=r"environment\.max_turns"):
         EnvironmentConfig.parse({"kind": "a:B", "max_turns": 1}, "environment")
     with pytest.raises(ConfigError, match=r"environment\.kind: should be module:Class"):

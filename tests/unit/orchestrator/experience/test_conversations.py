@@ -176,6 +176,9 @@ def test_the_wait_for_a_batch_is_long_enough_for_every_turn(policy_folder: Path)
     assert config.longest_take_s >= 3 * 10 + 2 * (2 * 7 + 1) + 5 + 2 * 1
     alone = make_config(policy_folder, timeouts=times)
     assert alone.longest_take_s == 10 + 5 + 2 * 1
+    # Two batches under way are 400 conversations, of which a plain function answers 64 at a time: seven rounds.
+    large = make_config(policy_folder, timeouts=times, environment=bounds, batch_size=200, loop={"max_staleness": 1})
+    assert large.longest_take_s >= 3 * 20 + 2 * (2 * 7 * 7 + 1) + 5 + 2 * 1
 
 
 def test_a_run_has_room_for_two_responses_and_an_answer(policy_folder: Path) -> None:
