@@ -35,8 +35,7 @@ from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.learner import Update
+from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record

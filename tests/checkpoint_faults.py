@@ -23,8 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from orchestrator.algorithms.ppo import PPO
 from orchestrator.config.checkpoint import CheckpointConfig
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.policy import PolicyLearner
+from orchestrator.learners import CriticLearner, PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import latest
 from orchestrator.loop.state import TrainState

@@ -18,8 +18,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptStream
 from orchestrator.experience.collector import Collector
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.learner import Update
+from orchestrator.learners import CriticLearner, Update
 from orchestrator.loop.identities import identities
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record

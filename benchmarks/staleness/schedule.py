@@ -20,7 +20,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.experience import Collected
 from orchestrator.experience.requests import training_requests
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners.learner import Update
+from orchestrator.learners import Update
 from orchestrator.loop.state import TrainState
 from orchestrator.loop.trainer import Trainer
 from orchestrator.monitoring.record import Record

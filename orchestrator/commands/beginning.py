@@ -11,8 +11,7 @@ from orchestrator.commands.run_folder import checkpoint_folder, differences
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.record import record
-from orchestrator.learners.learner import Learner
-from orchestrator.learners.policy import PolicyLearner
+from orchestrator.learners import Learner, PolicyLearner
 from orchestrator.loop.checkpoint_folder import Checkpoint, latest
 from orchestrator.loop.identities import PartIdentity, changes
 from orchestrator.loop.state import TrainState

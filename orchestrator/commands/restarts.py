@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from orchestrator.config.checkpoint import SnapshotsConfig
-from orchestrator.learners.learner import LOSSES
+from orchestrator.learners import LOSSES
 from orchestrator.loop.checkpoint_folder import Checkpoint
 from orchestrator.push.pusher import PushFailed
 from quartet.wire.errors import DeadlineExceeded, LeaseLost, OffTimeline, Unavailable, leaves

@@ -31,9 +31,7 @@ from orchestrator.experience.collector import Collector, OldLogprobs
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import evaluation_requests
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.learner import Learner
-from orchestrator.learners.policy import PolicyLearner
+from orchestrator.learners import CriticLearner, Learner, PolicyLearner
 from orchestrator.loop.checkpoint import Checkpoints
 from orchestrator.loop.checkpoint_folder import Checkpoint, clear, latest
 from orchestrator.loop.identities import digests, environment_identity, identities

@@ -86,13 +86,6 @@ class ExperienceJournal:
     def write(self, step: int, collected: Collected) -> None:
         """Writes the experience of `step` before it is trained on. Deletes records of later steps; they belong to an
         abandoned timeline."""
-        try:
-            self._remove(lambda kept: kept > step)
-            self._write(step, collected)
-        except OSError as error:
-            self._note(f"journal: step {step} could not be kept: {error}")
-
-    def _write(self, step: int, collected: Collected) -> None:
         asked = list(zip(collected.trained_numbers, collected.prompts, strict=True))
         raw = {
             "digest": self._digest(asked),
@@ -105,7 +98,11 @@ class ExperienceJournal:
         head = [packer.pack_map_header(len(raw) + 1), *map(packer.pack, chain.from_iterable(raw.items()))]
         # Last, and written as they lie in memory: msgpack would copy them all.
         head += [packer.pack("columns"), _BYTES + sum(map(len, columns)).to_bytes(4, "big")]
-        replace_file(self._path(step), *head, *columns)
+        try:
+            self._remove(lambda kept: kept > step)
+            replace_file(self._path(step), *head, *columns)
+        except OSError as error:
+            self._note(f"journal: step {step} could not be kept: {error}")
 
     def forget(self, step: int) -> None:
         """Deletes the records of `step` and of all steps before it."""

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from orchestrator.config.checkpoint import SnapshotsConfig
 from orchestrator.experience.journal import ExperienceJournal
-from orchestrator.learners.learner import LOSSES
+from orchestrator.learners import LOSSES
 from orchestrator.loop.checkpoint_folder import PREFIX, STATE, complete, number
 from quartet.folders import make, remove, rename, write
 from quartet.learner.layout import LAYOUT

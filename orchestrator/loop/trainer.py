@@ -11,7 +11,7 @@ from orchestrator.experience.beside import Beside
 from orchestrator.experience.checks import check_own_logprobs
 from orchestrator.experience.source import ExperienceSource
 from orchestrator.experience.stream import Stream
-from orchestrator.learners.learner import Learner, Update
+from orchestrator.learners import Learner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.checkpoint import Checkpoints, end_if_stuck
 from orchestrator.loop.estimate import (

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Protocol
 
+import numpy as np
+
 from quartet.columns import Columns
 from quartet.wire.codec import Floats
 
@@ -34,20 +36,17 @@ class EarlyLogprobs:
         try:
             async with self._turn:
                 if asked.logprobs is None:
-                    await self._answer([each for each in self._waiting if each.logprobs is None])
+                    # If it fails, they still wait, and the next of them calls again.
+                    together = [each for each in self._waiting if each.logprobs is None]
+                    parts = [each.trajectories for each in together]
+                    logprobs = await self._policy.logprobs(Columns.concatenate(parts))
+                    ends = np.cumsum([part.size("sampled") for part in parts])
+                    for each, its in zip(together, np.split(logprobs, ends[:-1]), strict=True):
+                        each.logprobs = its  # with which nothing is done if it was cancelled meanwhile
         finally:
             self._waiting.remove(asked)
         assert asked.logprobs is not None
         return asked.logprobs
-
-    async def _answer(self, together: "list[_Asked]") -> None:
-        """Asks the learner for all of these in one call. If it fails, they still wait, and the next of them calls
-        again. Nothing is done with the answer of one that was cancelled meanwhile."""
-        all_of_them = Columns.concatenate([asked.trajectories for asked in together])
-        logprobs = await self._policy.logprobs(all_of_them)
-        for asked in together:
-            count = asked.trajectories.size("sampled")
-            asked.logprobs, logprobs = logprobs[:count], logprobs[count:]
 
 
 class _Asked:

@@ -42,20 +42,16 @@ class PolicyTrainer:
         """The objects whose methods a rank runs: this trainer, and others with the same learner."""
         return self, self.sending, self.snapshots
 
-    def logprobs(self, trajectories: Columns) -> Floats:
-        """log pi(y_t | prefix) under the current weights, in the distribution sampled from; [M]."""
-        return self._logprobs(trajectories, self._distribution)
+    def logprobs(self, trajectories: Columns, distribution: Distribution | None = None) -> Floats:
+        """log pi(y_t | prefix) under the current weights, in the distribution sampled from or in another; [M]."""
+        asked = distribution or self._distribution
+        logprobs: Floats = self._trainer.evaluate(trajectories, lambda model, pairs: asked.asked_of(model, pairs)[0])
+        return logprobs
 
     def score(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs of all tokens but the first, over the whole vocabulary; [T - 1] for each sequence."""
         trajectories = Columns.of_pairs([row[:1] for row in sequences], [row[1:] for row in sequences])
-        return trajectories.with_sampled(logprobs=self._logprobs(trajectories, Distribution())).rows("logprobs")
-
-    def _logprobs(self, trajectories: Columns, distribution: Distribution) -> Floats:
-        logprobs: Floats = self._trainer.evaluate(
-            trajectories, lambda model, pairs: distribution.asked_of(model, pairs)[0]
-        )
-        return logprobs
+        return trajectories.with_sampled(logprobs=self.logprobs(trajectories, Distribution())).rows("logprobs")
 
     def train(self, batch: Columns, kl_coef: float, seed: int) -> dict[str, float]:
         """Trains on one batch by ClippedPolicy, as Trainer.train does.

@@ -1,7 +1,8 @@
 """The training loop: passes over a batch, minibatches, micro-batches and optimizer steps, for any objective."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,8 @@ class Trainer:
                     self._kept.rows.extend(chosen)
                 micros = self._micro_batches(batch, chosen, own, objective)
                 weight = weight_of(chosen, weighing, schedule.minibatch_size)
-                means.add(self._step(micros, objective, weight, keeping=keeping), weight)
+                loss = partial(self._loss, objective, weight, keeping)
+                means.add(self.learner.step(micros, loss), weight)
         self.learner.check_weights()
         first = {f"first_{name}": means.first[name] for name in objective.firsts if name in means.first}
         return means.result() | first | {"skipped_in_a_row": float(self.learner.skipped_in_a_row)}
@@ -118,18 +120,14 @@ class Trainer:
             numbers[row] = own
         return numbers
 
-    def _step(
-        self, micros: Sequence[Micro], objective: Objective, weight: float, *, keeping: bool
-    ) -> dict[str, float]:
-        """One optimizer step over one minibatch, whose loss has this weight in the update."""
-
-        def loss(micro: Micro) -> tuple[Tensor, Any]:
-            terms: Terms = objective(self.learner.model, micro)
-            if keeping and micro.rows and terms.computed is not None:
-                self._kept.passes.append((micro.rows, micro.pairs, terms.computed))
-            return terms.loss * weight, terms.metrics
-
-        return self.learner.step(micros, loss)
+    def _loss(
+        self, objective: Objective, weight: float, keeping: bool, micro: Micro
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and metrics of a micro-batch, of a minibatch whose loss has this weight in the update."""
+        terms: Terms = objective(self.learner.model, micro)
+        if keeping and micro.rows and terms.computed is not None:
+            self._kept.passes.append((micro.rows, micro.pairs, terms.computed))
+        return terms.loss * weight, terms.metrics
 
     def _micro_batches(
         self, batch: Columns, chosen: Sequence[int], counts: Sequence[int], objective: Objective

@@ -6,7 +6,9 @@ Needs grpcio and nothing of Ray, vLLM or torch, so that anything can call a serv
 import asyncio
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -111,8 +113,8 @@ class ServiceClient(Generic[Stub]):
         self.application = application
         """Name of the Serve application that is called."""
         self._metadata = (("application", application), *metadata)
-        self._attempt_s = attempt_s
-        self._delays: dict[str, HedgingDelay] = {}
+        self._delays: defaultdict[str, HedgingDelay] = defaultdict(lambda: HedgingDelay(attempt_s))
+        """How long the answers to each method take, by its name."""
         self._answered = False
         """True once the server has answered, so that it has TLS if and only if this caller has."""
 
@@ -137,13 +139,14 @@ class ServiceClient(Generic[Stub]):
             divisible: True if the caller can split the request: a refusal for its size is then raised at once.
         """
         deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
+        attempt = partial(self._attempt, method, request, deadline, name)
         backoff = Backoff(deadline)
         refusal: ResourceExhausted | None = None
         while True:
             try:
                 if anywhere:
-                    return await self._somewhere(method, request, deadline, name)
-                return await self._attempt(method, request, deadline, name)
+                    return await first_answer(attempt, self._delays[name].seconds(deadline.timeout_s))
+                return await attempt()
             except Unavailable as error:
                 await backoff.wait(error)
             except ResourceExhausted as error:
@@ -157,24 +160,13 @@ class ServiceClient(Generic[Stub]):
                 # The reason why the last try had so little time left.
                 raise too_busy(refusal, deadline) from None
 
-    async def _somewhere(self, method: Method, request: Any, deadline: Deadline, name: str) -> Any:
-        """The first answer of any replica; a second replica is asked when the first is silent."""
-        clock = asyncio.get_running_loop().time
-        delay = self._delays.setdefault(name, HedgingDelay(self._attempt_s))
-
-        async def attempt() -> Any:
-            began = clock()
-            answer = await self._attempt(method, request, deadline, name)
-            delay.saw(clock() - began)
-            return answer
-
-        return await first_answer(attempt, delay.seconds(deadline.timeout_s))
-
     async def _attempt(self, method: Method, request: Any, deadline: Deadline, name: str) -> Any:
-        call = f"{self.application}.{name}"
+        """One try of a call, by whatever replica."""
+        call, began = f"{self.application}.{name}", deadline.now
         try:
             answer = await method(request, metadata=self._metadata, timeout=deadline.left_s)
             self._answered = True
+            self._delays[name].saw(deadline.now - began)
             return answer
         except grpc.RpcError as error:
             failure = from_rpc(error, call)

@@ -48,20 +48,17 @@ async def in_parts(sizes: Sequence[int], ask: Callable[[range], Awaitable[Result
     """
     turn = asyncio.Semaphore(PARTS_AT_ONCE)
 
-    async def halving(rows: range) -> list[Result]:
+    async def asked(rows: range) -> list[Result]:
         try:
-            return [await ask(rows)]
+            async with turn:
+                return [await ask(rows)]
         except ResourceExhausted as error:
             if error.retry_after_s is not None or len(rows) < 2:
                 raise
         middle = len(rows) // 2
-        return await halving(rows[:middle]) + await halving(rows[middle:])
+        return await asked(rows[:middle]) + await asked(rows[middle:])
 
-    async def in_turn(rows: range) -> list[Result]:
-        async with turn:
-            return await halving(rows)
-
-    tasks = [asyncio.ensure_future(in_turn(rows)) for rows in parts(sizes)]
+    tasks = [asyncio.ensure_future(asked(rows)) for rows in parts(sizes)]
     try:
         return [result for results in await asyncio.gather(*tasks) for result in results]
     finally:

@@ -1,5 +1,7 @@
 """Client of the critic service."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +74,8 @@ class CriticClient(ServiceClient[CriticStub]):
             CriticReset: the critic trained another step than `last_step` last.
         """
         request = pb.AdoptRequest(lease=self.lease, last_step=last_step)
-        await self._expecting(self._stub.Adopt, request, timeout_s, "Adopt")
+        with _expecting():
+            await self._call(self._stub.Adopt, request, timeout_s, "Adopt")
 
     async def values(self, trajectories: Columns, *, min_step: int | None = None, timeout_s: float) -> Values:
         """The values of these trajectories.
@@ -145,7 +148,8 @@ class CriticClient(ServiceClient[CriticStub]):
 
         async def stage(rows: range) -> None:
             part = pb.StageRequest(step=step, row=rows.start, lease=self.lease, batch=sent.take(rows).pack())
-            await self._expecting(self._stub.Stage, part, deadline, "Stage", divisible=len(rows) > 1)
+            with _expecting():
+                await self._call(self._stub.Stage, part, deadline, "Stage", divisible=len(rows) > 1)
 
         staged = len(parts(sizes)) > 1
         if staged:
@@ -160,7 +164,8 @@ class CriticClient(ServiceClient[CriticStub]):
             last_step=last_step,
             lease=self.lease,
         )
-        reply = await self._expecting(self._stub.Train, request, deadline, "Train")
+        with _expecting():
+            reply = await self._call(self._stub.Train, request, deadline, "Train")
         with reading(f"{self.application}.Train"):
             return finite_metrics(unpack_metrics(reply.metrics))
 
@@ -181,7 +186,8 @@ class CriticClient(ServiceClient[CriticStub]):
             CriticReset: the critic trained another step last, or its state is not of the run's timeline.
         """
         request = self._checkpoint(name, last_step=last_step, without_copies=not copies)
-        await self._expecting(self._stub.TakeCheckpoint, request, timeout_s, "TakeCheckpoint")
+        with _expecting():
+            await self._call(self._stub.TakeCheckpoint, request, timeout_s, "TakeCheckpoint")
 
     async def write_checkpoint(self, name: str, timeout_s: float) -> None:
         """Writes the state that was taken for `name`; returns when it is on disk.
@@ -189,7 +195,8 @@ class CriticClient(ServiceClient[CriticStub]):
         Raises:
             CriticReset: no state was taken for the name, or it was lost with its replica.
         """
-        await self._expecting(self._stub.WriteCheckpoint, self._checkpoint(name), timeout_s, "WriteCheckpoint")
+        with _expecting():
+            await self._call(self._stub.WriteCheckpoint, self._checkpoint(name), timeout_s, "WriteCheckpoint")
 
     async def restore_checkpoint(self, name: str, timeout_s: float) -> int:
         """Makes the critic resume from the checkpoint; returns the last step that it holds.
@@ -204,20 +211,21 @@ class CriticClient(ServiceClient[CriticStub]):
     def _checkpoint(self, name: str, **fields: Any) -> pb.CheckpointRequest:
         return pb.CheckpointRequest(name=name, lease=self.lease, **fields)
 
-    async def _expecting(
-        self, method: Any, request: Any, deadline: Deadline | float, name: str, *, divisible: bool = False
-    ) -> Any:
-        try:
-            return await self._call(method, request, deadline, name, divisible=divisible)
-        except LeaseLost:
-            raise
-        except FailedPrecondition as error:
-            raise CriticReset(str(error)) from None
-
     async def info(self, timeout_s: float) -> pb.CriticInfo:
         """The model behind the service, and the last step trained."""
         info: pb.CriticInfo = await self._call(self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info")
         return info
+
+
+@contextmanager
+def _expecting() -> Iterator[None]:
+    """Context of a call that expects the critic in a certain state. CriticReset if it is in another."""
+    try:
+        yield
+    except LeaseLost:
+        raise
+    except FailedPrecondition as error:
+        raise CriticReset(str(error)) from None
 
 
 def _steps(steps: list[int], pairs: int, least: int | None) -> list[int]:

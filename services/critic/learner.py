@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from protos import common_pb2
@@ -249,9 +250,8 @@ class CriticModel:
             return
         if not name or name != self._taken:
             raise FailedPrecondition("name: no checkpoint was taken for it; call TakeCheckpoint first")
-        await self._answer(
-            self._ranks.beside(self._config.ranks, Snapshots.write_snapshot, self._config.rank_timeout_s)
-        )
+        with self._answering():
+            await self._ranks.beside(self._config.ranks, Snapshots.write_snapshot, self._config.rank_timeout_s)
         self._written = name
 
     async def restore_checkpoint(self, lease: common_pb2.Lease, name: str) -> int:
@@ -278,9 +278,11 @@ class CriticModel:
             self._give_up_past()
             try:
                 if not unused:
-                    await self._answer(self._begin_again())
+                    with self._answering():
+                        await self._begin_again()
                     self._unused = False
-                await self._answer(self._ranks.call(Snapshots.restore, self._config.rank_timeout_s, folder))
+                with self._answering():
+                    await self._ranks.call(Snapshots.restore, self._config.rank_timeout_s, folder)
             except BaseException:
                 self._ranks.stop()
                 raise
@@ -304,11 +306,14 @@ class CriticModel:
         self, method: Method[Arguments, Answer], /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Answer:
         self._unused = False
-        return await self._answer(self._ranks.call(method, self._config.rank_timeout_s, *arguments, **options))
+        with self._answering():
+            return await self._ranks.call(method, self._config.rank_timeout_s, *arguments, **options)
 
-    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Context of a call of the ranks. Unavailable if they are lost, in whose place others start then."""
         try:
-            return await call
+            yield
         except RanksLost as error:
             if self._failure:
                 fate = "its replica will be replaced"

@@ -4,6 +4,7 @@ It has one replica, since values and training share its weights. Import path: `s
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,27 @@ from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
+from quartet.serving.token_call import TokenCall
 from quartet.wire.codec import Floats, Ints, pack_floats, pack_longs, pack_metrics
 from quartet.wire.errors import InvalidArgument
 from services.critic.client import BATCH
 from services.critic.config import CriticConfig
-from services.critic.values import ValuesCall
+
+
+class ValuesCall(TokenCall[tuple[Ints, Ints]]):
+    """Trajectories, and the critic's step at each pass, since it may be trained between two passes."""
+
+    def __init__(self, trajectories: Columns, step: Callable[[], int]) -> None:
+        """`step` returns the critic's step; it raises if the critic is not in a state that the caller accepts."""
+        super().__init__(trajectories, lambda prompt, response, _: (prompt, response))
+        self._step = step
+        self.steps = np.zeros(len(trajectories), np.int64)
+        """[B] the step whose weights computed the values of each trajectory."""
+
+    def items(self, rows: Sequence[int]) -> list[tuple[Ints, Ints]]:
+        """The model's inputs for these rows; raises the error of `step`."""
+        self.steps[list(rows)] = self._step()
+        return super().items(rows)
 
 
 @serve.deployment(

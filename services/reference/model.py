@@ -63,8 +63,14 @@ class FrozenModel:
         answers: list[Floats] = [np.empty(0, np.float32)] * len(questions)
         with self._residence.use():
             for distribution in dict.fromkeys(question.distribution for question in questions):
-                asked = [i for i, question in enumerate(questions) if question.distribution == distribution]
-                for i, row in zip(asked, self._of([questions[i] for i in asked], distribution), strict=True):
+
+                def compute(pairs: PairTensors, distribution: Distribution = distribution) -> list[Floats]:
+                    return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
+
+                places = [i for i, question in enumerate(questions) if question.distribution == distribution]
+                asked = [questions[i] for i in places]
+                rows = self._passes.run(compute, asked, [question.turn_steps for question in asked])
+                for i, row in zip(places, rows, strict=True):
                     answers[i] = row
         return answers
 
@@ -74,9 +80,3 @@ class FrozenModel:
             return self._residence.check()
         one = np.zeros(1, np.int32)
         self.logprobs([Question(one, one, Distribution())])
-
-    def _of(self, questions: Sequence[Question], distribution: Distribution) -> list[Floats]:
-        def compute(pairs: PairTensors) -> list[Floats]:
-            return pairs.unpad(distribution.asked_of(self.model, pairs)[0])
-
-        return self._passes.run(compute, questions, [question.turn_steps for question in questions])

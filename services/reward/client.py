@@ -1,6 +1,6 @@
 """Client of the reward service. It needs neither Ray nor torch, and works without a training run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,13 +63,13 @@ class RewardClient(ServiceClient[RewardStub]):
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`; InvalidReply if the answer has
                 another length, or its parts come from different scorers.
         """
-
-        bare = trajectories.select()
+        deadline, bare = Deadline(timeout_s), trajectories.select()
 
         def request(rows: range) -> pb.ScoreRequest:
             return pb.ScoreRequest(tokens=bare.take(rows).pack(), labels=some(labels, rows), ended=some(ended, rows))
 
-        return await self._score(trajectories.lengths.tolist(), request, timeout_s)
+        sizes = trajectories.lengths.tolist()
+        return self._joined(await in_parts(sizes, lambda rows: self._part(rows, request(rows), deadline)))
 
     async def score_texts(
         self, prompts: Sequence[str], responses: Sequence[str], *, labels: Sequence[str] = (), timeout_s: float
@@ -77,40 +77,35 @@ class RewardClient(ServiceClient[RewardStub]):
         """Scores of pairs given as texts; all responses count as complete. Raises as `score` does."""
         if len(prompts) != len(responses):
             raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
+        deadline = Deadline(timeout_s)
 
         def request(rows: range) -> pb.ScoreRequest:
             texts = pb.TextPairs(prompts=some(prompts, rows), responses=some(responses, rows))
             return pb.ScoreRequest(texts=texts, labels=some(labels, rows))
 
         # An English token has three bytes or more; in other scripts a letter may take several tokens.
-        sizes = [len(a.encode()) + len(b.encode()) for a, b in zip(prompts, responses, strict=True)]
-        return await self._score([1 + size // 3 for size in sizes], request, timeout_s)
+        sizes = [1 + (len(a.encode()) + len(b.encode())) // 3 for a, b in zip(prompts, responses, strict=True)]
+        return self._joined(await in_parts(sizes, lambda rows: self._part(rows, request(rows), deadline)))
 
-    async def _score(
-        self, sizes: Sequence[int], request: Callable[[range], pb.ScoreRequest], timeout_s: float
-    ) -> Scores:
-        deadline = Deadline(timeout_s)
-        call = f"{self.application}.Score"
+    async def _part(self, rows: range, request: pb.ScoreRequest, deadline: Deadline) -> Scores:
+        """The scores of these rows, which the request holds."""
+        reply = await self._call(self._stub.Score, request, deadline, "Score", anywhere=True, divisible=len(rows) > 1)
+        names = tuple(reply.scorer.names) or (SCORE,)
+        of = "pairs" if len(names) == 1 else f"scores of {len(rows)} pairs by {len(names)} names"
+        with reading(f"{self.application}.Score"):
+            if len({*names}) < len(names):
+                raise InvalidArgument(f"scorer.names: {', '.join(names)} has one twice")
+            values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
+        table = values.reshape(len(rows), len(names))
+        return Scores(dict(zip(names, table.T, strict=True)), reply.scorer.name, reply.scorer.model_hash)
 
-        async def ask(rows: range) -> Scores:
-            divisible = len(rows) > 1
-            reply = await self._call(
-                self._stub.Score, request(rows), deadline, "Score", anywhere=True, divisible=divisible
-            )
-            names = tuple(reply.scorer.names) or (SCORE,)
-            of = "pairs" if len(names) == 1 else f"scores of {len(rows)} pairs by {len(names)} names"
-            with reading(call):
-                if len({*names}) < len(names):
-                    raise InvalidArgument(f"scorer.names: {', '.join(names)} has one twice")
-                values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
-            table = values.reshape(len(rows), len(names))
-            return Scores(dict(zip(names, table.T, strict=True)), reply.scorer.name, reply.scorer.model_hash)
-
-        parts = await in_parts(sizes, ask)
+    def _joined(self, parts: Sequence[Scores]) -> Scores:
+        """The scores of all parts; InvalidReply if they come from different scorers."""
         first, scorers = parts[0], {(part.scorer, part.model_hash, *part.columns) for part in parts}
         if len(scorers) > 1:
             raise InvalidReply(
-                f"{call}: parts of one call were scored by {len(scorers)} scorers; is it being replaced?"
+                f"{self.application}.Score: parts of one call were scored by {len(scorers)} scorers; is it being "
+                "replaced?"
             )
         columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
         return Scores(columns, first.scorer, first.model_hash)

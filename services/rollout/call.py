@@ -57,7 +57,13 @@ class Call:
         When the generator ends (exhausted, cancelled or failed), none of its requests is left in the engine.
         """
         costs = self._prompts.lengths + np.int32(self._sampling.max_new_tokens)
-        running = slots.enter(share, costs, self._sample)
+        running = slots.enter(
+            share,
+            costs,
+            lambda row: self._engine.generate(
+                row, self._prompts[row], self._sampling, self._seeds[row], self._begun[row], self._parts.append
+            ),
+        )
         try:
             while running.left:
                 done = await running.finished(heartbeat_s)
@@ -73,11 +79,6 @@ class Call:
                     raise failed[0]
         finally:
             await running.close()
-
-    async def _sample(self, row: int) -> Sample:
-        return await self._engine.generate(
-            row, self._prompts[row], self._sampling, self._seeds[row], self._begun[row], self._parts.append
-        )
 
     def _answer(self, samples: Collection[Sample]) -> pb.GenerateResponse:
         """A message with these samples and the parts of all others."""

@@ -13,7 +13,6 @@ from quartet.models.frozen_passes import FrozenPasses
 from quartet.models.loading import load_config, load_tokenizer, max_length
 from quartet.models.offload import Residence
 from quartet.models.scalar import load_scalar, scores_of
-from quartet.models.sequences import PairTensors
 from quartet.wire.codec import Floats
 from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
 from quartet.wire.pairs import Pair
@@ -54,13 +53,11 @@ class ModelScorer:
     def score(self, pairs: Sequence[Scored]) -> Floats:
         """The normalised scores, [B, 1]."""
         with self._residence.use():
-            scores = np.asarray([outputs[-1:] for outputs in self._passes.run(self._outputs, pairs)], np.float32)
+            # The output at the last token of each pair, an array of one number.
+            rows = self._passes.run(lambda tensors: scores_of(self._model, tensors).cpu().numpy()[:, None], pairs)
+        scores = np.asarray([row[-1:] for row in rows], np.float32)
         normalised: Floats = (scores - self._mean) / self._std
         return normalised
-
-    def _outputs(self, tensors: PairTensors) -> list[Floats]:
-        """The output at the last token of each pair, B arrays of one number."""
-        return list(scores_of(self._model, tensors).cpu().numpy()[:, None])
 
     def check(self) -> None:
         """Runs a forward pass over one pair; with offload it checks the device without moving the weights."""

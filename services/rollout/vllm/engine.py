@@ -25,7 +25,7 @@ from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import InvalidArgument, Unavailable
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import NO_VERSION
-from services.rollout.sample import Sample, Sampling
+from services.rollout.sample import Sampling
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.requests import Requests
 
@@ -86,6 +86,7 @@ class VLLMEngine:
         self.workers = config.tensor_parallel_size
         self.place = Place()
         self._requests = Requests(llm)
+        self.generate = self._requests.generate
         self._resting = False
         """True while generation is paused for the learners."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
@@ -114,18 +115,6 @@ class VLLMEngine:
         warm_up = Sampling(max_new_tokens=2, ignore_eos=True)
         await engine.generate(0, np.asarray([0], np.int32), warm_up, seed=None)
         return engine
-
-    async def generate(
-        self,
-        index: int,
-        prompt_ids: Ints,
-        sampling: Sampling,
-        seed: int | None,
-        begun: Ints | None = None,
-        report: Callable[[Sample], None] = lambda part: None,
-    ) -> Sample:
-        """Samples one response. See Requests.respond."""
-        return await self._requests.respond(index, prompt_ids, sampling, seed, begun, report)
 
     @_while_it_lives
     async def score(self, sequences: Sequence[Ints]) -> list[Floats]:

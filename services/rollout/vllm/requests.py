@@ -32,14 +32,14 @@ class Requests:
         """Number of pauses for a push: between two of them all requests come under the same weights. Versions
         would not do, since a run that goes back to a checkpoint uses their numbers again."""
 
-    async def respond(
+    async def generate(
         self,
         index: int,
         prompt_ids: Ints,
         sampling: Sampling,
         seed: int | None,
-        begun: Ints | None,
-        report: Callable[[Sample], None],
+        begun: Ints | None = None,
+        report: Callable[[Sample], None] = lambda part: None,
     ) -> Sample:
         """Samples one response, or the rest of it. Arguments as of Engine.generate. Cancelling aborts the engine's
         request.

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.learner import Update
-from orchestrator.learners.policy import PolicyLearner
+from orchestrator.learners import CriticLearner, PolicyLearner, Update
 from quartet.config.base import ConfigError
 from tests.trajectories import of
 from tests.unit.fakes import make_config

@@ -12,7 +12,7 @@ FORWARDING = {
     ("services/rollout/client.py", "RolloutClient.generate"),
     ("quartet/serving/door/guard.py", "Guard._received"),
     ("quartet/serving/servicer.py", "translated.<locals>.call"),
-    ("services/rollout/vllm/requests.py", "Requests.respond"),
+    ("services/rollout/vllm/requests.py", "Requests.generate"),
     ("services/reward/scorers/model.py", "ModelScorer.score"),
     ("quartet/learner/trainer.py", "Trainer.train"),
 }

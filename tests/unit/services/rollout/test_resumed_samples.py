@@ -9,8 +9,7 @@ import pytest
 from protos import common_pb2
 from protos import rollout_pb2 as pb
 from quartet.wire.errors import InvalidReply
-from services.rollout.client import RolloutClient
-from services.rollout.remaining import Remaining
+from services.rollout.client import Remaining, RolloutClient
 from services.rollout.sample import FinishReason, Sample, Sampling, cut, following
 from tests.unit.playing_replica import PROMPTS, SEEDS, FakeReplica, collect
 

@@ -17,9 +17,7 @@ from orchestrator.experience.collector import Collector
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import training_requests
 from orchestrator.experience.source import ExperienceSource
-from orchestrator.learners.critic import CriticLearner
-from orchestrator.learners.learner import Update
-from orchestrator.learners.policy import PolicyLearner
+from orchestrator.learners import CriticLearner, PolicyLearner, Update
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages, make_controller, measure_distance
 from orchestrator.loop.state import TrainState

@@ -68,7 +68,7 @@ async def answered(script: Script, begun: Any = None) -> tuple[Sample, list[list
     parts: list[Sample] = []
     requests = Requests(script)
     try:
-        return await requests.respond(5, PROMPT, SAMPLING, 77, begun, parts.append), [_ids(part) for part in parts]
+        return await requests.generate(5, PROMPT, SAMPLING, 77, begun, parts.append), [_ids(part) for part in parts]
     finally:
         assert all(part.index == 5 for part in parts)
         assert all(_versions(part) == [3 if token < 22 else 4 for token in _ids(part)] for part in parts)
@@ -116,7 +116,7 @@ async def test_only_responses_under_way_are_ended() -> None:
     requests = Requests(script)
     script.gate.clear()
     reported = asyncio.Event()
-    responding = asyncio.create_task(requests.respond(0, PROMPT, SAMPLING, None, None, lambda part: reported.set()))
+    responding = asyncio.create_task(requests.generate(0, PROMPT, SAMPLING, None, None, lambda part: reported.set()))
     await reported.wait()
     await requests.end()
     [(_, _, name)] = script.asked

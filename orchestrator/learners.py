@@ -1,0 +1,139 @@
+"""The models that a run trains, as the loop sees them: the policy, and the critic if there is one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.policy.ranks import Policy
+from quartet.columns import Columns
+from quartet.config.base import ConfigError
+from quartet.ranks.group import RanksLost
+from services.critic.client import CriticClient, CriticReset
+
+LOSSES = (RanksLost, CriticReset)
+"""Errors that say that a learner has lost its training, so that the run has to go back to its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One PPO batch of B responses, for every learner."""
+
+    step: int
+    """The PPO step that this is, from 1."""
+    seed: int
+    """Seed of the minibatches' order."""
+    columns: Columns
+    """The samples, with the columns that the learners read: those of ClippedPolicy, and in a run with a critic its
+    values before the update and the `returns` that these should be; `trained` is True at the tokens that are trained
+    on, which without it are all."""
+    kl_coef: float
+    """Coefficient of the KL penalty in the policy's loss; used when that is where the penalty is."""
+
+
+class Learner(Protocol):
+    """A model that a run trains, checkpoints and restores. Methods raise one of LOSSES if its training is lost."""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder in a checkpoint."""
+
+    @property
+    def prefix(self) -> str:
+        """First part of the names of its metrics."""
+
+    async def train(self, update: Update) -> dict[str, float]:
+        """Trains on one batch; returns the mean metrics of its optimizer steps."""
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies its state after PPO step `step` for its folder in `checkpoint`; without copies, writes it now."""
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Goes back to its state in `checkpoint`. InvalidArgument if that does not hold it."""
+
+
+class PolicyLearner:
+    """The policy, a Learner."""
+
+    name, prefix = "policy", "policy"
+
+    def __init__(self, policy: Policy, config: OrchestratorConfig) -> None:
+        self._policy = policy
+        self._config = config
+
+    async def train(self, update: Update) -> dict[str, float]:
+        """Trains on the batch's advantages; does nothing, and measures nothing, in the critic's own steps."""
+        if not self._config.algorithm.trains_policy(update.step):
+            return {}
+        return await self._policy.train(update.columns, update.kl_coef, update.seed)
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies the state and the model; without copies, writes them at once."""
+        await self._policy.take_snapshot(str(checkpoint / self.name), step, copies)
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+        await self._policy.write_snapshot()
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Restores the state, on ranks of the same layout."""
+        await self._policy.restore(str(checkpoint / self.name))
+
+
+class CriticLearner:
+    """The critic service, a Learner. Its metrics are those of the value function."""
+
+    name, prefix = "critic", "value"
+
+    def __init__(self, critic: CriticClient, config: OrchestratorConfig, first_step: int) -> None:
+        """`first_step` is the critic's last training step before the run's first one."""
+        self._critic = critic
+        self._config = config
+        self._first_step = first_step
+
+    async def train(self, update: Update) -> dict[str, float]:
+        """Trains on the returns; CriticReset unless the critic's last step is the one before this."""
+        last_step, algorithm = self._first_step + update.step - 1, self._config.algorithm
+        return await self._critic.train(
+            last_step + 1,
+            update.columns,
+            epochs=algorithm.epochs_of_critic,
+            minibatch_size=algorithm.minibatch_size,
+            seed=update.seed,
+            last_step=last_step,
+            timeout_s=self._config.timeouts.train_s,
+        )
+
+    async def take_snapshot(self, checkpoint: Path, step: int, *, copies: bool) -> None:
+        """Copies the state, which must be the one after `step`; without copies, writes it at once."""
+        name, last_step = self._folder(checkpoint), self._first_step + step
+        await self._critic.take_checkpoint(name, last_step, self._timeout_s, copies=copies)
+
+    async def write_snapshot(self, checkpoint: Path) -> None:
+        """Brings the copies to disk."""
+        await self._critic.write_checkpoint(self._folder(checkpoint), self._timeout_s)
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Restores the state; the critic loses later steps."""
+        await self._critic.restore_checkpoint(self._folder(checkpoint), self._timeout_s)
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._config.checkpoint.timeout_s
+
+    def _folder(self, checkpoint: Path) -> str:
+        """The service's name for its folder in a checkpoint, whose path is absolute.
+
+        Raises:
+            ConfigError: the checkpoint is not under the root.
+        """
+        root = Path(self._config.checkpoint.root).resolve()
+        if not checkpoint.is_relative_to(root):
+            raise ConfigError(
+                f"orchestrator.checkpoint.folder: {checkpoint} is not under orchestrator.checkpoint.root, {root}; "
+                "the critic writes nowhere else"
+            )
+        return (checkpoint / self.name).relative_to(root).as_posix()
