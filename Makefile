@@ -47,7 +47,7 @@ demo: install
 	trap '$(QUARTET) down' EXIT; \
 	$(QUARTET) up $(CONFIG) && \
 	$(QUARTET) train --overwrite $(CONFIG) && \
-	$(QUARTET) evaluate --config $(CONFIG) --model current --split eval && \
+	$(QUARTET) evaluate $(CONFIG) --model current --split eval && \
 	$(QUARTET) report --samples 5 runs/demo
 
 # Where Python is told not to write bytecode, each of the hundred processes that the tests start would compile

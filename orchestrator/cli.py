@@ -227,7 +227,7 @@ for _name, _kind in TRAININGS.items():
 
 @app.command()
 def evaluate(
-    config: Annotated[Path, typer.Option(help="The YAML file whose services are up.")],
+    config: ConfigFile,
     model: Annotated[str, typer.Option(help="Folder of a model, or `current`: the rollout service's.")] = "current",
     split: Annotated[
         str | None, typer.Option(help="Split of the data set, such as train[:100]. Left out: the file's eval_split.")

@@ -197,7 +197,7 @@ async def test_the_saved_policy_is_evaluated_as_the_served_one_is(quartet: Quart
 
     def evaluate(model: str) -> list[dict[str, Any]]:
         output = run / f"{Path(model).name}.jsonl"
-        where = ("--config", str(quartet.config), "--model", model, "--split", "train[:6]", "--output", str(output))
+        where = (str(quartet.config), "--model", model, "--split", "train[:6]", "--output", str(output))
         command = [str(python), "-m", "orchestrator.cli", "evaluate", *where]
         environment = os.environ | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
         done = subprocess.run(

@@ -155,7 +155,7 @@ def test_a_run_that_has_mended_a_loss_ends_by_a_signal_with_advice(tmp_path: Pat
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", [("check",), ("train",), ("evaluate", "--config"), ("up",)])
+@pytest.mark.parametrize("command", [("check",), ("train",), ("evaluate",), ("up",)])
 def test_an_error_in_the_file_waits_for_no_model_library(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "a.yaml").write_text("orchestrator: {name: a, stepz: 3}\n")
     program = (
