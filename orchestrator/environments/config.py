@@ -45,5 +45,5 @@ class EnvironmentConfig(Config):
 PAUSE_S = 1.0
 """Seconds before the second attempt, twice as many before the third, and so on."""
 THREADS = 64
-"""Most conversations that a plain function answers at a time, each in a thread. There is no limit for a coroutine
-function, but a configuration does not tell which of them it names."""
+"""Most conversations that a plain function answers at a time, each in a thread. A coroutine function answers
+any number, but a configuration does not tell which of the two it names."""

@@ -114,7 +114,7 @@ class ServiceClient(Generic[Stub]):
         """Name of the Serve application that is called."""
         self._metadata = (("application", application), *metadata)
         self._delays: defaultdict[str, HedgingDelay] = defaultdict(lambda: HedgingDelay(attempt_s))
-        """How long the answers to each method take, by its name."""
+        """The delay before a second replica is asked, by the name of the method."""
         self._answered = False
         """True once the server has answered, so that it has TLS if and only if this caller has."""
 
