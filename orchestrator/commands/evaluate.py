@@ -100,9 +100,10 @@ async def evaluate_model(
     """
     config = deployment.orchestrator
     split = split or config.data.eval_split or EVAL
-    tokenizer = load_tokenizer(config.policy.model)
-    prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
-    judges, environment = load_judges(config), environment_of(config)
+    with deployment.naming():
+        tokenizer = load_tokenizer(config.policy.model)
+        prompts = evaluation_prompts(load_prompts(config.data, tokenizer, split), config)
+        judges, environment = load_judges(config), environment_of(config)
     sampled = sampled_from(config, tokenizer)
     for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)

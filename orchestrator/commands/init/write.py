@@ -163,12 +163,7 @@ def _yaml(value: Any) -> str:
 
 def _reward_model(reward: str, expected: str) -> Model | None:
     """The model that scores; None if a function does."""
-    if not Path(reward).is_dir():
-        if not FUNCTION.fullmatch(reward):
-            raise ConfigError(
-                f"--reward: should be a model's folder, but {reward} does not exist; or a function as "
-                "package.module:name, such as my_reward:score"
-            )
+    if not Path(reward).is_dir() and FUNCTION.fullmatch(reward):
         load_function(reward, "--reward")
         return None
     model = Model.at(reward, "--reward")

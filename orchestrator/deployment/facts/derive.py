@@ -412,11 +412,13 @@ def _resolved(value: Any) -> Any:
 _NAMES = (
     (r"applications\.(?:rollout|reference)\.args\.model\b", "model"),
     (r"applications\.reward\.args\.tokenizer\b", "model"),
+    (r"applications\.reward\.args\.scorer\.(?:function|model)\b", "reward"),
     (r"applications\.(\w+)\.(?:args|deployments\.[A-Z]\w+)\b", r"services.\1"),
     (r"applications\.(\w+)\b", r"services.\1"),
     (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),
     (r"orchestrator\.algorithm\b", "algorithm"),
     (r"orchestrator\.data\b", "prompts"),
+    (r"(?<![\w./])data\.(path|\w+_key|\w+_split|chat_template)\b", r"prompts.\1"),
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
     (r"orchestrator\.(name|seed|steps|batch_size|environment)\b", r"\1"),

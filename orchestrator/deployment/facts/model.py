@@ -9,6 +9,9 @@ from quartet.models.attention import packed
 from quartet.models.loading import shape_of_causal
 from quartet.models.size import BYTES, head_size
 
+OR_FUNCTION = "; or a function as package.module:name, such as my_reward:score"
+"""Said of a reward that is neither."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -22,7 +25,8 @@ class Model:
     def at(cls, folder: str, field: str) -> Self:
         """The model in `folder`. ConfigError, which names the `field` or flag, if the folder holds no model."""
         if not Path(folder).is_dir():
-            raise ConfigError(f"{field}: should be a model's folder, but {folder} does not exist")
+            or_else = OR_FUNCTION if field in ("reward", "--reward") else ""
+            raise ConfigError(f"{field}: should be a model's folder, but {folder} does not exist{or_else}")
         try:
             return cls(folder, shape_of_causal(folder, "float32"))
         except ConfigError as error:

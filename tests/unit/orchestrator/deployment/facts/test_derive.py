@@ -322,6 +322,24 @@ def test_checks_speak_of_facts(facts: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompts": {"path": "none.jsonl"}}, "prompts.path: no such file or folder: none.jsonl"),
+        ({"reward": "tests.scorers:none"}, "reward: 'tests.scorers:none' should be package.module:name, but cannot"),
+        ({"reward": "scorers"}, "reward: should be a model's folder, but scorers does not exist; or a function as "),
+    ],
+)
+def test_what_a_fact_names_and_is_not_there_is_told_by_that_fact(
+    facts: dict[str, Any], change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(facts | change))
+    with pytest.raises(ConfigError) as caught:
+        preflight(Deployment.load(path))
+    assert [line for line in str(caught.value).splitlines() if line.startswith(says)], str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("contents", "says"),
     [
         ({"name": "x"}, "should state the facts name, model, reward, prompts, algorithm, or be a whole file with "),
