@@ -1,11 +1,27 @@
 from protos import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCORED: _ClassVar[Outcome]
+    NOT_APPLICABLE: _ClassVar[Outcome]
+    TIMEOUT: _ClassVar[Outcome]
+    FAILED: _ClassVar[Outcome]
+    REFUSED: _ClassVar[Outcome]
+    NOT_FINITE: _ClassVar[Outcome]
+SCORED: Outcome
+NOT_APPLICABLE: Outcome
+TIMEOUT: Outcome
+FAILED: Outcome
+REFUSED: Outcome
+NOT_FINITE: Outcome
 
 class TextPairs(_message.Message):
     __slots__ = ("prompts", "responses")
@@ -28,12 +44,16 @@ class ScoreRequest(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("scores", "scorer")
+    __slots__ = ("scores", "scorer", "outcomes", "reasons")
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
     scores: bytes
     scorer: ScorerIdentity
-    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
+    outcomes: bytes
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, scores: _Optional[bytes] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScorerIdentity(_message.Message):
     __slots__ = ("name", "model_hash", "names", "parts")

@@ -1,6 +1,7 @@
 """Function scorers and judges for tests, named by import path."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 
 
@@ -120,3 +122,36 @@ def two_worded(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
 def two_not_finite(pairs: Sequence[Pair]) -> list[dict[str, float]]:
     """Finite but for one number of one name."""
     return [*two(pairs)[1:], {"right": 1.0, "words": float("nan")}]
+
+
+def late(pairs: Sequence[Pair]) -> Any:
+    """Asks a service that does not answer."""
+    raise TimeoutError("no answer from 10.0.0.7")
+
+
+def declines(pairs: Sequence[Pair]) -> list[None]:
+    return [None] * len(pairs)
+
+
+def says_scored(pairs: Sequence[Pair]) -> list[Unscored]:
+    return [Unscored(Outcome.SCORED, "")] * len(pairs)
+
+
+def says_much(pairs: Sequence[Pair]) -> list[Unscored]:
+    """A reason of many characters, one of which is half of one."""
+    return [Unscored(Outcome.FAILED, "\ud800" + "because " * 1000)] * len(pairs)
+
+
+def picky(pairs: Sequence[Pair]) -> list[float | Unscored]:
+    """Words of the response; does not judge a single word, and breaks on three."""
+    if any(len(pair.response.split()) == 3 for pair in pairs):
+        raise ValueError("three words")
+    refused = Unscored(Outcome.REFUSED, "one word is not judged")
+    return [refused if words == 1 else words for words in count(pairs)]
+
+
+def spotty(pairs: Sequence[Pair]) -> list[float]:
+    """Words of the response; breaks on the label `breaks`, and gives NaN for the label `nan`."""
+    if any(pair.label == "breaks" for pair in pairs):
+        raise ValueError("the password is 1234")
+    return [math.nan if pair.label == "nan" else words for pair, words in zip(pairs, count(pairs), strict=True)]

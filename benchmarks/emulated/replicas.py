@@ -27,7 +27,7 @@ from services.reference.model import Frozen, Question
 from services.reference.replica import Reference
 from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.replica import Reward
-from services.reward.scorers.scorer import Scored, Scorer
+from services.reward.scorers.scorer import Result, Scored, Scorer
 from services.rollout.config import RolloutConfig
 from services.rollout.interface import Engine
 from services.rollout.replica import Rollout
@@ -156,10 +156,10 @@ class EmulatedScorer:
         self.identity = reward_pb2.ScorerIdentity(name="function:emulated", model_hash="none")
         self._sleep = sleep
 
-    def score(self, pairs: Sequence[Scored]) -> Floats:
-        """One score per pair, [B, 1]."""
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """One score per pair."""
         time.sleep(self._sleep.seconds("score", len(pairs)))
-        return np.asarray([[pair.response_ids[0] % 7] for pair in pairs], np.float32)
+        return list(np.asarray([[pair.response_ids[0] % 7] for pair in pairs], np.float32))
 
     def check(self) -> None:
         """Finds nothing wrong."""

@@ -381,17 +381,18 @@ class Algorithm(Config):
 
     def score(self, scores: Mapping[str, Floats], step: int) -> Floats:
         """The score of each response as the reward service gives it: of several named ones the sum of each times its
-        weight at this step, from 1, neither clipped nor normalised. Name -> [B] to [B] float32.
+        weight at this step, from 1, neither clipped nor normalised. Name -> [B] to [B] float32; NaN stands for a
+        response without a score, and stays.
 
         Raises:
-            ConfigError: a sum is not a finite float32.
+            ConfigError: a sum is beyond float32.
         """
         if not self.rewards:
             return scores[SCORE]
         terms = [scores[name].astype(np.float64) * each.weight_at(step) for name, each in self.rewards.items()]
         with np.errstate(over="ignore"):
             total: Floats = sum(terms[1:], terms[0]).astype(np.float32)
-        if not np.isfinite(total).all():
+        if np.isinf(total).any():
             raise ConfigError("orchestrator.algorithm.rewards: a sum of the weighted scores is too large for float32")
         return total
 

@@ -120,7 +120,7 @@ async def evaluate_model(
         oldest = await served(services.rollout, config) if offline is None else 0
         requests = evaluation_requests(config, prompts)
         answers = Answers.of(environment, config, tokenizer, sampled.end_ids)
-        collector = Collector(services, config, sampled.end_ids, answers=answers)
+        collector = Collector(services, config, sampled.end_ids, answers=answers, note=note)
         async with nullcontext() if offline is None else offline.running():
             collected = await collector.collect(requests, version=None, critic_step=None)
         if offline is None and (older := int(collected.columns["versions"].min())) < oldest:
@@ -311,8 +311,14 @@ def _table(rows: Sequence[EvaluatedSample], title: str, scorer: str, path: str) 
         "response length, tokens": [float(row.length) for row in rows],
         "cut off by the limit": [float(not row.ended) for row in rows],
     }
+    if unscored := sum(math.isnan(row.score) for row in rows):
+        drawn.caption = f"{drawn.caption}; {unscored} have no score"
     for name, values in columns.items():
-        interval: Interval = over_prompts([(row.row, value) for row, value in zip(rows, values, strict=True)])
+        known = [(row.row, value) for row, value in zip(rows, values, strict=True) if not math.isnan(value)]
+        if not known:
+            drawn.add_row(name, "–", "no sample has one")
+            continue
+        interval: Interval = over_prompts(known)
         bounds = "needs two prompts" if math.isnan(interval.low) else f"{interval.low:.3f} to {interval.high:.3f}"
         drawn.add_row(name, f"{interval.mean:.3f}", bounds)
     return drawn

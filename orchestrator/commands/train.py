@@ -268,7 +268,7 @@ class Run:
     ) -> Collector:
         config, inputs, ends = self._config, self.inputs, self.inputs.distribution.end_ids
         answers = Answers.of(inputs.environment, config, inputs.tokenizer, ends)
-        return Collector(services, config, ends, stages, old_logprobs, answers)
+        return Collector(services, config, ends, stages, old_logprobs, answers, self.progress.note)
 
     def _evaluator(self, stages: SampleStages) -> Evaluator | None:
         config, inputs = self._config, self.inputs

@@ -23,7 +23,7 @@ class EvaluationConfig(Config):
     @field_validator("judges")
     @classmethod
     def _names_are_free(cls, judges: dict[str, str]) -> dict[str, str]:
-        if taken := {"score", "kl", "length", "truncated", "loss", "accuracy"} & judges.keys():
+        if taken := {"score", "kl", "length", "truncated", "loss", "accuracy", "unscored"} & judges.keys():
             raise ValueError(
                 f"{', '.join(sorted(taken))}: measured by every evaluation; call the judge something else"
             )

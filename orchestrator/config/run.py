@@ -12,6 +12,7 @@ from orchestrator.config.data import DataConfig, SamplingConfig
 from orchestrator.config.evaluation import EvaluationConfig
 from orchestrator.config.loop import LoopConfig
 from orchestrator.config.services import ServiceConfig, ServicesConfig, Target
+from orchestrator.config.unscored import UnscoredConfig
 from orchestrator.config.weights import WeightsConfig
 from orchestrator.environments.config import EnvironmentConfig
 from quartet.config.base import Config, Count, Seconds, matching
@@ -89,6 +90,8 @@ class OrchestratorConfig(Config):
     """Generation."""
     environment: EnvironmentConfig | None = None
     """An environment that answers between responses. Null: each prompt gets one response."""
+    unscored: UnscoredConfig = UnscoredConfig()
+    """Responses that the reward service does not score."""
     algorithm: AnyAlgorithm = DEFAULT
     """The algorithm: its `kind` names the estimator of advantages, which decides what else there is to set."""
     policy: PolicyConfig
@@ -165,6 +168,12 @@ class OrchestratorConfig(Config):
         follows = "sampling.max_new_tokens" if self.environment is None else "environment.max_tokens"
         needed = self.data.max_prompt_length + self.longest_response
         return needed, f"orchestrator.data.max_prompt_length + orchestrator.{follows} is {needed}"
+
+    @property
+    def discard_limit(self) -> int:
+        """Most groups of responses that may be discarded for each one that a batch takes; 0 where none is."""
+        dropped = self.unscored.max_dropped if self.unscored.then == "drop" else 0
+        return max(self.algorithm.discard_limit, dropped)
 
     @property
     def early_logprobs(self) -> bool:

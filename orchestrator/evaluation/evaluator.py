@@ -113,6 +113,8 @@ def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
         "eval/length": float(np.mean([row.length for row in rows])),
         "eval/truncated": float(np.mean([not row.ended for row in rows])),
     }
+    if unscored := sum(math.isnan(row.score) for row in rows):
+        metrics["eval/unscored"] = unscored
     if not np.isnan(kl := float(np.mean([row.kl for row in rows]))):
         metrics["eval/kl"] = kl
     for name in rows[0].judges if rows else {}:
@@ -126,5 +128,8 @@ def summarise(rows: Sequence[EvaluatedSample]) -> dict[str, float]:
 
 
 def _with_interval(name: str, values: Sequence[tuple[int, float]]) -> dict[str, float]:
-    interval = over_prompts(values)
+    """The mean of the values that are numbers, with its interval; nothing if there are none."""
+    if not (known := [(row, value) for row, value in values if not math.isnan(value)]):
+        return {}
+    interval = over_prompts(known)
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

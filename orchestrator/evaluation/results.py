@@ -27,7 +27,7 @@ class EvaluatedSample:
     task: str
     """The data set's task of the prompt; empty when none."""
     score: float
-    """Score of the reward service; of several named ones the weighted sum."""
+    """Score of the reward service, of several named ones the weighted sum; NaN, in JSON null, if it has none."""
     scores: dict[str, float]
     """Name -> score, where they have names."""
     kl: float
@@ -79,11 +79,20 @@ def _number(value: Any, where: str) -> float:
     return math.nan if value is None else float(value)
 
 
+def _plain(number: float) -> float | None:
+    return None if math.isnan(number) else number
+
+
 def write_rows(path: Path, rows: Sequence[EvaluatedSample]) -> None:
     """Writes one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = [asdict(row) | {"kl": None if math.isnan(row.kl) else row.kl} for row in rows]
-    lines = [json.dumps(row, ensure_ascii=False) for row in raw]
+    raw = [
+        asdict(row)
+        | {"kl": _plain(row.kl), "score": _plain(row.score)}
+        | {"scores": {name: _plain(score) for name, score in row.scores.items()}}
+        for row in rows
+    ]
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in raw]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 

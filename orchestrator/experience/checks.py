@@ -1,6 +1,6 @@
 """Checks of every answer of the services, for lengths and finite numbers, before it is trained on or kept."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -48,9 +48,11 @@ def check_tokens(call: str, field: str, columns: Columns, values: Floats) -> Non
         raise InvalidReply(f"{where} is {float(values[at])}; must be finite")
 
 
-def check_scores(columns: Columns, scores: Mapping[str, Floats], names: Sequence[str]) -> None:
-    """Raises InvalidReply unless there is a finite score of each of these names for each sample, and none of
-    another."""
+def check_scores(
+    columns: Columns, scores: Mapping[str, Floats], names: Sequence[str], unscored: Collection[int] = ()
+) -> None:
+    """Raises InvalidReply unless there is a score of each of these names for each sample, and none of another name:
+    NaN for the samples with these indices, and a finite one for all others."""
     if {*scores} != {*names}:
         raise InvalidReply(f"reward.Score: scores: of {', '.join(scores)}; must be of {', '.join(names)}")
     for name, given in scores.items():
@@ -58,8 +60,8 @@ def check_scores(columns: Columns, scores: Mapping[str, Floats], names: Sequence
             raise InvalidReply(
                 f"reward.Score: scores: {len(given)} for {len(columns)} samples; there must be one each"
             )
-        for row, score in zip(columns["row"].tolist(), given.tolist(), strict=True):
-            if not np.isfinite(score):
+        for index, (row, score) in enumerate(zip(columns["row"].tolist(), given.tolist(), strict=True)):
+            if index not in unscored and not np.isfinite(score):
                 of = SCORE if name == SCORE else f"{SCORE} {name}"
                 raise InvalidReply(f"reward.Score: prompt row {row}: {of} is {score}; must be finite")
 

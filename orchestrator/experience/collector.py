@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
+from orchestrator.config.unscored import PAUSE_S
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.checks import (
     check_own_logprobs,
@@ -22,8 +23,10 @@ from orchestrator.experience.requests import SampleRequest, calls
 from orchestrator.tracing.samples import SampleStages
 from orchestrator.tracing.spans import UNTRACED
 from quartet.columns import Columns
+from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from quartet.wire.errors import Internal
+from quartet.wire.outcomes import MAY_PASS, Unscored
 from services.rollout.sample import Sample, Sampling
 
 SCORING = "timeouts.score_s"
@@ -44,6 +47,7 @@ class Collector:
         stages: SampleStages | None = None,
         old_logprobs: OldLogprobs | None = None,
         answers: Answers | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
@@ -53,12 +57,14 @@ class Collector:
             stages: records when each sample was generated, scored, referenced, valued and given its old log-probs.
             old_logprobs: asked for each finished sample; None leaves them for later.
             answers: those of the run's environment; None if it has none.
+            note: called with a message for the user for each sample that is dropped without a score.
         """
         self._services = services
         self._end_ids = end_ids
         self._config = config
         self._old_logprobs = old_logprobs
         self._answers = answers
+        self._note = note
         self._scorer = ""
         self.stages = stages or SampleStages(UNTRACED)
         """The stages of samples, those under way too."""
@@ -111,19 +117,33 @@ class Collector:
             on_repeat: called with the number of samples that are asked for again.
 
         Raises:
-            ExceptionGroup: the errors of services and of the environment.
+            ExceptionGroup: the errors of services and of the environment; ConfigError for a sample without a score
+                where the configuration does not drop it.
             Internal: a sample was lost.
         """
         asked, missing = time.monotonic(), len(requests)
         answered: list[Conversation] = []
 
-        async def complete(conversations: Sequence[Conversation]) -> None:
+        async def complete(conversations: Sequence[Conversation], attempt: int = 0) -> None:
             nonlocal missing
             sampled = time.monotonic()
-            columns = await self._complete(conversations, critic_step)
-            prompts = [each.request.prompt for each in conversations]
-            put(Finished(columns, prompts, asked, sampled, time.monotonic()))
-            missing -= len(conversations)
+            columns, unscored = await self._complete(conversations, critic_step)
+            again = {index for index in unscored if self._is_sent_again(unscored[index], attempt)}
+            for index in again:
+                group.create_task(later(conversations[index], attempt + 1))
+            done = [index for index in range(len(conversations)) if index not in again]
+            for index in set(done) & unscored.keys():
+                self._drop(conversations[index].request, unscored[index], attempt + 1)
+            prompts = [conversations[index].request.prompt for index in done]
+            if done:
+                whole = columns if len(done) == len(columns) else columns.take(done)
+                put(Finished(whole, prompts, asked, sampled, time.monotonic()))
+            missing -= len(done)
+
+        async def later(conversation: Conversation, attempt: int) -> None:
+            """Completes one that had no score, while others go on."""
+            await asyncio.sleep(attempt * PAUSE_S)
+            await complete([conversation], attempt)
 
         async def respond(conversations: Sequence[Conversation]) -> None:
             """Samples the next response of each, in one call."""
@@ -162,6 +182,20 @@ class Collector:
         if missing:  # as after a task that was cancelled by itself, which the group does not tell of
             raise Internal(f"{missing} of {len(requests)} samples were lost on their way")
 
+    def _is_sent_again(self, unscored: Unscored, attempt: int) -> bool:
+        return unscored.outcome in MAY_PASS and attempt < self._config.unscored.retries
+
+    def _drop(self, request: SampleRequest, unscored: Unscored, attempts: int) -> None:
+        """Tells the user of a sample that stays without a score; ConfigError unless such ones are dropped."""
+        where = f"reward.Score: sample {request.number}, prompt row {request.prompt.row} has no score: {unscored}"
+        if self._config.unscored.then == "end":
+            raise ConfigError(
+                f"{where} (attempt {attempts}, orchestrator.unscored.retries); mend it, and go on with --resume, "
+                "after a change of the scorer with --accept-changed-services, or set orchestrator.unscored.then to "
+                "drop"
+            )
+        self._note(f"{where}; dropped")
+
     async def value(self, collected: Collected, critic_step: int) -> Collected:
         """The same batch with the values of the critic after `critic_step` or a later step."""
         values = await self._values(collected.columns, critic_step)
@@ -198,8 +232,11 @@ class Collector:
             on_repeat=on_repeat,
         )
 
-    async def _complete(self, conversations: Sequence[Conversation], critic_step: int | None) -> Columns:
-        """The conversations with the columns of SCHEMA."""
+    async def _complete(
+        self, conversations: Sequence[Conversation], critic_step: int | None
+    ) -> tuple[Columns, Mapping[int, Unscored]]:
+        """The conversations with the columns of SCHEMA, NaN for scores of those that have none, and the reasons for
+        which these have none."""
         columns = trajectories(conversations)
         labels = [each.request.prompt.label for each in conversations]
         async with asyncio.TaskGroup() as group:
@@ -210,10 +247,13 @@ class Collector:
                 "old_logprobs": group.create_task(self._own(columns)),
             }
         come = {name: values for name, task in per_token.items() if (values := task.result()) is not None}
-        return columns.with_rows(**scores.result()).with_sampled(**come)
+        by_column, unscored = scores.result()
+        return columns.with_rows(**by_column).with_sampled(**come), unscored
 
-    async def _scores(self, columns: Columns, labels: Sequence[str]) -> dict[str, Floats]:
-        """Column -> scores, [B]."""
+    async def _scores(
+        self, columns: Columns, labels: Sequence[str]
+    ) -> tuple[dict[str, Floats], Mapping[int, Unscored]]:
+        """Column -> scores, [B], and the reasons for which some have none."""
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
                 columns,
@@ -223,8 +263,8 @@ class Collector:
             )
         self._scorer = check_scorer(self._scorer, scores)
         names = self._config.algorithm.score_names
-        check_scores(columns, scores.columns, names)
-        return {score_column(name): scores.columns[name] for name in names}
+        check_scores(columns, scores.columns, names, scores.unscored)
+        return {score_column(name): scores.columns[name] for name in names}, scores.unscored
 
     async def _references(self, columns: Columns) -> Floats | None:
         """The reference's log-probs, [M]; None if the run has no reference."""

@@ -97,6 +97,7 @@ class Scored(NamedTuple):
     row: int
     """Row of its prompt, as in Prompt."""
     score: float
+    """NaN if it has none."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The stream of experience: samples are made without a pause, and batches are formed of what is finished."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -29,7 +30,8 @@ class Stream:
 
     Samples are asked for in the order of their numbers, in calls of prompts_per_call; each is scored and referenced
     as soon as it has come. All responses to one prompt are in one batch, or discarded together when the last is
-    finished, if the algorithm does not admit them; another prompt takes their place. The loop, for each step:
+    finished, if the algorithm does not admit them or one of them has no score; another prompt takes their place. The
+    loop, for each step:
 
         collected = await stream.take(8, critic_step=7)                   # samples 0 1 3 5, say; 2 4 6 7 go on
         collected = await stream.complete(8, collected, critic_step=7)    # values, journal
@@ -139,8 +141,9 @@ class Stream:
         """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
         algorithm = self._config.algorithm
-        names = algorithm.score_names
-        if algorithm.discard_limit and not algorithm.admit(_group(self._finished[group], names)):
+        names, rows = algorithm.score_names, self._finished[group]
+        dropped = any(math.isnan(score) for row in rows for score in _discarded(row, names).scores)
+        if dropped or (algorithm.discard_limit and not algorithm.admit(_group(rows, names))):
             self._slots.discard(group)
             self._discarded += (_discarded(row, names) for row in self._finished.pop(group))
             self._admit()
@@ -168,15 +171,17 @@ class Stream:
     @property
     def _too_many_discarded(self) -> bool:
         """True if no more groups may be asked for in place of those that were discarded."""
-        limit = self._config.algorithm.discard_limit * self._config.batch_size
+        limit = self._config.discard_limit * self._config.batch_size
         return bool(self._discarded) and len(self._discarded) >= limit
 
     def _of_discarded(self, step: int) -> str:
-        groups, most = len(self._discarded) // self._each, self._config.algorithm.discard_limit
+        groups, most = len(self._discarded) // self._each, self._config.discard_limit
+        unscored = sum(math.isnan(score) for each in self._discarded for score in each.scores[:1])
         return (
             f"step {step}: {groups} groups of responses were discarded, {most} for each one of a batch "
-            "(algorithm.max_discarded), and the batch is not complete: choose prompts of which the algorithm admits "
-            "more, or let it discard none, and go on with --resume"
+            "(algorithm.max_discarded, unscored.max_dropped), and the batch is not complete: choose prompts of which "
+            "the algorithm admits more, or let it discard none, and go on with --resume"
+            + (f"; {unscored} responses have no score, so mend the scorer first" if unscored else "")
         )
 
 

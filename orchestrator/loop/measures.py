@@ -1,5 +1,6 @@
 """The report of a step: its stages' seconds, metrics besides its losses, and the bound on its samples' age."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -71,15 +72,16 @@ def check_ages(collected: Collected, step: int, version: int, bound: int) -> Non
 
 
 def ledger(before: TrainState, done: TrainState, collected: Collected) -> dict[str, float]:
-    """Counts of samples that were requested, requested again, discarded, used, and begun by one replica and finished
-    by another, with the tokens kept of the first; and of the prompts seen so far. The policy's version, and the
-    oldest sample's staleness."""
+    """Counts of samples that were requested, requested again, discarded, without a score, used, and begun by one
+    replica and finished by another, with the tokens kept of the first; and of the prompts seen so far. The policy's
+    version, and the oldest sample's staleness."""
     kept = collected.columns["kept"]
     oldest = int(collected.columns["versions"].min())
     return {
         "samples/asked": done.samples_asked - before.samples_asked,
         "samples/repeated": collected.repeated,
         "samples/discarded": len(collected.discarded),
+        "samples/unscored": sum(math.isnan(each.score) for each in collected.discarded),
         "samples/resumed": int((kept > 0).sum()),
         "samples/tokens_kept": int(kept.sum()),
         "samples/used": done.samples_used - before.samples_used,

@@ -1,5 +1,6 @@
 """The state that the PPO loop carries from step to step; all other state is the learners'."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
@@ -13,7 +14,7 @@ from quartet.config.base import Config
 
 
 class Seen(Config):
-    """The responses to one prompt that a run has scored, discarded ones included."""
+    """The responses to one prompt that got a score, discarded ones included."""
 
     responses: int = 0
     """Number of them."""
@@ -113,6 +114,8 @@ class TrainState(Config):
     def _seen(self, used: Sequence[Scored]) -> dict[int, Seen]:
         seen = dict(self.prompts)
         for each in used:
+            if math.isnan(each.score):
+                continue
             before = seen.get(each.row, Seen())
             seen[each.row] = Seen(responses=before.responses + 1, total=before.total + each.score)
         return seen

@@ -30,7 +30,9 @@ _RUN_OUTPUTS = (FILE, TRACE, "tensorboard", "evaluations", "report.html", CHECKP
 _YEAR_10000 = 253_402_300_800
 NAMED_EVALUATION_METRICS = ("score/", "task/")
 """Beginnings of what an evaluation measures by the names of scores and by tasks."""
-_OWN_EVALUATION_METRICS = {"score", "score_low", "score_high", "kl", "length", "truncated", "loss", "accuracy"}
+_OWN_EVALUATION_METRICS = {
+    *("score", "score_low", "score_high", "kl", "length", "truncated", "loss", "accuracy", "unscored"),
+}
 
 
 class Sink(Protocol):

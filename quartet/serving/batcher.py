@@ -44,6 +44,14 @@ class Work(Protocol[Made, Given]):
         """Stores the model's results for these rows."""
 
 
+class SpoiltError(Exception):
+    """Some row makes the model fail. Its pass is divided until that row is alone, and then has this result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(str(result))
+        self.result = result
+
+
 @dataclass(eq=False, slots=True)
 class _Call(Generic[Item, Result]):
     share: Share
@@ -72,8 +80,9 @@ class Batcher(Generic[Item, Result]):
     A pass starts as soon as the last one ends, with the rows that wait by then, in the order of FairQueue. Thus a
     call to an idle service never waits for others, and a busy service forms large batches by itself.
 
-    A pass that fails is divided in two until the calls that make it fail are alone. A pass that exceeds its deadline
-    counts as hung, and with it the model's thread: all calls, present and later, are answered with Unavailable.
+    A pass that fails is divided in two until the calls that make it fail are alone, with SpoiltError until the rows
+    are, by passes with deadlines of their own. A pass that exceeds its deadline counts as hung, and with it the
+    model's thread: all calls, present and later, are answered with Unavailable.
 
     For example, calls A, B and C wait and B's rows make the model fail. The pass ABC fails, then A succeeds and BC
     fails, then B alone fails and C succeeds: only B gets the error.
@@ -185,20 +194,24 @@ class Batcher(Generic[Item, Result]):
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
         if isinstance(error, Exception):
             self._answered = -math.inf
-            self._divide(purpose, parts, error)
+            await self._divide(purpose, parts, error)
 
-    def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
+    async def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
         """Divides a failed pass in two; a call that fails alone is answered with the error."""
+        if len(parts) == 1 and isinstance(error, SpoiltError):
+            parts = _halves(parts[0])
         if len(parts) == 1:
-            parts[0].call.fail(error)
+            if isinstance(error, SpoiltError):
+                await self._put(parts, [error.result])
+            else:
+                parts[0].call.fail(error)
             return
         middle = len(parts) // 2
         self._queue.again(purpose, parts[middle:])
         self._queue.again(purpose, parts[:middle])
 
     async def _compute(self, parts: list[_Part[Item, Result]]) -> None:
-        in_executor = asyncio.get_running_loop().run_in_executor
-        items = await in_executor(self._thread, _items, parts)
+        items = await asyncio.get_running_loop().run_in_executor(self._thread, _items, parts)
         right = [(part, made) for part, made in zip(parts, items, strict=True) if not isinstance(made, Exception)]
         for part, made in zip(parts, items, strict=True):
             if isinstance(made, Exception):
@@ -207,11 +220,23 @@ class Batcher(Generic[Item, Result]):
             return
         results = await self._run([item for _, made in right for item in made])
         self._answered = time.monotonic()
-        for part, error in await in_executor(self._thread, _put, [part for part, _ in right], results):
+        await self._put([part for part, _ in right], results)
+
+    async def _put(self, parts: list[_Part[Item, Result]], results: Sequence[Result]) -> None:
+        """Stores the results of these parts in their calls."""
+        put = await asyncio.get_running_loop().run_in_executor(self._thread, _put, parts, results)
+        for part, error in put:
             if error is None:
                 part.call.finish(len(part.rows))
             else:
                 part.call.fail(error)
+
+
+def _halves(part: _Part[Item, Result]) -> list[_Part[Item, Result]]:
+    """The rows of a part in two parts; a single row in one."""
+    middle = len(part.rows) // 2
+    halves = [rows for rows in (part.rows[:middle], part.rows[middle:]) if len(rows)]
+    return [Slice(part.call, rows, int(part.call.work.costs[rows].sum())) for rows in halves]
 
 
 def _described(parts: Sequence[_Part[Any, Any]]) -> str:

@@ -11,7 +11,8 @@ class Pair:
     """A prompt and a response as text, as function scorers and judges see them.
 
     A function scorer has the signature `def name(pairs: Sequence[Pair]) -> list[float]`: one score per pair,
-    in the order of the pairs; or, with names for several scores, `-> list[dict[str, float]]`.
+    in the order of the pairs; or, with names for several scores, `-> list[dict[str, float]]`. In the place of a score
+    it may return None, where it does not apply to the pair, or an Unscored (quartet/wire/outcomes.py).
     """
 
     prompt: str

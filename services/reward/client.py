@@ -1,7 +1,8 @@
 """Client of the reward service. It needs neither Ray nor torch, and works without a training run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
 from quartet.wire.codec import Floats, unpack_floats
 from quartet.wire.errors import InvalidArgument, InvalidReply
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import SCORE
 from quartet.wire.replies import one_each, reading
 from quartet.wire.splitting import in_parts, some
@@ -23,11 +25,14 @@ class Scores:
     """Scores and the identity of their scorer."""
 
     columns: Mapping[str, Floats]
-    """Name -> the scores of that name, [B] float32; a scorer without names has one, `score`."""
+    """Name -> the scores of that name, [B] float32, NaN for a pair that is not scored; a scorer without names has
+    one, `score`."""
     scorer: str
     """Name of the scorer, for instance "model:reward"."""
     model_hash: str
     """sha256 of the model's files or the function's source; scores with equal hashes can be compared."""
+    unscored: Mapping[int, Unscored] = field(default_factory=dict)
+    """Index of a pair -> the reason why it is not scored."""
 
     @property
     def values(self) -> Floats:
@@ -96,8 +101,10 @@ class RewardClient(ServiceClient[RewardStub]):
             if len({*names}) < len(names):
                 raise InvalidArgument(f"scorer.names: {', '.join(names)} has one twice")
             values = one_each(unpack_floats(reply.scores, "scores"), len(rows) * len(names), "scores", of)
-        table = values.reshape(len(rows), len(names))
-        return Scores(dict(zip(names, table.T, strict=True)), reply.scorer.name, reply.scorer.model_hash)
+            table = values.reshape(len(rows), len(names))
+            unscored = _unscored(reply, table)
+        columns = dict(zip(names, table.T, strict=True))
+        return Scores(columns, reply.scorer.name, reply.scorer.model_hash, unscored)
 
     def _joined(self, parts: Sequence[Scores]) -> Scores:
         """The scores of all parts; InvalidReply if they come from different scorers."""
@@ -108,7 +115,14 @@ class RewardClient(ServiceClient[RewardStub]):
                 "replaced?"
             )
         columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
-        return Scores(columns, first.scorer, first.model_hash)
+        lengths = [len(next(iter(part.columns.values()))) for part in parts]
+        starts = accumulate(lengths, initial=0)
+        unscored = {
+            start + row: each
+            for start, part in zip(starts, parts, strict=False)
+            for row, each in part.unscored.items()
+        }
+        return Scores(columns, first.scorer, first.model_hash, unscored)
 
     async def info(self, timeout_s: float) -> pb.RewardInfo:
         """The scorer behind the service."""
@@ -116,3 +130,19 @@ class RewardClient(ServiceClient[RewardStub]):
             self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info", anywhere=True
         )
         return info
+
+
+def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:
+    """The pairs that the reply does not score. InvalidArgument unless exactly these have NaN in `table`, [B, K], in
+    all columns, and each a reason."""
+    outcomes = np.frombuffer(reply.outcomes, np.uint8) if reply.outcomes else np.zeros(len(table), np.uint8)
+    if len(outcomes) != len(table):
+        raise InvalidArgument(f"outcomes: {len(outcomes)} for {len(table)} pairs; there must be one each, or none")
+    if len(outcomes) and int(outcomes.max()) > max(Outcome):
+        raise InvalidArgument(f"outcomes[{int(outcomes.argmax())}]: {outcomes.max()} is no outcome")
+    rows = np.flatnonzero(outcomes).tolist()
+    if len(reply.reasons) != len(rows):
+        raise InvalidArgument(f"reasons: {len(reply.reasons)} for {len(rows)} pairs without a score; one each")
+    if not np.isnan(table[rows]).all():
+        raise InvalidArgument("scores: a number for a pair that is not scored; must be NaN")
+    return {row: Unscored(Outcome(outcomes[row]), why) for row, why in zip(rows, reply.reasons, strict=True)}

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
-from quartet.wire.codec import Floats, Ints, check_length
+from quartet.wire.codec import Floats, Ints, check_length, pack_floats
 from quartet.wire.errors import InvalidArgument
+from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import Result, Scored
 
 NO_TEXT = Pair("", "")
 """Placeholder for the text of ids when no scorer reads texts."""
@@ -26,12 +27,30 @@ class ScoreCall:
         """`each` is the number of scores of a row."""
         self.costs = costs
         self.items = items
-        self.out: Floats = np.empty((len(costs), each), np.float32)
-        """The scores, [B, K]."""
+        self.out: Floats = np.full((len(costs), each), np.nan, np.float32)
+        """The scores, [B, K]; NaN for rows that are not scored."""
+        self.unscored: dict[int, Unscored] = {}
+        """Row -> the reason why it is not scored."""
 
-    def put(self, rows: Sequence[int], results: Sequence[Floats]) -> None:
-        """Stores the scores of these rows."""
-        self.out[rows] = results
+    def put(self, rows: Sequence[int], results: Sequence[Result]) -> None:
+        """Stores the results of these rows."""
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, Unscored):
+                self.unscored[row] = result
+            else:
+                self.out[row] = result
+
+    def response(self, scorer: pb.ScorerIdentity) -> pb.ScoreResponse:
+        """The answer to the call."""
+        outcomes = np.zeros(len(self.out), np.uint8)
+        for row, each in self.unscored.items():
+            outcomes[row] = each.outcome
+        return pb.ScoreResponse(
+            scores=pack_floats(self.out),
+            scorer=scorer,
+            outcomes=outcomes.tobytes() if self.unscored else b"",
+            reasons=[self.unscored[row].reason for row in sorted(self.unscored)],
+        )
 
 
 class Received:

@@ -16,12 +16,10 @@ from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
-from quartet.wire.codec import pack_floats
 from services.reward.config import RewardConfig
 
 if TYPE_CHECKING:
-    from quartet.wire.codec import Floats
-    from services.reward.scorers.scorer import Scored, Scorer
+    from services.reward.scorers.scorer import Result, Scored, Scorer
 
 
 @serve.deployment(
@@ -48,7 +46,7 @@ class Reward(HealthMixin):
         scorer = (make or make_scorer)(config.scorer, tokenizer, default_device())
         self._scorer = scorer.identity
         self._admission = Admission(config.limits)
-        self._batcher: Batcher[Scored, Floats] = Batcher(
+        self._batcher: Batcher[Scored, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
             batch_s=config.limits.batch_s,
@@ -81,7 +79,7 @@ class Reward(HealthMixin):
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)
             await self._batcher.submit(share, call)
-        return pb.ScoreResponse(scores=pack_floats(call.out), scorer=self._scorer)
+        return call.response(self._scorer)
 
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.RewardInfo:

@@ -1,6 +1,7 @@
 """The reward service over gRPC: a model, a function and several by name as scorers."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from protos import common_pb2, reward_pb2
-from quartet.wire.errors import FailedPrecondition
 from quartet.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
@@ -162,13 +162,14 @@ async def test_a_function_sees_text_label_and_end(quartet: Quartet) -> None:
 
 
 @pytest.mark.usefixtures("scorers")
-async def test_a_function_that_fails_costs_its_own_call_only_and_tells_no_secrets(quartet: Quartet) -> None:
+async def test_a_function_that_fails_costs_a_pair_its_score_and_tells_no_secrets(quartet: Quartet) -> None:
     words = RewardClient(quartet.channel, "words")
     good = [asyncio.create_task(words.score_texts(["w5"], ["w7"], timeout_s=120)) for _ in range(8)]
-    told = r"^words\.Score: tests\.scorers:words raised RuntimeError in line \d+ of scorers\.py; see the reward"
-    with pytest.raises(FailedPrecondition, match=told) as caught:
-        await words.score_texts(["secret"], ["w7"], timeout_s=120)
-    assert "1234" not in str(caught.value)
+    scores = await words.score_texts(["w5", "secret", "w5"], ["w7"] * 3, timeout_s=120)
+    assert scores.values == pytest.approx([1000.1, np.nan, 1000.1], nan_ok=True)
+    told = str(scores.unscored[1])
+    assert re.match(r"failed: tests\.scorers:words raised RuntimeError in line \d+ of scorers\.py; see the rew", told)
+    assert "1234" not in told
     assert [scores.values.tolist() for scores in await asyncio.gather(*good)] == [[pytest.approx(1000.1)]] * 8
 
 

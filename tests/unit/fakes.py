@@ -13,6 +13,7 @@ from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt
 from orchestrator.experience.requests import SampleRequest
 from quartet.columns import Columns
+from quartet.wire.outcomes import Unscored
 from services.critic.client import Values
 from services.reward.client import Scores
 from services.rollout.sample import FinishReason, Sample, Sampling
@@ -134,15 +135,20 @@ class FakeAsk:
 
 
 class FakeReward(FakeAsk):
-    """The score of a response is its first token; with `names` the answer is a number for each of them."""
+    """The score of a response is its first token; with `names` the answer is a number for each of them, or it is an
+    Unscored."""
 
     scorer = "model:fake"
     names: tuple[str, ...] = ("score",)
 
     async def score(self, columns: Columns, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
         scores = await self.ask(columns, labels=labels, ended=ended, timeout_s=timeout_s)
-        table = np.asarray(scores, np.float32).reshape(-1, len(self.names))
-        return Scores(dict(zip(self.names, np.ascontiguousarray(table.T), strict=True)), self.scorer, "hash")
+        unscored = {index: each for index, each in enumerate(scores) if isinstance(each, Unscored)}
+        nothing = [np.nan] * len(self.names)
+        rows = [nothing if index in unscored else each for index, each in enumerate(scores)]
+        table = np.asarray(rows, np.float32).reshape(-1, len(self.names))
+        by_name = dict(zip(self.names, np.ascontiguousarray(table.T), strict=True))
+        return Scores(by_name, self.scorer, "hash", unscored)
 
 
 def _sampled(columns: Columns, rows: Sequence[Any]) -> Any:

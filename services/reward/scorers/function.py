@@ -12,11 +12,14 @@ import numpy as np
 
 from protos import reward_pb2 as pb
 from quartet.config.functions import load_function, source_of
-from quartet.wire.codec import Floats
+from quartet.serving.batcher import SpoiltError
 from quartet.wire.errors import FailedPrecondition
+from quartet.wire.outcomes import Outcome, Unscored
 from services.reward.config import FunctionScorerConfig
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import Result, Scored, results
 
+MOST_REASON = 500
+"""Most characters of a reason that a function gives."""
 log = logging.getLogger("ray.serve")  # whose lines are in logs/serve, a file for each replica
 
 
@@ -38,49 +41,63 @@ class FunctionScorer:
             names=config.names,
         )
 
-    def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The function's scores, [B, K]. FailedPrecondition, which names the function, if it raises or does not give
-        for each pair one finite number, or one for each of its names."""
+    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+        """The function's results.
+
+        Raises:
+            SpoiltError: the function raised; with the reason for the pair on which it does so alone.
+            FailedPrecondition: it gave something other than one result for each pair; names the function.
+        """
         try:
             scores = self._function([scored.pair for scored in pairs])
             scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of torch, NumPy, pandas
         except Exception as error:
-            log.exception("%s failed", self._name)
+            if len(pairs) == 1:
+                log.exception("%s failed", self._name)
             # Without the error's text, which may hold secrets.
-            raise FailedPrecondition(
+            reason = (
                 f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log "
                 f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names"
-            ) from None
-        numbers = self._named(scores, len(pairs)) if self.names else scores
+            )
+            outcome = Outcome.TIMEOUT if isinstance(error, TimeoutError) else Outcome.FAILED
+            raise SpoiltError(Unscored(outcome, reason)) from None
+        should = (
+            f"should give for each pair a mapping of {', '.join(self.names)} to numbers"
+            if self.names
+            else "should give one number each"
+        )
+        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(pairs):
+            given = f"{len(scores)} scores" if isinstance(scores, Sequence) else f"a {type(scores).__name__}"
+            raise FailedPrecondition(f"{self._name} gave {given} for {len(pairs)} pairs; {should}")
+        return [self._result(each, f"{self._name} gave {{}} for pair {n}; {should}") for n, each in enumerate(scores)]
+
+    def _result(self, given: Any, problem: str) -> Result:
+        """The scores of a pair in the order of the names. FailedPrecondition, with what was given put into `problem`,
+        if they are none."""
+        if given is None:
+            return Unscored(Outcome.NOT_APPLICABLE, f"{self._name} gave None")
+        if isinstance(given, Unscored):
+            if given.outcome not in [*Outcome][1:]:
+                raise FailedPrecondition(problem.format(f"an Unscored of outcome {given.outcome!r}"))
+            # The user's own text, which the reply has to be able to hold.
+            text = str(given.reason)[:MOST_REASON].encode(errors="replace").decode()
+            return Unscored(Outcome(given.outcome), text)
+        numbers = [given]
+        if self.names:
+            if not isinstance(given, Mapping):
+                raise FailedPrecondition(problem.format(f"a {type(given).__name__}"))
+            if {*given} != {*self.names}:
+                raise FailedPrecondition(problem.format(", ".join(sorted(map(str, given))) or "no name"))
+            numbers = [given[name] for name in self.names]
         try:
             with np.errstate(over="ignore"):
                 values = np.asarray(numbers, np.float32)
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise FailedPrecondition(f"{self._name} gave a {type(scores).__name__} that holds no numbers") from None
-        if values.shape != ((len(pairs), len(self.names)) if self.names else (len(pairs),)):
-            given = (
-                f"{len(values)} scores" if values.ndim == 1 else f"a {type(scores).__name__} of shape {values.shape}"
-            )
-            raise FailedPrecondition(f"{self._name} gave {given} for {len(pairs)} pairs; should give one number each")
-        values = values.reshape(len(pairs), max(1, len(self.names)))
-        if not (finite := np.isfinite(values).all(axis=0)).all():
-            which = f" of {self.names[int(np.argmin(finite))]}" if self.names else ""
-            raise FailedPrecondition(f"{self._name} gave a score{which} that is not finite in float32")
-        return values
-
-    def _named(self, scores: Any, pairs: int) -> list[list[Any]]:
-        """The numbers of each pair in the order of the names; FailedPrecondition unless the function gave a mapping
-        of exactly these names for each."""
-        should = f"for each pair a mapping of {', '.join(self.names)} to numbers"
-        if not isinstance(scores, Sequence) or len(scores) != pairs:
-            given = f"{len(scores)} values" if isinstance(scores, Sequence) else f"a {type(scores).__name__}"
-            raise FailedPrecondition(f"{self._name} gave {given} for {pairs} pairs; should give {should}")
-        for index, each in enumerate(scores):
-            if not isinstance(each, Mapping) or {*each} != {*self.names}:
-                names = ", ".join(sorted(map(str, each))) or "no name" if isinstance(each, Mapping) else ""
-                given = names if isinstance(each, Mapping) else f"a {type(each).__name__}"
-                raise FailedPrecondition(f"{self._name} gave {given} for pair {index}; should give {should}")
-        return [[each[name] for name in self.names] for each in scores]
+            raise FailedPrecondition(problem.format("something that is no number")) from None
+        if values.ndim != 1:
+            raise FailedPrecondition(problem.format(f"a {type(given).__name__}"))
+        [result] = results(values[None], self._name)
+        return result
 
     def check(self) -> None:
         """Does nothing, since a function may rightly refuse a made-up pair."""

@@ -13,11 +13,10 @@ from quartet.models.frozen_passes import FrozenPasses
 from quartet.models.loading import load_config, load_tokenizer, max_length
 from quartet.models.offload import Residence
 from quartet.models.scalar import load_scalar, scores_of
-from quartet.wire.codec import Floats
 from quartet.wire.identity import folder_name, model_hash, tokenizer_hash
 from quartet.wire.pairs import Pair
 from services.reward.config import ModelScorerConfig
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import Result, Scored, results
 
 
 class ModelScorer:
@@ -50,14 +49,13 @@ class ModelScorer:
         )
 
     @torch.inference_mode()
-    def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The normalised scores, [B, 1]."""
+    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+        """The normalised scores."""
         with self._residence.use():
             # The output at the last token of each pair, an array of one number.
             rows = self._passes.run(lambda tensors: scores_of(self._model, tensors).cpu().numpy()[:, None], pairs)
         scores = np.asarray([row[-1:] for row in rows], np.float32)
-        normalised: Floats = (scores - self._mean) / self._std
-        return normalised
+        return results((scores - self._mean) / self._std, self.identity.name)
 
     def check(self) -> None:
         """Runs a forward pass over one pair; with offload it checks the device without moving the weights."""

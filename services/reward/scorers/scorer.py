@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from protos import reward_pb2 as pb
 from quartet.wire.codec import Floats, Ints
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 
 
@@ -16,6 +19,16 @@ class Scored:
     prompt_ids: Ints
     response_ids: Ints
     pair: Pair
+
+
+Result = Floats | Unscored
+"""The scores of a pair, [K] float32, or the reason why it is not scored."""
+
+
+def results(values: Floats, scorer: str) -> list[Result]:
+    """The rows of [B, K]; those with a number that is not finite are not scored."""
+    wrong = Unscored(Outcome.NOT_FINITE, f"{scorer} gave a score that is not finite in float32")
+    return [row if good.all() else wrong for row, good in zip(values, np.isfinite(values), strict=True)]
 
 
 class Scorer(Protocol):
@@ -34,8 +47,13 @@ class Scorer(Protocol):
     names: tuple[str, ...]
     """Names of the scores of a pair; empty if there is one score."""
 
-    def score(self, pairs: Sequence[Scored]) -> Floats:
-        """The scores of each pair, [B, K] float32: one for each of K names, in their order, or a single one."""
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """For each of B pairs its scores, [K] float32, all finite: one for each of K names, in their order, or a
+        single one; or the reason why it is not scored.
+
+        Raises:
+            SpoiltError: one of the pairs makes it fail; holds the reason why that pair is not scored.
+        """
 
     def check(self) -> None:
         """Raises if the scorer cannot score; for health checks."""

@@ -19,6 +19,7 @@ from orchestrator.evaluation.evaluator import Evaluator, evaluate_samples, summa
 from orchestrator.evaluation.results import EvaluatedSample, read_rows, write_rows
 from orchestrator.experience.conversation import Conversation, trajectories
 from orchestrator.experience.experience import Collected
+from orchestrator.monitoring.metrics import judge_names
 from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 from services.rollout.sample import FinishReason, Sample
@@ -249,3 +250,20 @@ async def test_named_scores_and_tasks_have_figures_of_their_own(tmp_path: Path) 
     assert (row.task, row.score, row.scores) == ("", 9.0, {"right": 2.0, "brief": 10.0})
     # Before the first step with that step's weights, which are here those of step 2.
     assert (await evaluator.evaluate(0, 1))["eval/score"] == 12
+
+
+async def test_samples_without_a_score_are_in_no_mean_and_null_in_the_file(tmp_path: Path) -> None:
+    """Scores 1, none, 3: the mean is 2 by two prompts, and all samples have a length and a judge's verdict."""
+    rows = [EXPERIENCES[0], replace(EXPERIENCES[1], score=math.nan), EXPERIENCES[2]]
+    scored = await evaluate_samples(collected(rows), make_tokenizer(), {"words": words}, LIMIT_S)
+    metrics = summarise(scored)
+    assert (metrics["eval/score"], metrics["eval/unscored"]) == (2, 1)
+    assert [metrics["eval/words"], metrics["eval/length"]] == pytest.approx([5 / 3, 8 / 3])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert judge_names(metrics) == ["words"]
+    write_rows(tmp_path / "rows.jsonl", scored)
+    assert [json.loads(line)["score"] for line in (tmp_path / "rows.jsonl").open()] == [1, None, 3]
+    [_, row, _] = read_rows(tmp_path / "rows.jsonl")
+    assert math.isnan(row.score)
+    nothing = [replace(row, score=math.nan) for row in scored]
+    assert summarise(nothing).keys() == metrics.keys() - {"eval/score", "eval/score_low", "eval/score_high"}

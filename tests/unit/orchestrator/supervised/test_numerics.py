@@ -200,8 +200,8 @@ def test_the_reward_service_scores_as_the_trainer_did(
     config = ModelScorerConfig(kind="model", model=str(saved))
     scorer = ModelScorer(config, load_tokenizer(str(policy_folder)), CPU)
     both = zip(examples.columns.prompts, examples.columns.responses, strict=True)
-    scores = scorer.score([Scored(prompt, response, Pair("", "")) for prompt, response in both])[:, 0]
-    assert scores == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-4)
+    scores = scorer.score([Scored(prompt, response, Pair("", "")) for prompt, response in both])
+    assert np.asarray(scores)[:, 0] == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-4)
     assert all(int(row[-1]) == EOS for row in examples.columns.responses)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quartet.serving.batcher import SpoiltError
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, Unavailable
 from tests.unit.batches import Doubler, Numbers, ask, busy, make_batcher, queued, share
@@ -108,6 +109,37 @@ async def test_what_cannot_be_read_fails_alone_and_without_a_pass(doubler: Doubl
     with pytest.raises(InvalidArgument, match="has no tokens"):
         await wrong
     assert doubler.batches == [[0], [2]]
+
+
+@pytest.mark.parametrize("spoilt", [{3}, {0}, {9}, {2, 3}, {1, 5, 8}, set(range(10))], ids=str)
+async def test_rows_that_spoil_their_pass_have_their_own_result_and_all_others_theirs(spoilt: set[int]) -> None:
+    """Ten rows of three calls in one pass; each pass in which it is divided has a deadline of its own."""
+    passes: list[list[int]] = []
+
+    def run(items: Sequence[int]) -> list[int]:
+        passes.append(list(items))
+        if wrong := spoilt & set(items):
+            raise SpoiltError(f"spoilt with {len(wrong)}")
+        return [2 * item for item in items]
+
+    batcher = make_batcher(run)
+    calls = [[0, 1, 2], [3], [4, 5, 6, 7, 8, 9]]
+    answers = await asyncio.gather(*(ask(batcher, numbers) for numbers in calls))
+    expected = [["spoilt with 1" if n in spoilt else 2 * n for n in numbers] for numbers in calls]
+    assert list(answers) == expected
+    assert all(passes.count([n]) == 1 for n in spoilt)
+    batcher.check()
+    assert await ask(batcher, [20]) == [40]
+
+
+async def test_an_error_that_is_not_of_single_rows_fails_the_whole_call() -> None:
+    def run(items: Sequence[int]) -> list[int]:
+        raise ValueError(f"{len(items)} items")
+
+    batcher = make_batcher(run)
+    for numbers in ([1, 2, 3], [1]):
+        with pytest.raises(ValueError, match=f"{len(numbers)} items"):
+            await ask(batcher, numbers)
 
 
 async def test_results_of_the_wrong_number_are_an_error() -> None:

@@ -16,6 +16,7 @@ from quartet.columns import Columns
 from quartet.wire.backoff import with_pushback
 from quartet.wire.codec import pack_floats, pack_longs
 from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, TooLarge
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.splitting import in_parts, parts
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
@@ -271,3 +272,43 @@ async def test_parts_whose_names_differ_are_refused() -> None:
     async with served(add_RewardServicer_to_server, Changing()) as channel:
         with pytest.raises(InvalidReply, match=r"^reward.Score: parts of one call were scored by 2 scorers"):
             await RewardClient(channel).score_texts(["a"] * 600, ["b"] * 600, timeout_s=5)
+
+
+async def test_pairs_without_a_score_keep_their_places_over_parts() -> None:
+    class Some(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            texts = request.texts.responses
+            scores = np.asarray([np.nan if text == "bad" else 1.0 for text in texts], np.float32)
+            outcomes = bytes(3 * (text == "bad") for text in texts)
+            reasons = ["broke"] * sum(outcome > 0 for outcome in outcomes)
+            return reward_pb2.ScoreResponse(scores=pack_floats(scores), outcomes=outcomes, reasons=reasons)
+
+    texts = ["good"] * 1100
+    for place in (0, 511, 512, 1099):
+        texts[place] = "bad"
+    async with served(add_RewardServicer_to_server, Some()) as channel:
+        scores = await RewardClient(channel).score_texts(["a"] * 1100, texts, timeout_s=5)
+    assert scores.unscored == dict.fromkeys((0, 511, 512, 1099), Unscored(Outcome.FAILED, "broke"))
+    assert np.flatnonzero(np.isnan(scores.values)).tolist() == [0, 511, 512, 1099]
+
+
+@pytest.mark.parametrize(
+    ("scores", "outcomes", "reasons", "message"),
+    [
+        ([np.nan, 1], b"\3", ["broke"], "outcomes: 1 for 2 pairs; there must be one each, or none"),
+        ([np.nan, 1], b"\0\7", ["broke"], r"outcomes\[1\]: 7 is no outcome"),
+        ([np.nan, 1], b"\3\0", [], "reasons: 0 for 1 pairs without a score; one each"),
+        ([0, 1], b"\3\0", ["broke"], "scores: a number for a pair that is not scored; must be NaN"),
+    ],
+)
+async def test_outcomes_that_cannot_be_are_refused(
+    scores: list[float], outcomes: bytes, reasons: list[str], message: str
+) -> None:
+    class Wrong(RewardServicer):  # type: ignore[misc]
+        async def Score(self, request: Any, context: Any) -> Any:
+            packed = pack_floats(np.asarray(scores, np.float32))
+            return reward_pb2.ScoreResponse(scores=packed, outcomes=outcomes, reasons=reasons)
+
+    async with served(add_RewardServicer_to_server, Wrong()) as channel:
+        with pytest.raises(InvalidReply, match=f"^reward.Score: {message}$"):
+            await RewardClient(channel).score_texts(["a"] * 2, ["b"] * 2, timeout_s=5)

@@ -15,11 +15,10 @@ from protos import reward_pb2
 from protos import reward_pb2 as pb
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 from quartet.wire.callers import Purpose
-from quartet.wire.codec import Floats
 from quartet.wire.errors import ResourceExhausted
 from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.replica import Reward
-from services.reward.scorers.scorer import Scored
+from services.reward.scorers.scorer import Result, Scored
 from tests.trajectories import of
 from tests.unit.contexts import Context
 
@@ -66,11 +65,11 @@ class TakesTime:
     vocab_size: int | None = None
     names: tuple[str, ...] = ()
 
-    def score(self, pairs: Sequence[Scored]) -> Floats:
-        """Zeros, [B, 1]."""
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """Zeros."""
         tokens = sum(len(pair.prompt_ids) + len(pair.response_ids) for pair in pairs)
         time.sleep(PASS_S * tokens / BATCH_TOKENS)
-        return np.zeros((len(pairs), 1), np.float32)
+        return [np.zeros(1, np.float32)] * len(pairs)
 
     def check(self) -> None:
         """Finds nothing wrong."""

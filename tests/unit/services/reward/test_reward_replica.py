@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import re
 import threading
 import time
 import tracemalloc
@@ -28,12 +29,15 @@ from tests.unit.waiting import until
 HANGS, HUNG = threading.Event(), threading.Event()
 
 
-def length(pairs: Sequence[Pair]) -> list[float]:
-    """Characters of the response; hangs on the prompt `w13`."""
-    if any(pair.prompt == "w13" for pair in pairs):
+def length(pairs: Sequence[Pair]) -> list[float | None]:
+    """Characters of the response; hangs on the prompt `w13`, breaks on `w14` and does not apply to `w15`."""
+    prompts = {pair.prompt for pair in pairs}
+    if "w13" in prompts:
         HUNG.set()
         HANGS.wait()
-    return [float(len(pair.response)) for pair in pairs]
+    if "w14" in prompts:
+        raise OSError("a secret")
+    return [None if pair.prompt == "w15" else float(len(pair.response)) for pair in pairs]
 
 
 def as_imported() -> Any:
@@ -73,6 +77,30 @@ async def test_ids_and_texts_are_scored(reward: Any) -> None:
     reply = await reward.Score(texts, Context())
     assert unpack_floats(reply.scores, "scores").tolist() == [5.0, 2.0]
     await reward.check_health()
+
+
+async def test_pairs_without_a_score_are_nan_with_an_outcome_and_a_reason_each(reward: Any) -> None:
+    texts = pb.TextPairs(prompts=["w5", "w14", "w6", "w15"], responses=["w7 w8", "w7", "w9", "w7"])
+    reply = await reward.Score(pb.ScoreRequest(texts=texts), Context())
+    scores = unpack_floats(reply.scores, "scores")
+    assert np.isnan(scores).tolist() == [False, True, False, True]
+    assert (scores[0], scores[2]) == (5.0, 2.0)
+    assert [*reply.outcomes] == [pb.SCORED, pb.FAILED, pb.SCORED, pb.NOT_APPLICABLE]
+    broken, declined = reply.reasons
+    assert re.search(r":length raised OSError in line \d+ of test_reward_replica\.py; see the reward", broken)
+    assert "secret" not in broken
+    assert declined.endswith(":length gave None")
+    # Where all are scored nothing is said.
+    reply = await reward.Score(pairs(3), Context())
+    assert (reply.outcomes, [*reply.reasons]) == (b"", [])
+
+
+async def test_a_pair_of_another_caller_costs_a_call_nothing(reward: Any) -> None:
+    wrong = pb.ScoreRequest(texts=pb.TextPairs(prompts=["w14"], responses=["w7"]))
+    calls = [reward.Score(request, Context()) for request in (pairs(3), wrong, pairs(2), wrong)]
+    replies = await asyncio.gather(*calls)
+    assert [[*reply.outcomes] for reply in replies] == [[], [pb.FAILED], [], [pb.FAILED]]
+    assert unpack_floats(replies[2].scores, "scores").tolist() == [2.0] * 2
 
 
 @pytest.mark.parametrize("of", ["tokens", "texts", "labels"])

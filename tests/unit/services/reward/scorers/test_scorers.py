@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging.handlers
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from transformers import AutoModelForSequenceClassification
 from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.models.sequences import PairTensors
+from quartet.serving.batcher import SpoiltError
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.identity import model_hash
+from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
 from services.reward.scorers.make import make_scorer
@@ -47,10 +50,17 @@ def function(name: str) -> dict[str, str]:
 
 def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
     """The scores, [B], of a scorer that names none."""
-    scores = scorer.score(pairs)
+    scores = table(scorer, pairs)
     assert (scorer.names, scores.shape) == ((), (len(pairs), 1))
     assert scores.dtype == np.float32
     return scores[:, 0]
+
+
+def table(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
+    """The scores, [B, K], all of which there are."""
+    results = scorer.score(pairs)
+    assert not [each for each in results if isinstance(each, Unscored)]
+    return np.asarray(results)
 
 
 @torch.no_grad()
@@ -148,24 +158,63 @@ def test_a_function_sees_texts_and_labels() -> None:
     ("name", "message"),
     [
         ("too_few", "tests.scorers:too_few gave 3 scores for 4 pairs; should give one number each"),
-        ("nested", r"tests.scorers:nested gave a list of shape \(4, 1\) for 4 pairs; should give one number each"),
-        ("nothing", r"tests.scorers:nothing gave a NoneType of shape \(\) for 4 pairs; should give one number each"),
-        ("worded", "tests.scorers:worded gave a list that holds no numbers"),
-        (
-            "parsed",
-            r"tests.scorers:parsed raised JSONDecodeError in line \d+ of scorers.py; see the reward service's log .*",
-        ),
-        (
-            "broken",
-            r"tests.scorers:broken raised KeyError in line \d+ of scorers.py; see the reward service's log .*",
-        ),
-        ("not_finite", "tests.scorers:not_finite gave a score that is not finite in float32"),
-        ("too_large", "tests.scorers:too_large gave a score that is not finite in float32"),
+        ("nested", "tests.scorers:nested gave a list for pair 0; should give one number each"),
+        ("nothing", "tests.scorers:nothing gave a NoneType for 4 pairs; should give one number each"),
+        ("worded", "tests.scorers:worded gave something that is no number for pair 0; should give one number each"),
     ],
 )
 def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"^{message}$"):
         make(**function(name)).score(PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reason"),
+    [
+        ("parsed", Outcome.FAILED, r"parsed raised JSONDecodeError in line \d+ of scorers.py; see the reward .*"),
+        ("broken", Outcome.FAILED, r"broken raised KeyError in line \d+ of scorers.py; see the reward service's .*"),
+        ("late", Outcome.TIMEOUT, r"late raised TimeoutError in line \d+ of scorers.py; see the reward .*"),
+    ],
+)
+def test_a_function_that_raises_has_an_outcome_and_a_reason(name: str, outcome: Outcome, reason: str) -> None:
+    with pytest.raises(SpoiltError) as caught:
+        make(**function(name)).score(PAIRS)
+    assert caught.value.result.outcome is outcome
+    assert re.fullmatch(f"tests.scorers:{reason}", caught.value.result.reason)
+    with pytest.raises(SpoiltError) as caught:
+        make(kind="several", scorers={"words": function("count"), "own": function(name)}).score(PAIRS)
+    assert caught.value.result.reason.startswith(f"own: tests.scorers:{name} raised")
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reason"),
+    [
+        ("not_finite", Outcome.NOT_FINITE, "tests.scorers:not_finite gave a score that is not finite in float32"),
+        ("too_large", Outcome.NOT_FINITE, "tests.scorers:too_large gave a score that is not finite in float32"),
+        ("declines", Outcome.NOT_APPLICABLE, "tests.scorers:declines gave None"),
+    ],
+)
+def test_pairs_without_a_score_have_an_outcome_and_a_reason(name: str, outcome: Outcome, reason: str) -> None:
+    assert make(**function(name)).score(PAIRS) == [Unscored(outcome, reason)] * 4
+
+
+def test_a_function_says_itself_that_a_pair_is_not_scored() -> None:
+    two, four, one, _ = PAIRS
+    results = make(**function("picky")).score([two, one, four])
+    told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
+    assert told == [[2.0], Unscored(Outcome.REFUSED, "one word is not judged"), [4.0]]
+    several = make(kind="several", scorers={"words": function("count"), "picky": function("picky")})
+    results = several.score([two, one])
+    told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
+    assert told == [[2.0, 2.0], Unscored(Outcome.REFUSED, "picky: one word is not judged")]
+    with pytest.raises(
+        FailedPrecondition, match=r"says_scored gave an Unscored of outcome .* for pair 0; should give"
+    ):
+        make(**function("says_scored")).score(PAIRS)
+    [long] = make(**function("says_much")).score(PAIRS[:1])
+    assert isinstance(long, Unscored)
+    assert len(long.reason) == 500
+    long.reason.encode()
 
 
 def test_functions_that_cannot_be_used() -> None:
@@ -182,8 +231,8 @@ def named(name: str, *names: str) -> dict[str, Any]:
 def test_a_function_gives_several_scores_by_name() -> None:
     """In the order of the names, whatever the order of the mapping."""
     scorer = make(**named("two", "right", "words"))
-    assert scorer.score(PAIRS).tolist() == [[0.0, length] for length in LENGTHS]
-    assert make(**named("two", "words", "right")).score(PAIRS).tolist() == [[length, 0.0] for length in LENGTHS]
+    assert table(scorer).tolist() == [[0.0, length] for length in LENGTHS]
+    assert table(make(**named("two", "words", "right"))).tolist() == [[length, 0.0] for length in LENGTHS]
     assert scorer.identity == pb.ScorerIdentity(
         name="function:tests.scorers:two", model_hash=SOURCE, names=["right", "words"]
     )
@@ -198,15 +247,24 @@ def test_a_function_gives_several_scores_by_name() -> None:
             "three_names",
             "gave length, right, words for pair 0; should give for each pair a mapping of right, words .*",
         ),
-        ("two_too_few", "gave 3 values for 4 pairs; should give for each pair a mapping of right, words to numbers"),
+        ("two_too_few", "gave 3 scores for 4 pairs; should give for each pair a mapping of right, words to numbers"),
         ("by_name", "gave a dict for 4 pairs; should give for each pair a mapping of right, words to numbers"),
-        ("two_worded", "gave a list that holds no numbers"),
-        ("two_not_finite", "gave a score of words that is not finite in float32"),
+        (
+            "two_worded",
+            "gave something that is no number for pair 0; should give for each pair a mapping of right, .*",
+        ),
     ],
 )
 def test_functions_whose_named_scores_are_wrong_are_named(name: str, message: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"^tests.scorers:{name} {message}$"):
         make(**named(name, "right", "words")).score(PAIRS)
+
+
+def test_a_pair_is_scored_by_all_names_or_by_none() -> None:
+    *good, wrong = make(**named("two_not_finite", "right", "words")).score(PAIRS)
+    assert [each.tolist() for each in good if not isinstance(each, Unscored)] == [[0.0, n] for n in LENGTHS[1:]]
+    assert isinstance(wrong, Unscored)
+    assert wrong.outcome is Outcome.NOT_FINITE
 
 
 def test_several_scorers_give_the_scores_of_each_under_its_name(reward_folder: Path) -> None:
@@ -215,7 +273,7 @@ def test_several_scorers_give_the_scores_of_each_under_its_name(reward_folder: P
     several = make(kind="several", scorers={"taste": model, "rules": rules, "both": named("two", "right", "words")})
     assert several.names == ("taste", "rules.length", "both.right", "both.words")
     assert (several.max_length, several.texts) == (MAX_LENGTH, True)
-    taste, length, right, words = several.score(PAIRS).T.tolist()
+    taste, length, right, words = table(several).T.tolist()
     assert taste == single(make(**model)).tolist()
     assert length == words == LENGTHS
     assert right == [0] * 4
@@ -237,8 +295,8 @@ def test_the_file_that_holds_an_errors_text_is_named(tmp_path: Path) -> None:
     log = logging.getLogger("ray.serve")
     log.addHandler(buffer)
     try:
-        with pytest.raises(FailedPrecondition, match=r"for its text: replica_reward_Reward_7\.log in `serve` of"):
-            make(**function("broken")).score(PAIRS)
+        with pytest.raises(SpoiltError, match=r"for its text: replica_reward_Reward_7\.log in `serve` of"):
+            make(**function("broken")).score(PAIRS[:1])
     finally:
         log.removeHandler(buffer)
         file.close()
