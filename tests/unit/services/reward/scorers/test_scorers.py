@@ -97,7 +97,7 @@ def test_a_prompt_is_computed_once_for_its_responses(reward_folder: Path) -> Non
         return forward(pairs)
 
     scorer._model.forward = counted
-    actual = scorer.score([Scored(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
+    actual = single(scorer, [Scored(*pair, Pair("", "")) for pair in zip(prompts, responses, strict=True)])
     assert computed == [2 * 30 + sum(map(len, responses))]
     assert plain.furthest(actual, plain.scores(reward_folder, prompts, responses)) < 1e-5
 
