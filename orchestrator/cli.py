@@ -77,7 +77,7 @@ def down() -> None:
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="Folder of the keys; making keys in it again replaces them.")],
-    client: Annotated[list[str], typer.Option(help="NAME=ROLE: trainer, judge-client or prober.")] = [],  # noqa: B006
+    client: Annotated[list[str], typer.Option(help="NAME=ROLE: trainer, sampler, judge-client or prober.")] = [],  # noqa: B006
     host: Annotated[list[str], typer.Option(help="Name or address under which callers reach the server.")] = [],  # noqa: B006
     tokens: Annotated[bool, typer.Option(help="Bearer tokens instead of client certificates.")] = False,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which the certificates are valid.")] = 365,

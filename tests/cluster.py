@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -25,6 +26,8 @@ from orchestrator.deployment.file import Deployment
 from orchestrator.deployment.listeners import free_ports
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
+from quartet.security.local import FOLDER
+from quartet.security.policy import digest
 from services.critic.client import CriticClient
 from services.reference.client import ReferenceClient
 from tests import preloaded
@@ -37,6 +40,8 @@ SERVICES = ("rollout", "reward", "reference", "critic")
 START_S = 300
 SECURED = "QUARTET_TEST_SECURED"
 """Environment variable: set, the cluster has TLS and a policy, and the tests and their commands are a trainer."""
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w5{% endif %}"
+"""Chat template of the rollout service's model. It ends each message with EOS; `w5` begins a response."""
 MARK = "QUARTET_TEST_CLUSTER"
 """Inherited by every process of the cluster, wherever it ends up in the process tree."""
 
@@ -58,6 +63,16 @@ class Quartet:
     reward: Path
     channel: grpc.aio.Channel
     services: Services
+
+    @property
+    def http(self) -> int:
+        """The number of the HTTP port."""
+        return int(self.raw["http_options"]["port"])
+
+    @property
+    def token(self) -> str:
+        """The token of a trainer."""
+        return (self.folder / FOLDER / "token").read_text()
 
     @property
     def reference(self) -> ReferenceClient:
@@ -163,12 +178,14 @@ async def running_quartet(
     file beforehand."""
     http, grpc_port = free_ports(2)
     raw = configuration(policy, reward, write_prompts(folder), http, grpc_port)
+    raw["applications"][0]["args"]["model"] = str(_with_template(policy, folder / "policy-with-template"))
+    raw["security"] = {"http": True}
     adapt(raw)
     imported = preloaded.make_folder()
     for application in raw["applications"]:
         preloaded.preload(application, imported)
     if os.environ.get(SECURED):
-        raw["security"] = {"policy": str(_secure(folder / "keys"))}
+        raw["security"] |= {"policy": str(_secure(folder / "keys", folder / FOLDER))}
     config = folder / "ppo.yaml"
     config.write_text(yaml.safe_dump(raw))
     target = f"127.0.0.1:{grpc_port}"
@@ -189,11 +206,25 @@ async def running_quartet(
     assert crashes([folder]) == []
 
 
-def _secure(folder: Path) -> Path:
-    """Makes keys and lets this process, and those that it starts, show a trainer's; the policy."""
+def _with_template(policy: Path, folder: Path) -> Path:
+    """A copy of the policy with a chat template, which the engine alone uses."""
+    shutil.copytree(policy, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def _secure(folder: Path, access: Path) -> Path:
+    """Makes keys and lets this process, and those that it starts, show a trainer's; the policy. Requests over HTTP,
+    which has no certificates, have a token, in the place of the owner's."""
     keys = Keys(folder, days=1)
     keys.make(["127.0.0.1"], {"tests": "trainer"}, tokens=False)
     os.environ[VARIABLE] = str(folder / "clients" / "tests")
+    token = uuid.uuid4().hex
+    access.mkdir(parents=True)
+    (access / "token").write_text(token)
+    policy = yaml.safe_load(keys.policy.read_text())
+    policy["identities"]["tests-http"] = {"role": "trainer", "tokens": [digest(token)]}
+    keys.policy.write_text(yaml.safe_dump(policy))
     return keys.policy
 
 

@@ -162,7 +162,7 @@ class EngineHost:
 
     async def leave_open(self) -> None:
         """Opens a weight update in the engine of which its replica does not know."""
-        await self._engine._llm.start_weight_update()
+        await self._engine.llm.start_weight_update()
 
     async def shutdown(self) -> None:
         """Ends the engine's process."""

@@ -1,7 +1,6 @@
 """The folder of a run, in which one process at a time works."""
 
 import contextlib
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from orchestrator.monitoring.metrics import CHECKPOINTS
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 from quartet.folders import replace_file, unusable
+from quartet.wire.run_id import new_run_id
 
 RUN_ID = "run_id"
 """Name of the file, in a run's folder, with the run's id."""
@@ -51,7 +51,7 @@ def run_id(run_dir: Path, *, resume: bool) -> str:
         with contextlib.suppress(FileNotFoundError):
             if kept := (run_dir / RUN_ID).read_text(encoding="utf-8").strip():
                 return kept
-    return f"{run_dir.name}-{secrets.token_hex(4)}"
+    return new_run_id(run_dir.name)
 
 
 def keep_run_id(run_dir: Path, run_id: str) -> None:

@@ -17,6 +17,7 @@ from quartet.config.base import ConfigError
 from quartet.security import local
 from quartet.security.credentials import VARIABLE as CREDENTIALS
 from quartet.security.port import on_loopback
+from services.rollout.config import RolloutConfig
 
 _MEANWHILE = (
     "it waits for restarted replicas, goes back to its last checkpoint if the critic is among them, and ends "
@@ -70,10 +71,21 @@ def _up(config: Path, deployment: Deployment, timeout_s: float, say: Callable[[s
         if fresh:
             cluster.stop(ray)
         raise
+    http = f"; OpenAI's protocol at {', '.join(openai_addresses(deployment))}" if port.http else ""
     say(
-        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}; logs in "
+        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}{http}; logs in "
         f"{ray.logs}"
     )
+
+
+def openai_addresses(deployment: Deployment) -> list[str]:
+    """The addresses at which clients of OpenAI's protocol reach the rollout applications."""
+    port = deployment.ports["http_options.port"]
+    return [
+        f"http://127.0.0.1:{port}{str(application.get('route_prefix', '/')).rstrip('/')}/v1"
+        for application in deployment.raw.get("applications") or []
+        if isinstance(deployment.services.get(str(application.get("name"))), RolloutConfig)
+    ]
 
 
 def _decided(deployment: Deployment) -> Deployment:

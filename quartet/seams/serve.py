@@ -2,6 +2,7 @@
 replica none for the address on which others reach it, and a broadcast loses all results if one is late."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,12 @@ VERSIONS = ">=2.60,<2.61"
 Handler = Callable[[Any, Any], Any]
 
 
-def open_ports_by(open_grpc: Callable[[Any, str, bool], None], http_server: type) -> None:
+def open_ports_by(
+    open_grpc: Callable[[Any, str, bool], None], http_server: Callable[..., Any], **options: Any
+) -> None:
     """Makes the proxy of this process open its gRPC port by `open_grpc`, given the server, the address and whether
-    other processes may share it, and serve HTTP by `http_server`, a class like uvicorn's Server.
+    other processes may share it, and serve HTTP by `http_server`, a class like uvicorn's Server, with these options
+    of uvicorn's beside Serve's own.
 
     Raises:
         ConfigError: this version of Serve opens its ports by other functions.
@@ -29,7 +33,7 @@ def open_ports_by(open_grpc: Callable[[Any, str, bool], None], http_server: type
         if not hasattr(module, name):
             raise ConfigError(f"{module.__name__}.{name}: this version of Serve does not have it")
     default_impl.add_grpc_address = lambda server, address: open_grpc(server, address, SOCKET_REUSE_PORT_ENABLED)
-    http_util.uvicorn = SimpleNamespace(Config=http_util.uvicorn.Config, Server=http_server)
+    http_util.uvicorn = SimpleNamespace(Config=partial(http_util.uvicorn.Config, **options), Server=http_server)
 
 
 def replace_core(server: Any, core: Any) -> None:
@@ -72,6 +76,21 @@ def running(server: Any) -> Callable[[], Iterable[tuple[str, str]]]:
     knows it."""
     router = server.service_handler_factory.__self__.proxy_router
     return lambda: [(endpoint.app_name, endpoint.name) for endpoint in router.endpoints]
+
+
+def route_of(app: Any) -> Callable[[str], tuple[str, str, str] | None]:
+    """Finds (route prefix, application, ingress deployment) of a path, given the app that Serve hands a middleware;
+    None for a path of no application."""
+    router = app._app.proxy_router
+
+    def find(path: str) -> tuple[str, str, str] | None:
+        found = router.match_route(path)
+        if found is None:
+            return None
+        prefix, handle, _ = found
+        return prefix, handle.deployment_id.app_name, handle.deployment_id.name
+
+    return find
 
 
 def listen_on(host: str) -> None:

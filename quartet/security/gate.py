@@ -18,8 +18,18 @@ _SCORING_METHODS = frozenset(
     }
 )
 _INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})
+HTTP = "/http"
+"""Beginning of the names of routes over HTTP where gRPC has the names of methods, as in `/http/v1/models`."""
+_SAMPLING_METHODS = frozenset(
+    {
+        "/quartet.v1.Rollout/Generate",
+        "/quartet.v1.Rollout/Info",
+        *(f"{HTTP}{path}" for path in ("/v1/models", "/v1/completions", "/v1/chat/completions")),
+    }
+)
 _METHODS: Mapping[Role, frozenset[str] | None] = {
     "trainer": None,  # all methods, including those that later versions add
+    "sampler": _SAMPLING_METHODS,
     "judge-client": _SCORING_METHODS,
     "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz"},
 }
@@ -80,4 +90,4 @@ class Gate:
 def may_call(role: Role, method: str) -> bool:
     """True if `role` may call `method`, given as `/package.Service/Method`. Every role may ask for health."""
     methods = _METHODS[role]
-    return methods is None or method in methods or method.startswith(HEALTH)
+    return methods is None or method in methods or method.startswith(HEALTH) or method == f"{HTTP}/health"

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-Role = Literal["trainer", "judge-client", "prober"]
-"""trainer: everything. judge-client: Score, Logprobs and Info. prober: health and Info."""
+Role = Literal["trainer", "sampler", "judge-client", "prober"]
+"""trainer: everything. sampler: Generate and the rollout service's Info, and OpenAI's protocol. judge-client: Score,
+Logprobs and Info. prober: health and Info."""
 
 IDENTITY_KEY = "quartet-identity"
 ROLE_KEY = "quartet-role"

@@ -27,6 +27,7 @@ _MESSAGE_BYTES = {
     "Stage": 4 * MIB,
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
+    "completions": 2 * MIB,
 }
 RENEWAL = timedelta(minutes=15)
 """Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""
@@ -36,7 +37,8 @@ class KnownCaller(Config):
     """A caller that the policy knows: its rights, and what it is recognised by."""
 
     role: Role
-    """trainer: everything. judge-client: Score, Logprobs and their Info. prober: Info and health of all services."""
+    """trainer: everything. sampler: Generate at any version, Info of the rollout service, and OpenAI's protocol.
+    judge-client: Score, Logprobs and their Info. prober: Info and health of all services."""
     applications: tuple[str, ...] | None = None
     """Names of the Serve applications that the caller may call; null for all."""
     tokens: tuple[Sha256, ...] = ()

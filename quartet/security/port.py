@@ -1,4 +1,4 @@
-"""The address and the policy of Serve's gRPC port, as the environment of its processes gives them."""
+"""The addresses and the policy of Serve's ports, as the environment of its processes gives them."""
 
 import ipaddress
 import os
@@ -16,6 +16,8 @@ POLICY_VARIABLE = "QUARTET_POLICY"
 """Path of the policy file."""
 LOCAL_VARIABLE = "QUARTET_LOCAL"
 """Without a policy, `open` lets every user of this machine call; with any other value the port is not opened."""
+HTTP_VARIABLE = "QUARTET_HTTP"
+"""`open` lets Serve's HTTP port listen, on loopback, for OpenAI's protocol; with any other value it stays closed."""
 Local = Literal["token", "open"]
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "quartet.serving.proxy:bind_to_host"
@@ -32,8 +34,8 @@ as replicas on several nodes need it. `quartet up` sets 127.0.0.1."""
 
 
 class SecurityConfig(Config):
-    """The section `security:` of the YAML file: the gRPC port's address and policy. Without it only this machine can
-    reach the port."""
+    """The section `security:` of the YAML file: the gRPC port's address and policy, and whether the HTTP port is
+    open. Without it only this machine can reach the gRPC port."""
 
     host: str = "127.0.0.1"
     """Address on which the gRPC port listens. An address other than loopback needs a policy with tls."""
@@ -42,11 +44,14 @@ class SecurityConfig(Config):
     local: Local = "token"
     """Without a policy: token lets in only the user who called `quartet up`, by a token in `.quartet/access`, which
     callers in the same folder find by themselves; open lets every user of this machine do everything."""
+    http: bool = False
+    """True to listen on Serve's HTTP port too, on this machine only, where clients of OpenAI's protocol reach the
+    rollout service (docs/openai.md). The policy and its roles hold there as they do at the gRPC port."""
 
     @property
     def port(self) -> "Port":
         """The port that the section describes."""
-        return Port(self.host, None if self.policy is None else Path(self.policy), self.local)
+        return Port(self.host, None if self.policy is None else Path(self.policy), self.local, self.http)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class Port:
     policy: Path | None = None
     local: Local = "token"
     """Access without a policy, as SecurityConfig.local describes it; ignored if there is one."""
+    http: bool = False
+    """True if Serve's HTTP port listens too."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] | None = None) -> "Port":
@@ -64,7 +71,8 @@ class Port:
         variables = os.environ if environment is None else environment
         policy = variables.get(POLICY_VARIABLE)
         local: Local = "open" if variables.get(LOCAL_VARIABLE) == "open" else "token"
-        return cls(variables.get(HOST_VARIABLE) or "127.0.0.1", Path(policy) if policy else None, local)
+        http = variables.get(HTTP_VARIABLE) == "open"
+        return cls(variables.get(HOST_VARIABLE) or "127.0.0.1", Path(policy) if policy else None, local, http)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -73,6 +81,7 @@ class Port:
             HOST_VARIABLE: self.host,
             POLICY_VARIABLE: str(self.policy.resolve()) if self.policy else "",
             LOCAL_VARIABLE: self.local,
+            HTTP_VARIABLE: "open" if self.http else "",
         }
 
     @property

@@ -1,20 +1,27 @@
-"""Additions to Serve's gRPC proxy: a guarded port, streams that end with their caller, standard health checks. Serve
-calls these functions by their names in the YAML file and in the environment."""
+"""Additions to Serve's proxy: guarded ports, streams that end with their caller, standard health checks. Serve calls
+these functions by their names in the YAML file and in the environment."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from starlette.middleware import Middleware
 
 from quartet.config.base import ConfigError
 from quartet.seams import serve
+from quartet.security.file_limit import raise_file_limit
+from quartet.security.gate import Gate
 from quartet.security.port import GUARD, UNGUARDED, Port
 from quartet.serving.door.call import CallContext
+from quartet.serving.door.connections import Connections
 from quartet.serving.door.guard import APPLICATION
+from quartet.serving.door.http_guard import HttpGuard
+from quartet.serving.door.http_server import UVICORN, WatchedServer
 from quartet.serving.door.log_lines import shorten_failed_calls
-from quartet.serving.door.port import open_port, routes_of
+from quartet.serving.door.port import open_port, routes_of, watched_directory
 from quartet.serving.door.routes import Routes
 
 _ATTENDED = "quartet_attended"
@@ -136,14 +143,14 @@ def _start_attended_only(server: Any) -> None:
 
 
 def bind_to_host() -> list[Any]:
-    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces, and not
-    listen on its HTTP port.
+    """Makes Serve open its gRPC port with a guard and on the address of `Port.of()`, not on all interfaces, and
+    listen on its HTTP port only if that port says so, with a guard too.
 
     Serve has no such options. `quartet up` names this function in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which
     every proxy calls before it opens its ports.
 
     Returns:
-        The HTTP middlewares that Serve expects from this function: none.
+        The HTTP middlewares that Serve expects from this function: the guard of a port that listens.
 
     Raises:
         ConfigError: this version of Serve opens its ports by other functions.
@@ -153,9 +160,16 @@ def bind_to_host() -> list[Any]:
         open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=reuse)
         _start_attended_only(server)
 
-    serve.open_ports_by(open_grpc, NoServer)
+    port = Port.of()
     shorten_failed_calls()
-    return []
+    if not port.http:
+        serve.open_ports_by(open_grpc, NoServer)
+        return []
+    port.opened()
+    gate = Gate(watched_directory(port))
+    connections = Connections(lambda: gate.limits, raise_file_limit())
+    serve.open_ports_by(open_grpc, partial(WatchedServer, connections), **UVICORN)
+    return [Middleware(HttpGuard, gate, connections.prove)]
 
 
 class NoServer:

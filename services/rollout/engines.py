@@ -3,10 +3,13 @@
 import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from quartet.config.base import ConfigError
 
 if TYPE_CHECKING:  # the configuration reads this table
     from services.rollout.config import RolloutConfig
+    from services.rollout.http import Completions, Served
     from services.rollout.interface import Engine
 
 Start = Callable[["RolloutConfig"], Awaitable["Engine"]]
@@ -21,6 +24,9 @@ class EngineKind:
     """`package.module:function` of its Start, imported in the replica alone."""
     cpu_head_sizes: tuple[int, ...] | None = None
     """Numbers per attention head that it has kernels for on a CPU; None: any."""
+    completions: str | None = None
+    """`package.module:function` that takes the configuration and a Served (services/rollout/http.py) and returns the
+    engine's Completions; None if it has no answers in OpenAI's protocol."""
 
 
 ENGINES = {
@@ -28,6 +34,7 @@ ENGINES = {
         "services.rollout.vllm:start",
         # Those that vLLM's CPUAttentionBackend was compiled for.
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        completions="services.rollout.vllm:completions",
     )
 }
 
@@ -39,6 +46,26 @@ def kind_of(config: "RolloutConfig") -> EngineKind:
 
 async def start(config: "RolloutConfig") -> "Engine":
     """Starts the engine that a configuration names. The errors are the engine's own."""
-    module, _, function = kind_of(config).start.partition(":")
-    begin: Start = getattr(importlib.import_module(module), function)
+    begin: Start = _imported(kind_of(config).start)
     return await begin(config)
+
+
+def completions(config: "RolloutConfig", served: "Served") -> "Completions":
+    """The answers in OpenAI's protocol of the engine that a configuration names.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    named = kind_of(config).completions
+    if named is None:
+        raise ConfigError(
+            f"security.http: true, but the engine {config.engine} has no answers in OpenAI's protocol; close the "
+            "HTTP port or use the engine vllm"
+        )
+    made: Completions = _imported(named)(config, served)
+    return made
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from protos import rollout_pb2 as pb
 from quartet.weight_transfer.place import Place
 from quartet.wire.codec import Floats, Ints
+from quartet.wire.errors import InvalidArgument
 from services.rollout.sample import Sample, Sampling
 
 if TYPE_CHECKING:  # it needs torch, which Serve's building process can do without
@@ -105,6 +106,17 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Ends the engine and its processes."""
+
+
+def check_least(count: int, engine: Engine, field: str) -> None:
+    """Raises InvalidArgument, which names the field, unless responses of this engine may have a least length."""
+    # vLLM's mask of early ends would write beyond its logits, which ends the engine.
+    outside = [token for token in engine.end_ids if token >= engine.vocab_size]
+    if count and outside:
+        raise InvalidArgument(
+            f"{field}: {count}; must be 0, as the model's folder names an end of texts, {outside[0]}, that is not "
+            f"one of its {engine.vocab_size} tokens; correct eos_token_id in its generation_config.json"
+        )
 
 
 def joining_info(message: pb.Prepare, replica: str, host: str) -> dict[str, Any]:

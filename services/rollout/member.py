@@ -12,6 +12,7 @@ from quartet.serving.runs.timeline import Moment
 from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.codec import pack_floats, unpack_sequences
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, LeaseLost, ServiceError
+from quartet.wire.run_id import run_name
 from services.rollout.interface import Engine, joining_info
 
 log = logging.getLogger("quartet")
@@ -75,6 +76,11 @@ class WeightMember:
     def at(self) -> Moment:
         """The version that the engine serves, and the timeline of the push that brought it."""
         return Moment(self._timeline, self._engine.version)
+
+    @property
+    def run(self) -> str:
+        """Name of the run that holds the replica, or held it last; empty if none ever did."""
+        return run_name(self._fence.held().lease.run_id)
 
     def check(self, lease: common_pb2.Lease) -> None:
         """Returns if this is the lease that holds the replica. See Fence.check."""

@@ -8,9 +8,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
+from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
@@ -19,11 +22,14 @@ from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
 from quartet.wire.codec import PackedSequences
 from quartet.wire.errors import FailedPrecondition, InvalidArgument
+from quartet.wire.http_errors import HttpError
 from quartet.wire.ragged import Ragged
 from services.rollout.call import Call
 from services.rollout.config import RolloutConfig
-from services.rollout.engines import Start, start
+from services.rollout.engines import Start, completions, start
 from services.rollout.fanout import broadcast
+from services.rollout.http import Door, Served, refusal
+from services.rollout.interface import check_least
 from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling
 
@@ -58,6 +64,7 @@ class Rollout(HealthMixin):
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
         self._pulse = Pulse(engine.answer, lambda: self._member.busy)
+        self._door = self._opened(config) if Port.of().http else None
         self._model = describe_model(
             config.model,
             engine.tokenizer,
@@ -72,6 +79,16 @@ class Rollout(HealthMixin):
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+
+    def _opened(self, config: RolloutConfig) -> Door:
+        served = Served(self._engine, self._admission, self._slots, lambda: self._member.run, self._pulse.beat)
+        return Door(completions(config, served), self.check_health)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
+        if self._door is None:
+            return refusal(HttpError(404, "this replica was started without security.http: true"))
+        return await self._door.answer(request)
 
     async def check_health(self) -> None:
         """Raises if the engine is dead or stuck in a push; Serve then restarts the replica."""
@@ -125,14 +142,7 @@ class Rollout(HealthMixin):
         for token in sampling.stop_token_ids:
             if not 0 <= token < self._engine.vocab_size:
                 raise InvalidArgument(f"sampling.stop_token_ids: {token} is outside the vocabulary")
-        # vLLM's mask of early ends would write beyond its logits, which ends the engine.
-        outside = [token for token in self._engine.end_ids if token >= self._engine.vocab_size]
-        if sampling.min_new_tokens and outside:
-            raise InvalidArgument(
-                f"sampling.min_new_tokens: {sampling.min_new_tokens}; must be 0, as the model's folder names an end "
-                f"of texts, {outside[0]}, that is not one of its {self._engine.vocab_size} tokens; correct "
-                "eos_token_id in its generation_config.json"
-            )
+        check_least(sampling.min_new_tokens, self._engine, "sampling.min_new_tokens")
 
     def _check_fit(self, prompts: Ragged, sampling: Sampling) -> None:
         if not len(prompts):

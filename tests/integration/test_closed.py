@@ -1,7 +1,6 @@
 """Ports of the four services that can be reached from another machine, and their answers to it."""
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,6 +18,7 @@ from quartet.security.credentials import VARIABLE
 from quartet.security.local import FOLDER
 from tests.cluster import SERVICES, Quartet, refused
 from tests.configuration import REPO
+from tests.http_requests import ask
 from tests.strangers import NEEDS, Stranger, stranger
 
 
@@ -30,9 +30,10 @@ def elsewhere() -> Iterator[Stranger]:
         yield caller
 
 
-def test_no_http_port_is_open(quartet: Quartet) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", quartet.raw["http_options"]["port"]), timeout=10)
+@pytest.mark.parametrize("path", ["/", "/-/routes", "/-/healthz", "/critic", "/rollout/v1/models", "/rollout/health"])
+async def test_the_http_port_answers_no_one_without_the_token(quartet: Quartet, path: str) -> None:
+    for headers in ((), (("Authorization", "Bearer guessed"),)):
+        assert (await ask(quartet.http, path, None, *headers)).status == 401
 
 
 def test_the_head_has_a_secret_of_its_own_that_others_cannot_read(quartet: Quartet, tmp_path: Path) -> None:

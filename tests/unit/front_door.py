@@ -22,7 +22,7 @@ from quartet.security.identity import Caller, Role, caller_of
 from quartet.security.keys.folder import Keys
 from quartet.security.port import Port
 
-CALLERS: dict[str, Role] = {"run-a": "trainer", "evaluator": "judge-client", "pager": "prober"}
+CALLERS: dict[str, Role] = {"run-a": "trainer", "client": "sampler", "evaluator": "judge-client", "pager": "prober"}
 APPLICATIONS = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "critic": "Critic"}
 FUNCTIONS = [
     "quartet.serving.proxy.end_with_caller",

@@ -136,9 +136,10 @@ class Facts(Config):
     port: Port = 19000
     """The gRPC port, through which all services are called."""
     http_port: Port = 18000
-    """Serve's HTTP port, on which nothing answers."""
+    """Serve's HTTP port, on which nothing answers without `security: {http: true}` (docs/openai.md)."""
     security: dict[str, Any] | None = None
-    """The gRPC port's address and policy (quartet/security/port.py). Null: only this user, on this machine."""
+    """The gRPC port's address and policy, and whether the HTTP port is open (quartet/security/port.py). Null: only
+    this user, on this machine, by gRPC."""
     services: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Derived keys of services that are set by hand: rollout, reward, reference or critic -> a key of its `args`
     (services/<name>/config.py) or an option of Serve's for its deployment, such as `num_replicas`. Mappings are

@@ -1,4 +1,4 @@
-"""The guard at the gRPC port of Serve's proxy: it checks every call before Serve sees it.
+"""The guards at the gRPC and HTTP ports of Serve's proxy: they check every call before Serve sees it.
 
-May import seams, security and wire. proxy and replica_process import it.
+May import config, seams, security and wire. proxy and replica_process import it.
 """

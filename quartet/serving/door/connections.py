@@ -137,11 +137,11 @@ def _ends(descriptor: int) -> tuple[int, str]:
     """The port of a connection's own end, and its other end in gRPC's spelling; (0, "") for any other socket."""
     with suppress(OSError), _borrowed(descriptor) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
-            return int(found.getsockname()[1]), _spelled(*found.getpeername())
+            return int(found.getsockname()[1]), spelled(*found.getpeername())
     return 0, ""
 
 
-def _spelled(host: str, port: int, _flow: int = 0, scope: int = 0) -> str:
+def spelled(host: str, port: int, _flow: int = 0, scope: int = 0) -> str:
     """The address of a socket's other end, as Python gives it, in gRPC's spelling."""
     host = host.partition("%")[0].removeprefix("::ffff:")
     if ":" not in host:

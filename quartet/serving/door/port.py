@@ -43,10 +43,7 @@ def open_port(
         ConfigError: the policy does not allow the port to be opened.
     """
     policy = port.opened()
-    watched: Watched[Directory] | None = None
-    if port.policy is not None:
-        file = port.policy
-        watched = Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
+    watched = watched_directory(port, clock)
     gate, routes = Gate(watched), Routes.of(server)
     files = raise_file_limit()
     connections = Connections(lambda: gate.limits, files)
@@ -61,6 +58,14 @@ def open_port(
         opened = int(server.add_secure_port(address, server_credentials(lambda: directory().policy, clock)))
     connections.watch(opened)
     return opened
+
+
+def watched_directory(port: Port, clock: Callable[[], float] = time.monotonic) -> Watched[Directory] | None:
+    """The identities of the port's policy, read again when its file changes; None without a policy."""
+    if port.policy is None:
+        return None
+    file = port.policy
+    return Watched(lambda: Directory(load_policy(file)), lambda _: [file], clock)
 
 
 def _equip(server: Any, guard: Guard, options: list[tuple[str, int]], concurrent_calls: int) -> None:

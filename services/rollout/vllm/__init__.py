@@ -1,6 +1,6 @@
 """Code that runs inside vLLM or drives it.
 
-May import config, interface, quartet and sample. Nothing imports it; engines names it.
+May import config, http, interface, openai_fields, quartet and sample. Nothing imports it; engines names it.
 """
 
 import os
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from services.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
+    from services.rollout.http import Completions, Served
     from services.rollout.interface import Engine
 
 
@@ -21,3 +22,11 @@ async def start(config: RolloutConfig) -> "Engine":
     from services.rollout.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(config)
+
+
+def completions(config: RolloutConfig, served: "Served") -> "Completions":
+    """The answers of vLLM's own serving classes."""
+    # Imported here because it loads them, which only replicas with an open HTTP port need.
+    from services.rollout.vllm.openai import VLLMCompletions
+
+    return VLLMCompletions(config, served)

@@ -60,7 +60,7 @@ def _while_it_lives(
         stopped: Mapping[psutil.Process, int] = {}
         try:
             while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
-                await engine._llm.check_health()
+                await engine.llm.check_health()
                 stopped = stopped_again(stopped, psutil.Process().children(recursive=True))
                 for process in [process for process, looks in stopped.items() if looks >= LOOKS]:
                     log.warning("a signal has stopped the engine's process %d: it is ended", process.pid)
@@ -77,7 +77,7 @@ class VLLMEngine:
     """One AsyncLLM. All methods run on the event loop that `start` ran on."""
 
     def __init__(self, llm: AsyncLLM, config: RolloutConfig) -> None:
-        self._llm = llm
+        self.llm = llm
         self._config = config
         self.version = 0
         self.checksum = ""
@@ -85,8 +85,8 @@ class VLLMEngine:
         self.backend: str = config.weight_backend
         self.workers = config.tensor_parallel_size
         self.place = Place()
-        self._requests = Requests(llm)
-        self.generate = self._requests.generate
+        self.requests = Requests(llm)
+        self.generate = self.requests.generate
         self._resting = False
         """True while generation is paused for the learners."""
         self._releases = bool(llm.model_config.enable_sleep_mode)
@@ -123,17 +123,17 @@ class VLLMEngine:
         Raises:
             Unavailable: the engine died, or was paused meanwhile.
         """
-        return list(await asyncio.gather(*(self._requests.score(sequence) for sequence in sequences)))
+        return list(await asyncio.gather(*(self.requests.score(sequence) for sequence in sequences)))
 
     @_while_it_lives
     async def stale(self) -> list[str]:
         """Names of weights that the last push did not bring; empty if vLLM's own transfer engine received it."""
-        return sorted({name for names in await self._llm.collective_rpc("stale_weights") for name in names})
+        return sorted({name for names in await self.llm.collective_rpc("stale_weights") for name in names})
 
     async def answer(self) -> None:
         """Returns when the engine's process has answered the simplest request. Raises if it is dead."""
-        await self._llm.check_health()
-        await self._llm.get_weight_version()
+        await self.llm.check_health()
+        await self.llm.get_weight_version()
 
     async def check_health(self) -> None:
         """Raises if the engine or its process is dead, or does not answer."""
@@ -142,7 +142,7 @@ class VLLMEngine:
 
     def running(self) -> int:
         """Number of unfinished requests."""
-        return int(self._llm.get_num_unfinished_requests())
+        return int(self.llm.get_num_unfinished_requests())
 
     def check(self, manifest: Manifest) -> None:
         """Raises InvalidArgument unless the manifest holds exactly the model's weights."""
@@ -151,22 +151,22 @@ class VLLMEngine:
     @_while_it_lives
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins a push group; returns when all its members have joined."""
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     @_while_it_lives
     async def leave(self) -> None:
         """Leaves the push group and the learner's memory."""
-        await self._llm.shutdown_weight_transfer_engine()
+        await self.llm.shutdown_weight_transfer_engine()
 
     @_while_it_lives
     async def rest(self) -> None:
         """Stops generation, as `pause` does, and releases the KV cache's memory if the engine can. The next commit or
         abort resumes."""
         if not self._resting:
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
             self._resting = True
             if self._releases:
-                await self._llm.release_kv_cache_memory()
+                await self.llm.release_kv_cache_memory()
 
     @_while_it_lives
     async def pause(self, in_flight: str) -> None:
@@ -181,19 +181,19 @@ class VLLMEngine:
         mode, cleared = PAUSES[in_flight]
         if not self._resting:
             # Requests in progress recompute a KV cache that is cleared, because it belongs to the old weights.
-            await self._llm.pause_generation(mode=mode, clear_cache=cleared)
-        self._requests.pauses += 1
+            await self.llm.pause_generation(mode=mode, clear_cache=cleared)
+        self.requests.pauses += 1
         # vLLM refuses a second update, and carries out what it was asked for even if the caller has given up on it.
-        await self._llm.collective_rpc("close_weight_update")
-        await self._llm.start_weight_update()
+        await self.llm.collective_rpc("close_weight_update")
+        await self.llm.start_weight_update()
         if in_flight == "abort":
-            await self._requests.end()
+            await self.requests.end()
 
     async def _resume(self) -> None:
         if self._resting and self._releases:
-            await self._llm.wake_up(tags=["kv_cache"])
+            await self.llm.wake_up(tags=["kv_cache"])
         self._resting = False
-        await self._llm.resume_generation()
+        await self.llm.resume_generation()
 
     @_while_it_lives
     async def receive(self, manifest: Manifest) -> str:
@@ -204,8 +204,8 @@ class VLLMEngine:
             "shapes": [list(shape) for shape in manifest.shapes],
             "bucket_bytes": manifest.bucket_bytes,
         }
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        checksums = set(await self._llm.collective_rpc("weights_checksum"))
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        checksums = set(await self.llm.collective_rpc("weights_checksum"))
         if len(checksums) != 1:
             raise Unavailable(f"the engine's workers received different bytes: {sorted(checksums)}")
         self._received = str(checksums.pop())
@@ -214,7 +214,7 @@ class VLLMEngine:
     @_while_it_lives
     async def commit(self, version: int) -> None:
         """Puts the received weights into service under this version and resumes generation."""
-        await self._llm.finish_weight_update(str(version))
+        await self.llm.finish_weight_update(str(version))
         self.version, self.checksum = version, self._received
         # In order of arrival, since a run that resumed from a checkpoint pushes lower versions again.
         self.checksums.pop(version, None)
@@ -229,7 +229,7 @@ class VLLMEngine:
 
         Returns False, and stays paused at version -1, when the push had already taken the model apart.
         """
-        whole = all(await self._llm.collective_rpc("abort_weight_update"))
+        whole = all(await self.llm.collective_rpc("abort_weight_update"))
         if whole:
             await self._resume()
         else:
@@ -238,4 +238,4 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         """Ends the engine's process."""
-        self._llm.shutdown()
+        self.llm.shutdown()

@@ -1,12 +1,13 @@
 """Requests to vLLM's engine: for responses, begun here or elsewhere, and for scores."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -71,6 +72,30 @@ class Requests:
         reported, reason = len(made.response_ids), FinishReason(response.finish_reason)
         spans = cut(_spans(response.weight_versions), reported)
         return following(made, Sample(index, *_tokens(response, reported), reason, spans))
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[tuple[Any, VersionSpans], None]:
+        """vLLM's outputs of one response as they come, each with the spans of versions of all tokens so far. Closing
+        it aborts the engine's request.
+
+        Raises:
+            Unavailable: as `respond`.
+        """
+        name = f"h{next(self._numbers)}"
+        prompt = tokens_input(list(prompt_ids), cache_salt=str(self.pauses))
+        self._responding.add(name)
+        try:
+            async with aclosing(self._llm.generate(prompt, params, name)) as outputs:
+                async for output in outputs:
+                    response = output.outputs[0]
+                    if response.finish_reason is not None and response.finish_reason not in FINISHED:
+                        raise Unavailable("the engine ended the request before it was finished; ask again")
+                    yield output, self._spans(name, response)
+        except EngineDeadError as error:
+            raise Unavailable(f"the engine of this replica died: {error}") from None
+        finally:
+            self._responding.discard(name)
 
     def _spans(self, name: str, response: Any) -> VersionSpans:
         """The spans of a response that is not finished; has to be called as soon as its output has come."""

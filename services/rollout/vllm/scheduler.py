@@ -26,11 +26,13 @@ from services.rollout.vllm.room import Need, startable
 
 PARTS_S = 0.5
 """Seconds between two times at which parts of unfinished responses are sent."""
+AT_ONCE_KEY = "at_once"
+"""Name in SamplingParams.extra_args: True for a request whose outputs are not held back; its caller reads along."""
 
 
 class WholeResponseScheduler(AsyncScheduler):
-    """Sends a request's outputs together: when it finishes, every PARTS_S, and when the engine is paused. Preempts
-    none.
+    """Sends a request's outputs together: when it finishes, every PARTS_S, and when the engine is paused; those of
+    requests with AT_ONCE_KEY as they come. Preempts none.
 
     At a pause too, because the engine labels outputs with the version of the weights at the time of sending, and
     weights change only during a pause: tokens of the old weights have to be sent before.
@@ -91,7 +93,7 @@ class WholeResponseScheduler(AsyncScheduler):
     def _hold(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
         held = self._held.get(output.request_id)
         if held is None:
-            if output.finished:
+            if output.finished or self._at_once(output.request_id):
                 return output
             self._held[output.request_id] = _Held(client, output)
             return None
@@ -100,6 +102,10 @@ class WholeResponseScheduler(AsyncScheduler):
             return None
         del self._held[output.request_id]
         return held.joined()
+
+    def _at_once(self, name: str) -> bool:
+        params = self.requests[name].sampling_params
+        return bool(params and params.extra_args and params.extra_args.get(AT_ONCE_KEY))
 
 
 class _Held:

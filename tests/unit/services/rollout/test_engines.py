@@ -9,7 +9,7 @@ import pytest
 
 from quartet.config.base import ConfigError
 from services.rollout.config import RolloutConfig
-from services.rollout.engines import ENGINES, kind_of, start
+from services.rollout.engines import ENGINES, completions, kind_of, start
 
 
 async def test_an_engine_of_the_users_own_is_started_by_its_import_path(
@@ -35,3 +35,10 @@ def test_vllm_is_the_default(policy_folder: Path) -> None:
 def test_an_unknown_engine_is_refused_by_name(engine: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine: .*vllm"):
         RolloutConfig.parse({"model": "m", "engine": engine}, "rollout")
+
+
+def test_an_engine_without_answers_in_openais_protocol_cannot_be_behind_an_open_port(policy_folder: Path) -> None:
+    config = RolloutConfig(model=str(policy_folder), engine="an_engine_of_mine:begin")
+    served: Any = None
+    with pytest.raises(ConfigError, match=r"security\.http: true, but the engine an_engine_of_mine:begin has no"):
+        completions(config, served)

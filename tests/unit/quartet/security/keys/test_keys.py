@@ -15,7 +15,7 @@ from quartet.config.base import ConfigError
 from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import digest, load_policy
-from quartet.security.port import HOST_VARIABLE, LOCAL_VARIABLE, POLICY_VARIABLE, Port
+from quartet.security.port import HOST_VARIABLE, HTTP_VARIABLE, LOCAL_VARIABLE, POLICY_VARIABLE, Port
 
 TOKEN = {"role": "trainer", "tokens": [digest("secret")]}
 
@@ -108,8 +108,9 @@ def test_the_port_travels_in_the_environment(tmp_path: Path) -> None:
     port = Port("10.0.0.5", tmp_path / "policy.yaml")
     assert Port.of(port.environment) == port
     assert Port.of({}) == Port("127.0.0.1", None, "token")
-    assert Port().environment == {HOST_VARIABLE: "127.0.0.1", POLICY_VARIABLE: "", LOCAL_VARIABLE: "token"}
-    for same in (Port(), Port(local="open")):
+    given = {HOST_VARIABLE: "127.0.0.1", POLICY_VARIABLE: "", LOCAL_VARIABLE: "token", HTTP_VARIABLE: ""}
+    assert Port().environment == given
+    for same in (Port(), Port(local="open"), Port(http=True)):
         assert Port.of(same.environment) == same
 
 

@@ -22,7 +22,7 @@ from quartet.security.credentials import VARIABLE, connect
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits, digest
 from quartet.security.port import Port
-from quartet.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends, _spelled
+from quartet.serving.door.connections import LOOK_S, PROOF_S, Connections, _ends, spelled
 from tests.configuration import REPO
 from tests.unit.fake_clock import Clock
 from tests.unit.front_door import ask, front_door, outcome
@@ -63,7 +63,7 @@ def test_a_descriptor_that_is_no_socket_any_more_costs_none(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("address", "spelled"),
+    ("address", "expected"),
     [
         (("127.0.0.1", 7), "ipv4:127.0.0.1:7"),
         (("::ffff:127.0.0.1", 7, 0, 0), "ipv4:127.0.0.1:7"),
@@ -72,10 +72,10 @@ def test_a_descriptor_that_is_no_socket_any_more_costs_none(tmp_path: Path) -> N
         (("fe80::1", 7, 0, 4), "ipv6:%5Bfe80::1%254%5D:7"),
     ],
 )
-def test_addresses_are_spelled_as_grpc_does(address: Any, spelled: str) -> None:
+def test_addresses_are_spelled_as_grpc_does(address: Any, expected: str) -> None:
     """With another spelling a connection that has proved who it is would count as a
     stranger's, and be closed under its calls."""
-    assert _spelled(*address) == spelled
+    assert spelled(*address) == expected
 
 
 def watched(listener: Listener, clock: Clock, most: int, most_files: int = 1000) -> Connections:

@@ -26,6 +26,7 @@ ALL = (
 )
 ALLOWED = {
     "run-a": set(ALL),
+    "client": {"Rollout/Generate", "Rollout/Info"},
     "evaluator": {"Reward/Score", "Reward/Info", "Reference/Logprobs", "Reference/Info"},
     "pager": {"Rollout/Info", "Reward/Info", "Reference/Info", "Critic/Info"},
 }

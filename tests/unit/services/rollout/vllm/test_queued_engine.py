@@ -78,6 +78,22 @@ def test_pauses_may_follow_one_another_at_every_step(engine: QueuedEngine) -> No
     assert engine.free_blocks() == engine.free
 
 
+def test_what_somebody_reads_along_is_not_held_back(engine: QueuedEngine) -> None:
+    engine.ask("read", 3, NEW, at_once=True)
+    engine.ask("held", 3, NEW)
+    received = []
+    for _ in range(5):
+        engine.turn(1)
+        received += engine.received()
+    assert {name for name, *_ in received} == {"read"}
+    assert [ids for _, ids, *_ in received] == [[token] for token in range(len(received))]
+    assert len(received) >= 3
+    engine.turn(60)
+    received += engine.received()
+    assert [len(whole(received, name)) for name in ("read", "held")] == [NEW, NEW]
+    assert engine.free_blocks() == engine.free
+
+
 def test_what_is_aborted_leaves_nothing_held_and_no_other_response_changed(engine: QueuedEngine) -> None:
     for name in "abc":
         engine.ask(name, 4, NEW)

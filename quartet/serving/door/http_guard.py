@@ -1,0 +1,264 @@
+"""The guard of Serve's HTTP port, an ASGI middleware that checks every request before Serve sees it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from quartet.seams.serve import route_of
+from quartet.security.authentication import AUTHORIZATION
+from quartet.security.gate import HTTP, Gate
+from quartet.security.identity import Caller
+from quartet.security.port import on_loopback
+from quartet.serving.door.connections import spelled
+from quartet.serving.door.http_server import LARGEST_HEADERS
+from quartet.serving.door.json_bounds import check_bounds
+from quartet.serving.door.log_lines import Refusals
+from quartet.serving.door.open_calls import OpenCalls
+from quartet.wire.callers import PURPOSE, RUN
+from quartet.wire.errors import PermissionDenied, ServiceError, Unauthenticated
+from quartet.wire.http_errors import HttpError, http_error
+
+log = logging.getLogger("quartet")
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+DEPLOYMENT = "Rollout"
+"""Deployment of the applications that the port leads to."""
+ROUTES: Mapping[str, str] = {
+    "/health": "GET",
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+}
+"""Path below the application's route prefix -> its method; no others exist."""
+_PASSED_ON = frozenset({b"content-type", PURPOSE.encode(), RUN.encode()})
+"""Headers that go on to the replica. Others would steer Serve's routing and deadlines, or enter its logs."""
+_SINGLE = frozenset({"host", "authorization", "content-type", "content-length", "content-encoding"})
+_TOKEN_ADVICE = (
+    "send `Authorization: Bearer` with a token that the policy names; `quartet up` writes yours to "
+    ".quartet/access/token"
+)
+_LOST = HttpError(503, "no replica could answer, or the one that answered has died; ask again", retry_after_s=1)
+
+
+class _Refused(Exception):
+    """A request that is refused."""
+
+    def __init__(self, answer: HttpError) -> None:
+        super().__init__(answer.message)
+        self.answer = answer
+
+
+class _Asked(NamedTuple):
+    """A request whose caller may make it."""
+
+    caller: Caller
+    route: str
+    """Name of its route, as the gate knows it."""
+    peer: str
+
+
+class HttpGuard:
+    """Authenticates, authorizes, routes and limits requests; a failure is answered with a named error.
+
+    Nothing of a stranger's body is read. Browsers are strangers: pages of other sites that they show would use this
+    machine's rights.
+    """
+
+    def __init__(self, app: Any, gate: Gate, prove: Callable[[str], None]) -> None:
+        """
+        Args:
+            app: Serve's.
+            gate: says who may call what.
+            prove: takes the address of the other end of each request that is admitted, as gRPC spells it.
+        """
+        self._app: App = app
+        self._find = route_of(app)
+        self._gate, self._prove = gate, prove
+        self._open = OpenCalls(lambda: gate.limits)
+        self._refusals = Refusals()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answers one request; leaves what is not one, such as a WebSocket."""
+        if scope["type"] != "http":
+            return
+        reply = _Reply(send)
+        with ExitStack() as held:
+            try:
+                headers = _read(scope)
+                asked = self._admitted(scope, headers, held)
+                body = await self._received(asked, headers, receive, held)
+            except _Refused as refusal:
+                await reply.refuse(refusal.answer)
+                return
+            except ServiceError as error:
+                await reply.refuse(http_error(error))
+                return
+            try:
+                await self._app(_scope(scope, asked.caller), _received_already(body, receive), reply.send)
+            except Exception as error:
+                log.error("%s failed in the proxy", asked.route, exc_info=error)
+            await reply.end()
+
+    def _admitted(self, scope: Message, headers: Mapping[str, str], held: ExitStack) -> _Asked:
+        """The request's caller and route."""
+        method, path, peer = scope["method"], scope["path"], spelled(*(scope["client"] or ("", 0)))
+        _check_not_a_browser(headers)
+        found = self._find(path)
+        prefix, application, deployment = found or ("", None, "")
+        below = path.removeprefix(prefix if prefix != "/" else "")
+        route = f"{HTTP}{below[:64]}"
+        try:
+            proof = ((AUTHORIZATION, headers.get(AUTHORIZATION, "")),)
+            caller = self._gate.admit(route, application, {}, proof)
+        except Unauthenticated as error:
+            self._refusals.note(route, peer, str(error))
+            raise _Refused(HttpError(401, f"{str(error).partition(';')[0]}; {_TOKEN_ADVICE}")) from None
+        except PermissionDenied as error:
+            self._refusals.note(route, peer, str(error))
+            raise
+        self._prove(peer)
+        if deployment != DEPLOYMENT or below not in ROUTES:
+            known = ", ".join(ROUTES)
+            raise _Refused(HttpError(404, f"{path[:128]!r} is not here; a rollout application's prefix has {known}"))
+        if ROUTES[below] != method:
+            raise _Refused(HttpError(405, f"{below} takes {ROUTES[below]}"))
+        held.enter_context(_counted(self._open.begin(caller)))
+        return _Asked(caller, route, peer)
+
+    async def _received(self, asked: _Asked, headers: Mapping[str, str], receive: Receive, held: ExitStack) -> bytes:
+        """The request's body, within its bounds."""
+        if ROUTES[asked.route.removeprefix(HTTP)] == "GET":
+            return b""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise _Refused(HttpError(415, f"content-type: {kind[:64]!r}; must be application/json"))
+        if headers.get("content-encoding", "identity") != "identity":
+            raise _Refused(HttpError(415, "content-encoding: send the body as it is, uncompressed"))
+        largest = self._gate.limits.of(asked.route)
+        if int(headers.get("content-length", "0")) > largest:
+            raise _Refused(_too_large(largest))
+        async with self._open.receiving(asked.caller, asked.peer, small=False):
+            try:
+                async with asyncio.timeout(self._gate.limits.request_s):
+                    body = await _whole(receive, largest)
+            except TimeoutError:
+                seconds = self._gate.limits.request_s
+                raise _Refused(
+                    HttpError(408, f"no whole body arrived within {seconds:g} s; send it at once")
+                ) from None
+        held.enter_context(_counted(self._open.hold(asked.caller, len(body))))
+        check_bounds(body)
+        return body
+
+
+def _read(scope: Message) -> dict[str, str]:
+    """The request's headers, of which those that decide anything may come once only."""
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > LARGEST_HEADERS:
+        raise _Refused(HttpError(431, f"the headers have more than {LARGEST_HEADERS} bytes"))
+    headers: dict[str, str] = {}
+    for raw, value in scope["headers"]:
+        name = raw.decode("latin-1").lower()
+        if name in headers and name in _SINGLE:
+            raise _Refused(HttpError(400, f"{name}: more than one such header"))
+        headers[name] = value.decode("latin-1")
+    return headers
+
+
+def _check_not_a_browser(headers: Mapping[str, str]) -> None:
+    """Refuses what pages of other sites can make a browser send, also under a name that leads to this machine."""
+    if "origin" in headers:
+        raise _Refused(HttpError(403, "requests of web pages (header `origin`) are not answered"))
+    host = headers.get("host", "")
+    name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    if not on_loopback(name):
+        raise _Refused(HttpError(403, f"host: {host[:64]!r}; must be 127.0.0.1 or localhost"))
+
+
+def _too_large(largest: int) -> HttpError:
+    return HttpError(413, f"the body has more than {largest} bytes; split it")
+
+
+async def _whole(receive: Receive, largest: int) -> bytes:
+    """The body of a request, in as many pieces as it comes."""
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise _Refused(HttpError(400, "the body broke off"))
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > largest:
+            raise _Refused(_too_large(largest))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _scope(scope: Message, caller: Caller) -> Message:
+    """The request as Serve gets it, with the caller's identity in place of any that it sent."""
+    kept = [(name, value) for name, value in scope["headers"] if name.lower() in _PASSED_ON]
+    identity = [(key.encode(), value.encode()) for key, value in caller.metadata]
+    return {**scope, "headers": [*kept, *identity], "query_string": b""}
+
+
+def _received_already(body: bytes, receive: Receive) -> Receive:
+    """Gives the body, and then what else comes: that the caller has left."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+@contextmanager
+def _counted(end: Callable[[object], None]) -> Iterator[None]:
+    """Context in which something that OpenCalls gave counts."""
+    try:
+        yield
+    finally:
+        end(None)
+
+
+class _Reply:
+    """The answer to one request, in which errors of Serve are replaced: they hold addresses, paths and traces."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = self._over = self._hidden = self._events = False
+
+    async def send(self, message: Message) -> None:
+        """Passes on a message of a replica; drops those of Serve itself, in whose place `end` answers."""
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"").partition(b";")[0]
+            self._events = kind == b"text/event-stream"
+            self._hidden = message["status"] >= 400 and kind != b"application/json"
+            self._started = not self._hidden
+        elif message["type"] == "http.response.body" and not self._hidden:
+            self._over = not message.get("more_body", False)
+        if not self._hidden:
+            await self._send(message)
+
+    async def refuse(self, answer: HttpError) -> None:
+        """Sends an answer that is an error."""
+        self._started = self._over = True
+        headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
+        headers.append((b"content-length", str(len(answer.body)).encode()))
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": answer.body})
+
+    async def end(self) -> None:
+        """Ends an answer that broke off, so that the caller knows why."""
+        if not self._started:
+            await self.refuse(_LOST)
+        elif not self._over and self._events:
+            self._over = True
+            await self._send({"type": "http.response.body", "body": b"data: " + _LOST.body + b"\n\n"})

@@ -1,0 +1,358 @@
+"""OpenAI's protocol by vLLM's own serving classes, around the engine of a replica.
+
+vLLM renders prompts, writes answers and streams. Quartet decides which requests are taken and when they start, as for
+calls over gRPC, and adds to each answer the versions of the weights that sampled it.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from quartet.serving.share import Share
+from quartet.serving.slots import Running
+from quartet.wire.errors import InvalidArgument, ServiceError, Unavailable
+from quartet.wire.http_errors import HttpError, http_error
+from services.rollout.config import RolloutConfig
+from services.rollout.http import Served, refusal
+from services.rollout.interface import NO_VERSION, check_least
+from services.rollout.openai_fields import read
+from services.rollout.sample import VersionSpans
+from services.rollout.vllm.requests import Requests
+from services.rollout.vllm.scheduler import AT_ONCE_KEY
+
+log = logging.getLogger("quartet")
+STILL_S = 2.0
+"""Seconds without an output after which it is asked whether the engine still answers."""
+_DONE = "[DONE]"
+
+
+class VLLMCompletions:
+    """Answers requests of one replica."""
+
+    def __init__(self, config: RolloutConfig, served: Served) -> None:
+        self._served, self._folder = served, Path(config.model).name
+        engine: Any = served.engine
+        self._requests: Requests = engine.requests
+        llm: AsyncLLM = engine.llm
+        self._names: list[BaseModelPath] = []
+        client: Any = _Attended(llm)
+        self._models = OpenAIServingModels(client, self._names)
+        renderer = OnlineRenderer(
+            llm.model_config,
+            llm.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+        completion = OpenAIServingCompletion(client, self._models, online_renderer=renderer, request_logger=None)
+        chat = OpenAIServingChat(
+            client,
+            self._models,
+            "assistant",
+            online_renderer=renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+        # As over gRPC, and unlike `vllm serve`, what a request leaves out is not taken from generation_config.json:
+        # the model is sampled as it is, which is what its log-probs are of.
+        completion.default_sampling_params = chat.default_sampling_params = {}
+        self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
+            "/v1/completions": (CompletionRequest, completion.create_completion),
+            "/v1/chat/completions": (ChatCompletionRequest, chat.create_chat_completion),
+        }
+
+    async def models(self) -> Any:
+        """The model under its names, with the version of its weights and the checksum of the push that brought
+        them."""
+        self._name()
+        engine = self._served.engine
+        listed = (await self._models.show_available_models()).model_dump()
+        for card in listed["data"]:
+            card |= {"owned_by": "quartet", "policy_version": engine.version, "weights_checksum": engine.checksum}
+        return listed
+
+    async def answer(self, path: str, body: bytes, share: Share) -> Response:
+        """Answers a request. See Completions.answer."""
+        kind, create = self._routes[path]
+        given = read(body, path)
+        if self._served.engine.version == NO_VERSION:
+            raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
+        self._name()
+        request = _parsed(kind, given)
+        call = _Call(self._served, self._requests, share)
+        try:
+            reply = await self._created(create, request, call)
+            if isinstance(reply, Response):
+                await call.close()
+                return reply
+            return _Streamed(call, reply)
+        except BaseException:
+            await call.close()
+            raise
+
+    def _name(self) -> None:
+        """Gives vLLM the names under which the model is served now: that of the run, or of the model's folder before
+        any, and both with the version."""
+        name = self._served.run() or self._folder
+        # The list stays the same, as vLLM's classes share it. No path of this machine is told.
+        self._names[:] = [BaseModelPath(each, name) for each in (name, f"{name}@{self._served.engine.version}")]
+
+    async def _created(
+        self, create: Callable[..., Any], request: Any, call: "_Call"
+    ) -> Response | AsyncIterator[bytes]:
+        """The whole answer, or the events of a stream that has begun without an error."""
+        token = _CALL.set(call)
+        try:
+            made = await create(request)
+        except ServiceError:
+            raise
+        except Exception as error:
+            made = create_error_response(error)
+            if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                log.exception("a request over HTTP failed")
+        finally:
+            _CALL.reset(token)
+        if isinstance(made, ErrorResponse):
+            return _refused(made.model_dump()["error"])
+        if not isinstance(made, AsyncGenerator):
+            return JSONResponse(call.with_versions(made.model_dump()))
+        # Errors that vLLM finds late are the first event, where they can still become a status.
+        events = _events(made)
+        first = await anext(events, None)
+        if first is not None and "error" in first:
+            await events.aclose()
+            if call.refused:
+                raise call.refused
+            return _refused(first["error"])
+        return call.texts(first, events)
+
+
+def _parsed(kind: Any, given: dict[str, Any]) -> Any:
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = clean_loc_for_param(first["loc"]) if first["loc"] else ""
+        raise InvalidArgument(f"{where or 'the request'}: {first['msg'][:300]}") from None
+    except VLLMClientError as error:
+        raise InvalidArgument(create_error_response(error).error.message[:1000]) from None
+
+
+def _refused(error: dict[str, Any]) -> Response:
+    """The answer for an error of vLLM's. The text of one that is not the request's fault stays in the log."""
+    status, message = int(error["code"]), str(error["message"])
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return refusal(HttpError(status, message[:1000], error.get("param")))
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return refusal(http_error(Unavailable(message[:1000])))
+    return refusal(HttpError(status, "the engine failed; see the replica's log"))
+
+
+async def _events(stream: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str, Any], None]:
+    """The contents of a stream's events but the last, which says that it is done."""
+    async with aclosing(stream):
+        async for text in stream:
+            for line in text.splitlines():
+                content = line.removeprefix("data: ")
+                if content and content != _DONE:
+                    yield json.loads(content)
+
+
+class _Attended:
+    """vLLM's engine as its serving classes see it, whose requests belong to the call that is being answered."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Takes a request at once, or raises, and returns its outputs. vLLM calls it before an answer begins."""
+        return _CALL.get().take(prompt["prompt_token_ids"], sampling_params)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """One request of a call."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    """Outputs with their spans, or an error, and None at the end."""
+    spans: VersionSpans = ()
+    """Versions of the tokens that were read."""
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that it may have."""
+        return len(self.prompt_ids) + (self.params.max_tokens or 0)
+
+
+class _Call:
+    """One call: its requests in the engine, and the versions of what they have sampled."""
+
+    def __init__(self, served: Served, requests: Requests, share: Share) -> None:
+        self._served, self._requests, self._share = served, requests, share
+        self._taken: list[_Taken] = []
+        self._running: Running[None] | None = None
+        self._admitted = ExitStack()
+        self.refused: ServiceError | None = None
+        """The reason for which the service did not take the call."""
+
+    def take(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Any, None]:
+        """Takes one of the call's requests and returns its outputs. All are queued together when the first of them is
+        asked for an output.
+
+        Raises:
+            InvalidArgument: the engine could not carry it out.
+        """
+        self._check(prompt_ids, params)
+        if params.output_kind is RequestOutputKind.DELTA or params.stop:
+            params.extra_args = {**(params.extra_args or {}), AT_ONCE_KEY: True}
+        taken = _Taken(prompt_ids, params)
+        self._taken.append(taken)
+        return self._read(taken)
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        engine = self._served.engine
+        if not prompt_ids:
+            raise InvalidArgument("prompt: empty; send at least one token")
+        if max(prompt_ids) >= engine.vocab_size:
+            raise InvalidArgument(f"prompt: {max(prompt_ids)} is outside the vocabulary of {engine.vocab_size}")
+        for token in params.stop_token_ids or ():
+            if not 0 <= token < engine.vocab_size:
+                raise InvalidArgument(f"stop_token_ids: {token} is outside the vocabulary of {engine.vocab_size}")
+        check_least(params.min_tokens, engine, "min_tokens")
+
+    def _begin(self) -> None:
+        """Queues the requests in their caller's share.
+
+        Raises:
+            ResourceExhausted: they are too many, or the share is used up.
+        """
+        if self.refused:
+            raise self.refused
+        if self._running is None:
+            longest = self._served.engine.max_length
+            costs = np.asarray([min(taken.tokens, longest) for taken in self._taken], np.int32)
+            asked = self._share, len(costs), int(costs.sum()), "prompt"
+            try:
+                self._admitted.enter_context(self._served.admission.admitted(*asked))
+            except ServiceError as error:
+                self.refused = error
+                raise
+            self._running = self._served.slots.enter(self._share, costs, self._run)
+
+    async def _run(self, row: int) -> None:
+        """Runs a request to its end; what goes wrong is an output too."""
+        taken = self._taken[row]
+        try:
+            async with aclosing(self._requests.stream(taken.prompt_ids, taken.params)) as stream:
+                async for output, spans in stream:
+                    taken.outputs.put_nowait((output, spans))
+            taken.outputs.put_nowait(None)
+        except ServiceError as error:
+            taken.outputs.put_nowait(GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+        except Exception as error:
+            taken.outputs.put_nowait(error)
+
+    async def _read(self, taken: "_Taken") -> AsyncGenerator[Any, None]:
+        """The outputs of a request; asks from time to time whether the engine still answers."""
+        self._begin()
+        while True:
+            try:
+                async with asyncio.timeout(STILL_S):
+                    come = await taken.outputs.get()
+            except TimeoutError:
+                try:
+                    self._served.beat()
+                except ServiceError as error:
+                    raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
+                continue
+            if come is None:
+                return
+            if isinstance(come, Exception):
+                raise come
+            output, taken.spans = come
+            yield output
+
+    def with_versions(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """The reply with `policy_version`, that of the newest token, and for each choice `version_spans`, counted
+        from its first token."""
+        last = [taken.spans[-1][0] for taken in self._taken if taken.spans]
+        reply["policy_version"] = max(last, default=self._served.engine.version)
+        for choice in reply["choices"]:
+            choice["version_spans"] = [
+                {"version": version, "start": start, "end": end}
+                for version, start, end in self._taken[choice["index"]].spans
+            ]
+        return reply
+
+    async def texts(
+        self, first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream as they are sent."""
+        async with aclosing(rest):
+            if first is not None:
+                yield self._text(first)
+                async for event in rest:
+                    yield self._text(event)
+        yield f"data: {_DONE}\n\n".encode()
+
+    def _text(self, event: dict[str, Any]) -> bytes:
+        sent = json.loads(bytes(_refused(event["error"]).body)) if "error" in event else self.with_versions(event)
+        return f"data: {json.dumps(sent)}\n\n".encode()
+
+    async def close(self) -> None:
+        """Ends what is left of its requests."""
+        if self._running is not None:
+            await self._running.close()
+        self._admitted.close()
+
+
+_CALL: ContextVar[_Call] = ContextVar("call")
+
+
+class _Streamed(StreamingResponse):
+    """A stream that ends its call when it ends, or its caller leaves."""
+
+    def __init__(self, call: _Call, texts: AsyncIterator[bytes]) -> None:
+        super().__init__(texts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._call.close()

@@ -1,0 +1,265 @@
+"""OpenAI's protocol on the real services: its own library and curl, ids and log-probs, hostile requests."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
+
+from services.rollout.sample import Sampling
+from tests import plain
+from tests.cluster import Quartet, eventually, rollouts
+from tests.configuration import REPO
+from tests.http_requests import Answer, ask, bearer
+from tests.models import BOS, EOS, MAX_LENGTH, ROWS, WORDS
+from tests.pages import Page, shell
+
+PROMPTS = [[BOS, 5 + row, 7 + row, 9 + row] for row in range(8)]
+TEXT, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+SAID: Any = [{"role": "user", "content": "w8 w9"}]
+UNCUT = {"ignore_eos": True, "skip_special_tokens": False}
+RENDERED = [8, 9, EOS, 5]
+"""Tokens of SAID by the chat template of the tests."""
+
+
+async def asked(quartet: Quartet, path: str, body: Any = None) -> Answer:
+    return await ask(quartet.http, f"/rollout{path}", body, bearer(quartet.token))
+
+
+@pytest.fixture
+async def client(quartet: Quartet) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{quartet.http}/rollout/v1", api_key=quartet.token) as made:
+        yield made
+
+
+async def sampled(quartet: Quartet, sampling: Sampling, seed: int) -> list[Any]:
+    """Responses to PROMPTS over gRPC."""
+    prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
+    stream = quartet.services.rollout.generate(prompts, sampling, seeds=[seed] * len(prompts), timeout_s=60)
+    return sorted([sample async for samples in stream for sample in samples], key=lambda sample: sample.index)
+
+
+async def idle(quartet: Quartet) -> bool:
+    return all(info.running == 0 for info in (await quartet.replicas()).values())
+
+
+async def test_the_model_has_the_name_of_the_run_and_its_version(quartet: Quartet, base: Any) -> None:
+    info = await quartet.services.rollout.info(30)
+    newest, exact = (await asked(quartet, MODELS)).json["data"]
+    assert exact["id"] == f"{newest['id']}@{info.policy_version}"
+    for card in (newest, exact):
+        told = {name: card[name] for name in ("policy_version", "weights_checksum", "max_model_len")}
+        assert told == {
+            **{"policy_version": info.policy_version, "weights_checksum": info.weights_checksum},
+            **{"max_model_len": MAX_LENGTH},
+        }
+        assert str(quartet.folder) not in str(card)
+    for name, status in ((newest["id"], 200), (exact["id"], 200), (f"{newest['id']}@999", 404), ("gpt-4", 404)):
+        got = await asked(quartet, TEXT, {"model": name, "prompt": "w5", "max_tokens": 1})
+        assert got.status == status
+        if status == 404:
+            assert f"{newest['id']}, {exact['id']}" in got.message
+        else:
+            assert got.json["model"] == newest["id"]
+
+
+async def test_ids_and_logprobs_are_those_of_grpc(quartet: Quartet, base: Any) -> None:
+    version = (await quartet.services.rollout.info(30)).policy_version
+    for temperature in (1.0, 0.7):
+        sampling = Sampling(max_new_tokens=20, temperature=temperature)
+        body = {"prompt": PROMPTS, "max_tokens": 20, "temperature": temperature, "seed": 11, "logprobs": 0}
+        got = await asked(quartet, TEXT, body | {"return_token_ids": True})
+        assert got.status == 200
+        samples, choices = await sampled(quartet, sampling, 11), got.json["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == PROMPTS
+        assert [choice["token_ids"] for choice in choices] == [each.response_ids.tolist() for each in samples]
+        assert [choice["finish_reason"] for choice in choices] == [str(each.finish_reason) for each in samples]
+        logprobs = [np.asarray(choice["logprobs"]["token_logprobs"]) for choice in choices]
+        assert plain.furthest(logprobs, [sample.logprobs for sample in samples]) < 1e-5
+        prompts = [np.asarray(prompt) for prompt in PROMPTS]
+        responses = [sample.response_ids for sample in samples]
+        assert plain.furthest(logprobs, plain.logprobs(base, prompts, responses, temperature, len(WORDS))) < 1e-4
+        assert got.json["policy_version"] == version
+        for choice in choices:
+            spans = [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
+            assert choice["version_spans"] == spans
+
+
+async def test_what_is_left_out_is_as_in_training(quartet: Quartet) -> None:
+    """The model's generation_config.json does not count."""
+    got = await asked(quartet, TEXT, {"prompt": PROMPTS, "max_tokens": 20, "seed": 3, "return_token_ids": True})
+    samples = await sampled(quartet, Sampling(max_new_tokens=20), 3)
+    assert [choice["token_ids"] for choice in got.json["choices"]] == [s.response_ids.tolist() for s in samples]
+
+
+async def test_a_stream_brings_the_same_piece_by_piece(quartet: Quartet) -> None:
+    body = {"prompt": PROMPTS[:2], "max_tokens": 40, "seed": 5, "logprobs": 0, "return_token_ids": True}
+    whole = (await asked(quartet, TEXT, body | {"ignore_eos": True})).json
+    more = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    got = await asked(quartet, TEXT, body | more)
+    assert got.headers["content-type"].startswith("text/event-stream")
+    *events, usage = got.events
+    assert usage["usage"]["completion_tokens"] == 80
+    assert len(events) > 10
+    for choice in whole["choices"]:
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        logprobs = [number for part in parts for number in part["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert parts[-1]["version_spans"] == choice["version_spans"]
+    assert {event["policy_version"] for event in (*events, usage)} == {whole["policy_version"]}
+
+
+async def test_text_chat_and_stop_strings_by_openais_library(client: AsyncOpenAI) -> None:
+    newest = (await client.models.list()).data[0].id
+    text = await client.completions.create(
+        model=newest, prompt=["w5 w6", "w7"], max_tokens=4, logprobs=2, extra_body={"return_token_ids": True}
+    )
+    assert [choice.prompt_token_ids for choice in text.choices] == [[BOS, 5, 6], [BOS, 7]]  # type: ignore[attr-defined]
+    assert all(len(each or {}) >= 2 for each in text.choices[0].logprobs.top_logprobs)  # type: ignore[union-attr]
+    answer = await client.chat.completions.create(
+        model=newest, messages=SAID, max_completion_tokens=6, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    assert answer.prompt_token_ids == RENDERED  # type: ignore[attr-defined]
+    [choice] = answer.choices
+    assert len(choice.logprobs.content) == len(choice.token_ids) <= 6  # type: ignore
+    spans = [{"version": answer.policy_version, "start": 0, "end": len(choice.token_ids)}]  # type: ignore
+    assert choice.version_spans == spans  # type: ignore[attr-defined]
+    again: Any = [*SAID, choice.message.model_dump(), *SAID]
+    assert (await client.chat.completions.create(model=newest, messages=again, max_tokens=2)).choices
+    said, versions = "", set()
+    async for event in await client.chat.completions.create(
+        model=newest, messages=SAID, max_completion_tokens=30, seed=4, stream=True, extra_body=UNCUT
+    ):
+        said += event.choices[0].delta.content or ""
+        versions.add(event.policy_version)  # type: ignore[attr-defined]
+    assert len(said.split()) == 30
+    assert versions == {answer.policy_version}  # type: ignore[attr-defined]
+    word = next(word for word in said.split()[10:] if word.startswith("w"))
+    before = re.split(rf"\b{word}\b", said)[0]
+    stopped = await client.chat.completions.create(
+        **{"model": newest, "messages": SAID, "max_completion_tokens": 30, "seed": 4, "stop": f"{word} "},
+        extra_body=UNCUT,
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert (stopped.choices[0].message.content or "").strip() == before.strip()
+
+
+async def test_openais_library_raises_its_own_errors(quartet: Quartet, client: AsyncOpenAI) -> None:
+    with pytest.raises(NotFoundError, match="gpt-4"):
+        await client.completions.create(model="gpt-4", prompt="w5")
+    with pytest.raises(BadRequestError, match="temperature: 3"):
+        await client.completions.create(model="", prompt="w5", temperature=3)
+    with pytest.raises(AuthenticationError, match="quartet up"):
+        await client.with_options(api_key="guessed").models.list()
+    with pytest.raises(APIStatusError, match="tools: not a field"):
+        await client.chat.completions.create(model="", messages=SAID, tools=[])  # type: ignore[call-overload]
+
+
+def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
+    page, text = Page.at("openai.md"), (REPO / "docs/openai.md").read_text()
+    assert len(page.commands) == 2
+    for line in page.commands:
+        shell(quartet.folder, line.replace("curl -sS", "curl -sS --fail").replace(":18000/", f":{quartet.http}/"))
+    program = text.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(":18000/", f":{quartet.http}/")],
+        cwd=quartet.folder,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("weights ")
+
+
+NO_TEMPERATURES: list[Any] = [-0.1, 1e308, "hot", [], {}]
+HOSTILE: list[Any] = [
+    *(b"", b"{", b"null", b'"a"', b"[]", b"\x00", b"\xff\xfe", b'{"prompt": "\\udc00"}', b'{"prompt": NaN}'),
+    *({}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [[5], []]}, {"prompt": [["w5"]]}),
+    *({"prompt": {}}, {"prompt": 5}, {"prompt": [5, "w5"]}, {"prompt": [5.5]}, {"prompt": [True, None]}),
+    *({"prompt": [-1]}, {"prompt": [ROWS]}, {"prompt": [1 << 31]}, {"prompt": [1 << 70]}, {"prompt": [5] * 5000}),
+    {"prompt": "w5 " * 100_000},
+    {"prompt": [5] * MAX_LENGTH},
+    {"prompt": ["w5"] * 5000},
+    *({"prompt": "w5", **more} for more in ({"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "5"})),
+    *({"prompt": "w5", "min_tokens": least, "max_tokens": 5} for least in (6, 1 << 31, -1)),
+    *({"prompt": "w5", "stop_token_ids": ids} for ids in ([ROWS], [1 << 40], [-1], ["a"], [[1]])),
+    *({"prompt": "w5", "seed": seed} for seed in (-1, 1 << 64, "a", 0.5)),
+    *({"prompt": "w5", "temperature": wrong} for wrong in NO_TEMPERATURES),
+    *({"prompt": "w5", "top_k": wrong} for wrong in (-2, 1 << 31, 1.5)),
+    *({"prompt": "w5", "logprobs": wrong} for wrong in (-1, 21, 1 << 40, "a")),
+    *({"prompt": "w5", "stream_options": options} for options in (5, {"include_usage": True})),
+    *({"prompt": "w5", name: {}} for name in ("model", "user", "stop", "echo", "stream", "return_token_ids")),
+    *(
+        {"prompt": "w5", name: 1}
+        for name in ("logit_bias", "guided_regex", "prompt_embeds", "vllm_xargs", "a" * 9999)
+    ),
+    *(
+        {"prompt": "w5", name: 1}
+        for name in ("structured_outputs", "kv_transfer_params", "use_beam_search", "suffix")
+    ),
+]
+HOSTILE_CHATS: list[Any] = [
+    *({}, {"messages": []}, {"messages": [{}]}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    {"messages": [{"role": "a" * 100_000, "content": 5}]},
+    {"messages": SAID * 2000},
+    {"messages": SAID, "chat_template": "{{ 'a' * 10 ** 10 }}"},
+    {"messages": SAID, "chat_template_kwargs": 5},
+    {"messages": SAID, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+    {"messages": SAID, "top_logprobs": 5},
+    {"messages": SAID, "logprobs": "yes"},
+    {"messages": SAID, "max_completion_tokens": 0},
+    {"messages": SAID, "continue_final_message": True, "add_generation_prompt": True},
+    *({"messages": SAID, name: 1} for name in ("tools", "response_format", "documents", "mm_processor_kwargs")),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_hostile_requests_get_a_reason_and_no_replica_dies(quartet: Quartet, stream: bool) -> None:
+    before = rollouts(quartet)
+    requests = [(TEXT, body) for body in HOSTILE] + [(CHAT, body) for body in HOSTILE_CHATS]
+    for path, body in requests:
+        sent = body | {"stream": True} if stream and isinstance(body, dict) and "stream" not in body else body
+        got = await asked(quartet, path, sent)
+        if stream and "stream_options" in str(body)[:60] and got.status == 200:
+            continue  # right, in a stream
+        assert 400 <= got.status < 500, (str(sent)[:200], got.status, got.body[:300])
+        message = got.message
+        assert 3 < len(message) < 1500, str(sent)[:200]
+        assert "Traceback" not in message
+        assert not re.search(r"/(root|work|home|tmp|usr)/|\.py\b", message), message
+    assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
+    assert rollouts(quartet) == before
+
+
+async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: AsyncOpenAI) -> None:
+    long: Any = {"prompt": PROMPTS * 128, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
+    stream = await client.completions.create(model="", stream=True, **long)
+    async for _ in stream:
+        break
+    await stream.close()
+    asking = asyncio.create_task(client.completions.create(model="", **long))
+
+    async def working() -> bool:
+        assert not asking.done(), await asking
+        return (await quartet.services.rollout.info(30)).running > 0
+
+    await eventually(working, 30)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await eventually(lambda: idle(quartet), 10)
+    assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
+
+
+async def test_health_is_told(quartet: Quartet) -> None:
+    assert (await asked(quartet, "/health")).json == {"status": "serving"}

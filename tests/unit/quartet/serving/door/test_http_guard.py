@@ -1,0 +1,312 @@
+"""The guard of Serve's HTTP port, on Serve's own server: who gets in, to what, and with how much."""
+
+import asyncio
+import json
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.config import HTTPOptions
+
+from quartet.config.base import ConfigError
+from quartet.security.keys.folder import Keys
+from quartet.security.policy import Limits
+from quartet.security.port import Port
+from quartet.serving.door.http_guard import ROUTES
+from quartet.serving.door.json_bounds import DEEPEST, MOST_ELEMENTS
+from tests.http_requests import JSON, Answer, ask, bearer
+from tests.unit.front_door import CALLERS
+from tests.unit.http_door import Send, http_door
+
+SAMPLED = {"/v1/models", "/v1/completions", "/v1/chat/completions"}
+ALLOWED = {
+    "run-a": SAMPLED | {"/health"},
+    "client": SAMPLED | {"/health"},
+    "evaluator": {"/health"},
+    "pager": {"/health"},
+}
+"""The table of roles and routes. Each route is tried by each role, and a further route needs its place here."""
+OPEN = Port(local="open", http=True)
+COMPLETIONS = "/rollout/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    made = Keys(tmp_path_factory.mktemp("http") / "keys", days=30)
+    made.make(["127.0.0.1"], CALLERS, tokens=True)
+    return made
+
+
+def guarded(keys: Keys) -> Port:
+    return Port(policy=keys.policy, http=True)
+
+
+def proof(keys: Keys, name: str) -> tuple[str, str]:
+    return bearer((keys.folder / "clients" / name / "token").read_text().strip())
+
+
+async def asked(port: int, path: str, *headers: tuple[str, str]) -> Answer:
+    return await ask(port, f"/rollout{path}", None if ROUTES[path] == "GET" else {}, *headers)
+
+
+def test_every_route_has_its_place_in_the_table() -> None:
+    assert ALLOWED["run-a"] == ROUTES.keys()
+    assert ALLOWED.keys() == CALLERS.keys()
+
+
+async def test_each_role_reaches_what_it_is_for_and_nothing_else(keys: Keys) -> None:
+    async with http_door(guarded(keys)) as (port, replicas):
+        for name, role in CALLERS.items():
+            answers = {path: await asked(port, path, proof(keys, name)) for path in ROUTES}
+            assert {path for path, answer in answers.items() if answer.status == 200} == ALLOWED[name]
+            for path in ROUTES.keys() - ALLOWED[name]:
+                assert answers[path].status == 403
+                assert f"{name} has the role {role}, which may not call http{path}" in answers[path].message
+        reached = [(path, headers["quartet-identity"]) for path, headers, _ in replicas.seen]
+        assert sorted(reached) == sorted((f"/rollout{path}", name) for name in ALLOWED for path in ALLOWED[name])
+
+
+async def test_strangers_reach_nothing(keys: Keys) -> None:
+    proofs = [(), (bearer("guessed"),), (("Authorization", "Basic b3duZXI6"),), (bearer(""),)]
+    async with http_door(guarded(keys)) as (port, replicas):
+        for headers in proofs:
+            for path in (*ROUTES, "/docs", "/../critic"):
+                got = await ask(port, f"/rollout{path}", None if ROUTES.get(path) == "GET" else {}, *headers)
+                assert got.status == 401
+                assert got.headers["www-authenticate"] == "Bearer"
+                assert "`quartet up` writes yours to .quartet/access/token" in got.message
+        assert replicas.seen == []
+
+
+async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -> None:
+    mine = proof(keys, "run-a")
+    async with http_door(guarded(keys)) as (port, replicas):
+        for path in (
+            *(
+                "/",
+                "/rollout",
+                "/rollout/",
+                "/rollout/v1",
+                "/rollout/v1/models/",
+                "/rollout/docs",
+                "/rollout/metrics",
+            ),
+            *("/critic/v1/models", "/reward/health", "/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
+            *("/rollout/v1//models", "/rollout/v1/completions/../../../critic", "/rollout/%2e%2e/critic"),
+        ):
+            assert (await ask(port, path, None, mine)).status == 404, path
+        for path, method in ROUTES.items():
+            for other in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
+                if other != method:
+                    got = await ask(port, f"/rollout{path}", b"{}", mine, method=other)
+                    assert got.status == 405
+        assert replicas.seen == []
+
+
+async def test_web_pages_are_strangers_also_under_another_name() -> None:
+    async with http_door(OPEN) as (port, replicas):
+        for host in ("evil.example", f"evil.example:{port}", "10.0.0.5", "", "127.0.0.1.evil.example", "[::2]"):
+            assert (await ask(port, COMPLETIONS, {}, host=host)).status == 403
+        for origin in ("https://evil.example", "null", f"http://127.0.0.1:{port}"):
+            for method in ("POST", "OPTIONS", "DELETE"):
+                got = await ask(port, COMPLETIONS, {}, ("Origin", origin), method=method)
+                assert got.status == 403
+                assert "access-control-allow-origin" not in got.headers
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            assert (await ask(port, COMPLETIONS, b"{}", ("Content-Type", kind))).status == 415
+        assert replicas.seen == []
+        for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
+            assert (await ask(port, COMPLETIONS, {}, host=host)).status == 200
+
+
+async def test_the_identity_is_the_proxys_and_nothing_else_of_the_headers_goes_on(keys: Keys) -> None:
+    sent = {
+        **{"quartet-identity": "run-a", "quartet-role": "trainer", "Quartet-Role": "trainer", "cookie": "a=b"},
+        **{"serve_multiplexed_model_id": "m", "x-session-id": "s", "x-request-id": "i\\nforged", "traceparent": "t"},
+        **{"x-request-timeout-seconds": "9999", "quartet-purpose": "evaluation", "quartet-run": "mine"},
+    }
+    async with http_door(guarded(keys)) as (port, replicas):
+        got = await ask(port, f"{COMPLETIONS}?key=secret", {"a": 1}, proof(keys, "client"), *sent.items())
+        assert got.status == 200
+        [(path, headers, body)] = replicas.seen
+        assert (path, json.loads(body)) == (COMPLETIONS, {"a": 1})
+        assert headers.pop("x-request-id") != sent["x-request-id"]
+        assert headers == {
+            "content-type": "application/json",
+            "quartet-purpose": "evaluation",
+            "quartet-run": "mine",
+            "quartet-identity": "client",
+            "quartet-role": "sampler",
+        }
+
+
+async def test_a_caller_of_other_applications_is_refused(keys: Keys, tmp_path: Path) -> None:
+    other = Keys(tmp_path / "keys", days=1)
+    other.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
+    policy = yaml.safe_load(other.policy.read_text())
+    policy["identities"]["client"]["applications"] = ["second"]
+    other.policy.write_text(yaml.safe_dump(policy))
+    applications = {"rollout": "Rollout", "second": "Rollout"}
+    async with http_door(guarded(other), applications) as (port, _):
+        refused = await ask(port, "/rollout/v1/models", None, proof(other, "client"))
+        assert (refused.status, refused.message) == (403, "client may not call the application 'rollout'")
+        assert (await ask(port, "/second/v1/models", None, proof(other, "client"))).status == 200
+
+
+LARGEST = Limits().of("/http/v1/completions")
+STRING = json.dumps("[{," * 100_000).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"[" * DEEPEST + b"]" * DEEPEST, 200),
+        (b"[" * (DEEPEST + 1) + b"]" * (DEEPEST + 1), 400),
+        (b'{"a":' * 300_000, 400),
+        (b"[" + b"0," * (MOST_ELEMENTS - 2) + b"0]", 200),
+        (b"[" + b"0," * MOST_ELEMENTS + b"0]", 400),
+        (b"[" + b"{}," * MOST_ELEMENTS + b"{}]", 400),
+        (b'{"prompt":' + STRING + b"}", 200),
+        (b'{"prompt":"' + b'\\"[' * 200_000 + b'"}', 200),
+        (b'"' + b"a" * (LARGEST - 2) + b'"', 200),
+        (b'"' + b"a" * LARGEST + b'"', 413),
+        (b'"' + b"\\" * 1_000_000, 200),
+        (b"", 200),
+    ],
+    ids=[
+        "deep",
+        "deeper",
+        "objects",
+        "many",
+        "too-many",
+        "bombs",
+        "text",
+        "quotes",
+        "large",
+        "larger",
+        "open",
+        "none",
+    ],
+)
+async def test_bodies_are_bounded_before_they_are_parsed(body: bytes, status: int) -> None:
+    async with http_door(OPEN) as (port, replicas):
+        got = await ask(port, COMPLETIONS, body)
+        assert got.status == status
+        assert [seen for *_, seen in replicas.seen] == ([body] if status == 200 else [])
+
+
+async def test_headers_that_decide_come_once_and_compressed_bodies_are_refused() -> None:
+    async with http_door(OPEN) as (port, replicas):
+        for name, value in (("Host", "127.0.0.1"), ("Content-Type", "text/plain"), ("Authorization", "Bearer a")):
+            twice = [(name, value), (name, value)] if name == "Authorization" else [JSON, (name, value)]
+            assert (await ask(port, COMPLETIONS, b"{}", *twice)).status == 400
+        assert (await ask(port, COMPLETIONS, b"{}", JSON, ("Content-Encoding", "gzip"))).status == 415
+        assert (await ask(port, COMPLETIONS, b"{}", JSON, ("X-Long", "a" * 20_000))).status == 431
+        assert replicas.seen == []
+
+
+async def test_a_body_that_does_not_come_is_given_up(keys: Keys, tmp_path: Path) -> None:
+    slow = Keys(tmp_path / "keys", days=1)
+    slow.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
+    policy = yaml.safe_load(slow.policy.read_text())
+    slow.policy.write_text(yaml.safe_dump(policy | {"limits": {"request_s": 0.2}}))
+    async with http_door(guarded(slow)) as (port, replicas):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        name, value = proof(slow, "client")
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\n{name}: {value}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{{".encode())
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408")
+        writer.close()
+        assert replicas.seen == []
+
+
+async def test_open_requests_have_shares(keys: Keys, tmp_path: Path) -> None:
+    few = Keys(tmp_path / "keys", days=1)
+    few.make(["127.0.0.1"], {"client": "sampler", "other": "sampler"}, tokens=True)
+    policy = yaml.safe_load(few.policy.read_text())
+    limits = {"concurrent_calls": 4, "caller_share": 0.5, "training_reserve": 0.25}
+    few.policy.write_text(yaml.safe_dump(policy | {"limits": limits}))
+    released, waiting = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def later(send: Send) -> None:
+        waiting.release()
+        await released.wait()
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async with http_door(guarded(few)) as (port, replicas):
+        replicas.answer = later
+        first = [asyncio.create_task(ask(port, COMPLETIONS, {}, proof(few, "client"))) for _ in range(2)]
+        for _ in range(2):
+            await asyncio.wait_for(waiting.acquire(), 30)
+        refused = await ask(port, COMPLETIONS, {}, proof(few, "client"))
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert "client has 2 open calls" in refused.message
+        other = asyncio.create_task(ask(port, COMPLETIONS, {}, proof(few, "other")))
+        await asyncio.wait_for(waiting.acquire(), 30)
+        released.set()
+        assert {(await each).status for each in (*first, other)} == {200}
+        assert (await ask(port, COMPLETIONS, {}, proof(few, "client"))).status == 200
+
+
+async def _trace(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"ray::ServeReplica /home/me/secret.py"})
+
+
+async def _nothing(send: Send) -> None:
+    pass
+
+
+async def _raise(send: Send) -> None:
+    raise RuntimeError("/home/me/secret.py")
+
+
+@pytest.mark.parametrize("fault", [_trace, _nothing, _raise])
+async def test_faults_of_serve_become_a_plain_answer(fault: Any) -> None:
+    async with http_door(OPEN) as (port, replicas):
+        replicas.answer = fault
+        got = await ask(port, COMPLETIONS, {})
+        assert (got.status, got.headers["retry-after"]) == (503, "1")
+        assert got.message == "no replica could answer, or the one that answered has died; ask again"
+        assert b"secret" not in got.body
+
+
+async def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
+    async def half(send: Send) -> None:
+        kind = (b"content-type", b"text/event-stream; charset=utf-8")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        await send({"type": "http.response.body", "body": b'data: {"a": 1}\n\n', "more_body": True})
+
+    async with http_door(OPEN) as (port, replicas):
+        replicas.answer = half
+        got = await ask(port, COMPLETIONS, {})
+        first, last = [json.loads(text.removeprefix("data: ")) for text in got.body.decode().split("\n\n") if text]
+        assert first == {"a": 1}
+        assert last["error"]["code"] == 503
+
+
+async def test_a_caller_that_leaves_is_known_to_the_replica() -> None:
+    async def forever(send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async with http_door(OPEN) as (port, replicas):
+        replicas.answer = forever
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=30)) as caller:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            caller.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            while not replicas.seen:
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(replicas.left.wait(), 30)
+
+
+async def test_other_machines_never_reach_it() -> None:
+    assert HTTPOptions().host  # Serve has a default of its own, which may be every address
+    with pytest.raises(ConfigError, match=r"http_options\.host: 0\.0\.0\.0; should be 127\.0\.0\.1"):
+        async with http_door(OPEN, host="0.0.0.0"):
+            pass

@@ -1,0 +1,139 @@
+"""Requests in OpenAI's protocol: which fields they may have, and which numbers."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from quartet.wire.errors import InvalidArgument
+from services.rollout.openai_fields import FIELDS, read
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
+MESSAGE = {"role": "user", "content": "w5"}
+GIVEN: dict[str, Any] = {
+    **{"model": "m", "user": "u", "logprobs": 1, "stream": True, "stream_options": {"include_usage": True}},
+    **{"temperature": 0.5, "top_p": 0.5, "top_k": -1, "presence_penalty": -2, "frequency_penalty": 2.0, "n": 1},
+    **{"seed": (1 << 63) - 1, "max_tokens": 5, "min_tokens": 0, "stop": ["a"], "stop_token_ids": [4], "echo": False},
+    **{"ignore_eos": False, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    **{"add_special_tokens": True, "spaces_between_special_tokens": True, "return_token_ids": True},
+    **{"return_tokens_as_token_ids": True, "prompt": "w5", "messages": [MESSAGE], "max_completion_tokens": 3},
+    **{"top_logprobs": 2, "chat_template_kwargs": {"a": [1]}, "add_generation_prompt": True},
+    **{"continue_final_message": False},
+}
+
+
+def refused(body: Any, path: str = TEXT) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        read(body if isinstance(body, bytes) else json.dumps(body).encode(), path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_is_one_of_vllms_and_all_together_are_read(path: str) -> None:
+    given = {name: GIVEN[name] for name in FIELDS[path]} | ({"logprobs": True} if path == CHAT else {})
+    assert read(json.dumps(given).encode(), path) == given
+    assert FIELDS[path] <= set(KINDS[path].model_fields)
+    KINDS[path].model_validate(given)
+    nothing = dict.fromkeys([*given, "tools", "logit_bias"])
+    assert read(json.dumps(nothing).encode(), path) == {}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_other_field_of_vllms_is_refused_by_name(path: str) -> None:
+    others = set(KINDS[path].model_fields) - FIELDS[path] | {"unknown", "a" * 1000, ""}
+    assert len(others) > 20
+    assert {"structured_outputs", "logit_bias", "priority", "cache_salt", "vllm_xargs"} <= others
+    for name in others:
+        told = refused({name: 1}, path)
+        assert told.startswith(f"{name[:64]}: not a field of {path} here; known: ")
+        assert len(told) < 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 2.1}, "temperature: 2.1; should be a number from 0 to 2"),
+        ({"temperature": -1}, "temperature: -1; should be a number from 0 to 2"),
+        ({"temperature": "1"}, "temperature: a str; should be a number from 0 to 2"),
+        ({"temperature": True}, "temperature: a bool; should be"),
+        ({"top_p": 0}, "top_p: 0; should be above 0 and at most 1"),
+        ({"top_p": [1]}, "top_p: a list; should be"),
+        ({"n": 2}, "n: 2; should be 1"),
+        ({"seed": -1}, "seed: -1; should be a whole number from 0"),
+        ({"seed": 1 << 63}, "seed: 9223372036854775808; should be"),
+        ({"seed": 1.5}, "seed: a float; should be"),
+        ({"top_k": 1 << 40}, "top_k: 1099511627776; should be"),
+        ({"max_tokens": 10**4000}, "max_tokens: 1000"),
+        ({"min_tokens": -1}, "min_tokens: -1; should be"),
+        ({"logprobs": 21}, "logprobs: 21; should be a whole number from 0 to 20"),
+        ({"logprobs": -1}, "logprobs: -1; should be"),
+        ({"stop": [""]}, "stop: should be a text that is not empty"),
+        ({"stop": ["a"] * 17}, "stop: may be 16 texts of 256 characters at most"),
+        ({"stop": "a" * 257}, "stop: may be 16 texts"),
+        ({"stop": {"a": 1}}, "stop: should be a text"),
+        ({"stop_token_ids": [0] * 257}, "stop_token_ids: should be a list of 256 tokens at most"),
+        ({"stop_token_ids": 3}, "stop_token_ids: should be a list"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids: a float; should be"),
+        ({"stream": 1}, "stream: should be true or false"),
+        ({"echo": "yes"}, "echo: should be true or false"),
+        ({"ignore_eos": []}, "ignore_eos: should be true or false"),
+    ],
+)
+def test_numbers_have_bounds(fields: dict[str, Any], message: str) -> None:
+    told = refused(fields)
+    assert told.startswith(message)
+    assert len(told) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is not JSON: "),
+        (b"{", "the body is not JSON: "),
+        (b"\xff", "the body is not JSON: "),
+        (b"[1]", "the body should be a JSON object"),
+        (b'"a"', "the body should be a JSON object"),
+        (b'{"temperature": NaN}', "the body is not JSON: NaN is not a JSON number"),
+        (b'{"temperature": -Infinity}', "the body is not JSON: -Infinity is not a JSON number"),
+        (b'{"temperature": 1e400}', "temperature: inf; should be a number from 0 to 2"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not JSON: "),
+        (b'{"prompt": "\\ud800"}', "the body holds half of a surrogate pair"),
+        (b'{"a":' * 100_000, "the body is not JSON: "),
+    ],
+    ids=range(11),
+)
+def test_bodies_that_are_no_request(body: bytes, message: str) -> None:
+    assert refused(body).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("w5", "messages: should be a list of objects"),
+        ([], "messages: should be a list of objects"),
+        (["w5"], "messages: should be a list of objects"),
+        ([{"content": "w5"}], "messages[0].role: missing; such as user"),
+        ([MESSAGE, {"role": 5}], "messages[1].role: should be a text"),
+        ([{"role": "user", "content": 5}], "messages[0].content: should be a text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}]}], ""),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "image_url": "file:///etc/passwd"}]}], ""),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content: should be a text"),
+        (
+            [{"role": "user", "content": "a", "audio": {}}],
+            "messages[0].audio: not a field here; known: content, name",
+        ),
+    ],
+)
+def test_messages_hold_text_alone(messages: Any, message: str) -> None:
+    assert re.match(re.escape(message) or r"messages\[0\]\.content", refused({"messages": messages}, CHAT))
+
+
+def test_messages_of_text_and_of_a_clients_own_answers_are_taken() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "w5"}]}
+    answer = {"role": "assistant", "content": "w6", "refusal": None, "tool_calls": None, "audio": None}
+    given = {"messages": [MESSAGE, parts, answer, {"role": "assistant", "content": None}]}
+    assert read(json.dumps(given).encode(), CHAT) == given
