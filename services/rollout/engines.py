@@ -5,8 +5,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quartet.config.base import ConfigError
-
 if TYPE_CHECKING:  # the configuration reads this table
     from services.rollout.config import RolloutConfig
     from services.rollout.http import Completions, Served
@@ -50,18 +48,11 @@ async def start(config: "RolloutConfig") -> "Engine":
     return await begin(config)
 
 
-def completions(config: "RolloutConfig", served: "Served") -> "Completions":
-    """The answers in OpenAI's protocol of the engine that a configuration names.
-
-    Raises:
-        ConfigError: it has none.
-    """
+def completions(config: "RolloutConfig", served: "Served") -> "Completions | None":
+    """The answers in OpenAI's protocol of the engine that a configuration names; None if it has none."""
     named = kind_of(config).completions
     if named is None:
-        raise ConfigError(
-            f"security.http: true, but the engine {config.engine} has no answers in OpenAI's protocol; close the "
-            "HTTP port or use the engine vllm"
-        )
+        return None
     made: Completions = _imported(named)(config, served)
     return made
 

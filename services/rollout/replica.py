@@ -80,14 +80,15 @@ class Rollout(HealthMixin):
         if engine is not None:
             engine.shutdown()
 
-    def _opened(self, config: RolloutConfig) -> Door:
+    def _opened(self, config: RolloutConfig) -> Door | None:
         served = Served(self._engine, self._admission, self._slots, lambda: self._member.run, self._pulse.beat)
-        return Door(completions(config, served), self.check_health)
+        made = completions(config, served)
+        return Door(made, self.check_health) if made else None
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
         if self._door is None:
-            return refusal(HttpError(404, "this replica was started without security.http: true"))
+            return refusal(HttpError(501, "the engine of this application does not speak OpenAI's protocol"))
         return await self._door.answer(request)
 
     async def check_health(self) -> None:
