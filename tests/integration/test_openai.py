@@ -98,6 +98,24 @@ async def test_what_is_left_out_is_as_in_training(quartet: Quartet) -> None:
     assert [choice["token_ids"] for choice in got.json["choices"]] == [s.response_ids.tolist() for s in samples]
 
 
+@pytest.mark.parametrize("most", [0, 1, 5])
+async def test_log_probs_of_prompts_are_the_models(quartet: Quartet, base: Any, most: int) -> None:
+    """As lm-evaluation-harness asks for those of a continuation."""
+    asks = {"echo": True, "logprobs": 1, "max_tokens": most, "temperature": 0, "seed": 1234, "ignore_eos": True}
+    got = await asked(quartet, TEXT, {"model": "", "prompt": PROMPTS} | asks)
+    assert got.status == 200, got.body
+    rest = [np.asarray(prompt[1:]) for prompt in PROMPTS]
+    expected = plain.logprobs(base, [np.asarray(prompt[:1]) for prompt in PROMPTS], rest, 1.0, ROWS)
+    for choice, logprobs in zip(got.json["choices"], expected, strict=True):
+        told = choice["logprobs"]
+        assert (told["token_logprobs"][0], len(told["token_logprobs"])) == (None, len(logprobs) + 1 + most)
+        assert told["token_logprobs"][1 : len(logprobs) + 1] == pytest.approx(logprobs.tolist(), abs=1e-4)
+        # It compares each with the likeliest of its place.
+        for number, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+            assert number in top.values()
+            assert max(top.values()) >= number
+
+
 async def test_a_stream_brings_the_same_piece_by_piece(quartet: Quartet) -> None:
     body = {"prompt": PROMPTS[:2], "max_tokens": 40, "seed": 5, "logprobs": 0, "return_token_ids": True}
     whole = (await asked(quartet, TEXT, body | {"ignore_eos": True})).json
@@ -248,15 +266,17 @@ async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: 
     async for _ in stream:
         break
     await stream.close()
-    asking = asyncio.create_task(client.completions.create(model="", **long))
+    # Several, so that each replica has some: Info goes to the one that has fewer.
+    asking = [asyncio.create_task(client.completions.create(model="", **long)) for _ in range(6)]
 
     async def working() -> bool:
-        assert not asking.done(), await asking
+        assert not any(each.done() for each in asking)
         return (await quartet.services.rollout.info(30)).running > 0
 
     await eventually(working, 30)
-    asking.cancel()
-    await asyncio.wait([asking])
+    for each in asking:
+        each.cancel()
+    await asyncio.wait(asking)
     await eventually(lambda: idle(quartet), 10)
     assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
 

@@ -237,7 +237,9 @@ class _Call:
             InvalidArgument: the engine could not carry it out.
         """
         self._check(prompt_ids, params)
-        if params.output_kind is RequestOutputKind.DELTA or params.stop:
+        # Log-probs of a prompt come with its first output, which the scheduler would hold back and join to the last.
+        streamed = params.output_kind is RequestOutputKind.DELTA
+        if streamed or params.stop or params.prompt_logprobs is not None:
             params.extra_args = {**(params.extra_args or {}), AT_ONCE_KEY: True}
         taken = _Taken(prompt_ids, params)
         self._taken.append(taken)
