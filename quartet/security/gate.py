@@ -25,6 +25,7 @@ _SAMPLING_METHODS = frozenset(
         "/quartet.v1.Rollout/Generate",
         "/quartet.v1.Rollout/Info",
         *(f"{HTTP}{path}" for path in ("/v1/models", "/v1/completions", "/v1/chat/completions")),
+        *(f"{HTTP}{path}" for path in ("/tokenize", "/detokenize", "/tokenizer_info")),
     }
 )
 _METHODS: Mapping[Role, frozenset[str] | None] = {

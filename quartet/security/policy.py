@@ -28,6 +28,8 @@ _MESSAGE_BYTES = {
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
     "completions": 2 * MIB,
+    "tokenize": 2 * MIB,
+    "detokenize": 2 * MIB,
 }
 RENEWAL = timedelta(minutes=15)
 """Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""

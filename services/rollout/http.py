@@ -28,7 +28,7 @@ class Completions(Protocol):
     """An engine's answers in OpenAI's protocol."""
 
     async def answer(self, path: str, body: bytes, share: Share) -> Response:
-        """Answers `/v1/completions` or `/v1/chat/completions`.
+        """Answers a request with a body: for a completion, a chat's answer, or tokens.
 
         Raises:
             ServiceError: the request is refused.
@@ -36,6 +36,9 @@ class Completions(Protocol):
 
     async def models(self) -> Any:
         """The contents of `/v1/models`."""
+
+    async def tokenizer_info(self) -> Any:
+        """The contents of `/tokenizer_info`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Door:
                 return await self._health()
             if path == "/v1/models":
                 return JSONResponse(await self._completions.models())
+            if path == "/tokenizer_info":
+                return JSONResponse(await self._completions.tokenizer_info())
             return await self._completions.answer(path, await request.body(), _share(request))
         except ServiceError as error:
             return refusal(http_error(error))

@@ -49,6 +49,10 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "/v1/chat/completions": _ANY
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
     | _TEMPLATE_FLAGS,
+    "/tokenize": frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
+    | {"chat_template_kwargs"}
+    | _TEMPLATE_FLAGS,
+    "/detokenize": frozenset({"model", "tokens"}),
 }
 """Path -> the fields that its requests may have."""
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning", "reasoning_content"})
@@ -87,7 +91,7 @@ def _not_a_number(text: str) -> NoReturn:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    for name in (_FLAGS | _TEMPLATE_FLAGS | {"echo"}) & given.keys():
+    for name in (_FLAGS | _TEMPLATE_FLAGS | {"echo", "return_token_strs"}) & given.keys():
         if not isinstance(given[name], bool):
             raise InvalidArgument(f"{name}: should be true or false")
     if "logprobs" in given and not isinstance(given["logprobs"], bool):

@@ -14,7 +14,7 @@ from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestE
 
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, eventually, rollouts
+from tests.cluster import TEMPLATE, Quartet, eventually, rollouts
 from tests.configuration import REPO
 from tests.http_requests import Answer, ask, bearer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, WORDS
@@ -279,6 +279,18 @@ async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: 
     await asyncio.wait(asking)
     await eventually(lambda: idle(quartet), 10)
     assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
+
+
+async def test_tokens_of_prompts_are_told(quartet: Quartet) -> None:
+    assert (await asked(quartet, "/tokenize", {"messages": SAID})).json["tokens"] == RENDERED
+    assert (await asked(quartet, "/tokenize", {"prompt": "w5"})).json["tokens"] == [BOS, 5]
+    assert (await asked(quartet, "/detokenize", {"tokens": RENDERED})).json["prompt"].split()[:2] == ["w8", "w9"]
+    told = (await asked(quartet, "/tokenizer_info")).json
+    assert (told["eos_token"], told["chat_template"]) == ("<eos>", TEMPLATE)
+    for body in ({}, {"prompt": 5}, {"messages": 5}, {"prompt": "w5", "tools": []}):
+        assert (await asked(quartet, "/tokenize", body)).status == 400
+    for body in ({}, {"tokens": "w5"}, {"tokens": [ROWS]}, {"tokens": {"a": 1}}):
+        assert (await asked(quartet, "/detokenize", body)).status == 400
 
 
 async def test_health_is_told(quartet: Quartet) -> None:

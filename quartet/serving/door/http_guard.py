@@ -33,6 +33,9 @@ ROUTES: Mapping[str, str] = {
     "/v1/models": "GET",
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/tokenizer_info": "GET",
 }
 """Path below the application's route prefix -> its method; no others exist."""
 _PASSED_ON = frozenset({b"content-type", PURPOSE.encode(), RUN.encode()})

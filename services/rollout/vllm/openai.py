@@ -29,6 +29,12 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
@@ -49,6 +55,8 @@ from services.rollout.vllm.scheduler import AT_ONCE_KEY
 log = logging.getLogger("quartet")
 STILL_S = 2.0
 """Seconds without an output after which it is asked whether the engine still answers."""
+TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
+"""Facts about a tokenizer that are told."""
 _DONE = "[DONE]"
 
 
@@ -83,9 +91,14 @@ class VLLMCompletions:
         # As over gRPC, and unlike `vllm serve`, what a request leaves out is not taken from generation_config.json:
         # the model is sampled as it is, which is what its log-probs are of.
         completion.default_sampling_params = chat.default_sampling_params = {}
+        self._tokens = ServingTokenization(
+            self._models, renderer, chat_template=None, chat_template_content_format="auto"
+        )
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
             "/v1/chat/completions": (ChatCompletionRequest, chat.create_chat_completion),
+            "/tokenize": (TokenizeCompletionRequest, self._tokens.create_tokenize),
+            "/detokenize": (DetokenizeRequest, self._tokens.create_detokenize),
         }
 
     async def models(self) -> Any:
@@ -98,10 +111,21 @@ class VLLMCompletions:
             card |= {"owned_by": "quartet", "policy_version": engine.version, "weights_checksum": engine.checksum}
         return listed
 
+    async def tokenizer_info(self) -> Any:
+        """The tokenizer's special tokens and template, without the places of its files."""
+        told = (await self._tokens.get_tokenizer_info()).model_dump()
+        template = self._served.engine.tokenizer.chat_template
+        return {name: told[name] for name in TOLD & told.keys()} | {"chat_template": template}
+
     async def answer(self, path: str, body: bytes, share: Share) -> Response:
         """Answers a request. See Completions.answer."""
         kind, create = self._routes[path]
         given = read(body, path)
+        if kind is TokenizeCompletionRequest and "messages" in given:
+            kind = TokenizeChatRequest
+        for token in given.get("tokens") or ():
+            if not (isinstance(token, int) and 0 <= token < self._served.engine.vocab_size):
+                raise InvalidArgument(f"tokens: {str(token)[:32]} is outside the vocabulary")
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
@@ -130,7 +154,7 @@ class VLLMCompletions:
         """The whole answer, or the events of a stream that has begun without an error."""
         token = _CALL.set(call)
         try:
-            made = await create(request)
+            made = await create(request, None)
         except ServiceError:
             raise
         except Exception as error:
@@ -313,7 +337,7 @@ class _Call:
         from its first token."""
         last = [taken.spans[-1][0] for taken in self._taken if taken.spans]
         reply["policy_version"] = max(last, default=self._served.engine.version)
-        for choice in reply["choices"]:
+        for choice in reply.get("choices", ()):
             choice["version_spans"] = [
                 {"version": version, "start": start, "end": end}
                 for version, start, end in self._taken[choice["index"]].spans

@@ -164,3 +164,12 @@ async def test_the_wait_for_answers_is_told_every_ten_seconds_and_ends_with_the_
     assert 4 <= len(said) <= 7
     assert {line.partition(": ")[2] for line in said} == {"critic.Info: no answer"}
     assert services.closed
+
+
+def test_the_addresses_for_clients_of_openais_protocol_are_those_of_the_rollout_applications(
+    deployment: Deployment,
+) -> None:
+    assert up.openai_addresses(deployment) == ["http://127.0.0.1:18000/rollout/v1"]
+    first, *others = deployment.raw["applications"]
+    at_the_root = replace(deployment, raw=deployment.raw | {"applications": [first | {"route_prefix": "/"}, *others]})
+    assert up.openai_addresses(at_the_root) == ["http://127.0.0.1:18000/v1"]

@@ -29,6 +29,9 @@ class Completions:
     async def models(self) -> Any:
         return {"data": []}
 
+    async def tokenizer_info(self) -> Any:
+        return {"eos_token": "<eos>"}
+
 
 async def well() -> None:
     """Raises nothing."""

@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 
 from quartet.wire.errors import InvalidArgument
 from services.rollout.openai_fields import FIELDS, read
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
+SAMPLED = sorted(KINDS)
 MESSAGE = {"role": "user", "content": "w5"}
 GIVEN: dict[str, Any] = {
     **{"model": "m", "user": "u", "logprobs": 1, "stream": True, "stream_options": {"include_usage": True}},
@@ -32,7 +38,7 @@ def refused(body: Any, path: str = TEXT) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize("path", SAMPLED)
 def test_every_field_is_one_of_vllms_and_all_together_are_read(path: str) -> None:
     given = {name: GIVEN[name] for name in FIELDS[path]} | ({"logprobs": True} if path == CHAT else {})
     assert read(json.dumps(given).encode(), path) == given
@@ -42,7 +48,7 @@ def test_every_field_is_one_of_vllms_and_all_together_are_read(path: str) -> Non
     assert read(json.dumps(nothing).encode(), path) == {}
 
 
-@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize("path", SAMPLED)
 def test_every_other_field_of_vllms_is_refused_by_name(path: str) -> None:
     others = set(KINDS[path].model_fields) - FIELDS[path] | {"unknown", "a" * 1000, ""}
     assert len(others) > 20
@@ -51,6 +57,15 @@ def test_every_other_field_of_vllms_is_refused_by_name(path: str) -> None:
         told = refused({name: 1}, path)
         assert told.startswith(f"{name[:64]}: not a field of {path} here; known: ")
         assert len(told) < 1000
+
+
+def test_tokens_are_asked_for_by_text_or_messages() -> None:
+    assert FIELDS["/tokenize"] <= {*TokenizeChatRequest.model_fields, *TokenizeCompletionRequest.model_fields}
+    assert FIELDS["/detokenize"] == set(DetokenizeRequest.model_fields)
+    for wrong in ("tools", "chat_template", "media_io_kwargs", "mm_processor_kwargs"):
+        assert refused({"messages": [MESSAGE], wrong: 1}, "/tokenize").startswith(
+            f"{wrong}: not a field of /tokenize"
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.http_requests import JSON, Answer, ask, bearer
 from tests.unit.front_door import CALLERS
 from tests.unit.http_door import Send, http_door
 
-SAMPLED = {"/v1/models", "/v1/completions", "/v1/chat/completions"}
+SAMPLED = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/tokenizer_info"}
 ALLOWED = {
     "run-a": SAMPLED | {"/health"},
     "client": SAMPLED | {"/health"},

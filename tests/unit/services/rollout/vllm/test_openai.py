@@ -30,7 +30,7 @@ from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY
-from tests.models import MAX_LENGTH, ROWS
+from tests.models import BOS, MAX_LENGTH, ROWS, make_tokenizer
 
 ME = Share("me", Purpose.FOREIGN)
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -161,6 +161,7 @@ async def replica(vllm_config: Any, renderer: Any, policy_folder: Path) -> Repli
     llm: Any = Script(vllm_config, renderer, InputProcessor(vllm_config, renderer))
     engine: Any = SimpleNamespace(
         **{"llm": llm, "requests": Requests(llm), "version": 4, "checksum": "c", "end_ids": (2,)},
+        tokenizer=make_tokenizer(),
         **{"vocab_size": ROWS, "max_length": MAX_LENGTH},
     )
     limits = LimitsConfig(max_waiting_calls=8, max_call_rows=8, max_waiting_rows=16)
@@ -220,6 +221,22 @@ async def test_names_of_the_model(replica: Replica) -> None:
             got = await replica.ask(path, model=name, max_tokens=1, **more)
             assert got.status == status
             assert status == 200 or "mine, mine@4" in got.json["error"]["message"]
+
+
+async def test_tokens_of_texts_and_texts_of_tokens(replica: Replica) -> None:
+    got = await replica.ask("/tokenize", prompt="w5 w6", return_token_strs=True)
+    assert (got.json["tokens"], got.json["token_strs"]) == ([BOS, 5, 6], ["<bos>", "w5", "w6"])
+    bare = await replica.ask("/tokenize", prompt="w5 w6", add_special_tokens=False)
+    assert (bare.json["tokens"], bare.json["max_model_len"]) == ([5, 6], MAX_LENGTH)
+    assert (await replica.ask("/detokenize", tokens=[5, 6])).json["prompt"].split() == ["w5", "w6"]
+    for tokens in ([ROWS], [-1], ["a"], [1 << 70]):
+        with pytest.raises(InvalidArgument, match=r"tokens: .* is outside the vocabulary"):
+            await replica.ask("/detokenize", tokens=tokens)
+    assert (await replica.ask("/tokenize", model="other", prompt="w5")).status == 404
+    told = await replica.completions.tokenizer_info()
+    assert (told["bos_token"], told["eos_token"], told["chat_template"]) == ("<bos>", "<eos>", None)
+    assert "/" not in json.dumps(told)
+    assert replica.admission.waiting_rows == 0
 
 
 async def test_a_model_without_a_chat_template_says_so(replica: Replica) -> None:
