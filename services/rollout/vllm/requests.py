@@ -80,7 +80,7 @@ class Requests:
         it aborts the engine's request.
 
         Raises:
-            Unavailable: as `respond`.
+            Unavailable: as `generate`.
         """
         name = f"h{next(self._numbers)}"
         prompt = tokens_input(list(prompt_ids), cache_salt=str(self.pauses))
