@@ -81,14 +81,14 @@ async def _engine(folder: str, prompts: list[Ints]) -> None:
     engine = await VLLMEngine.start(RolloutConfig.parse(settings, "rollout"))
     sampling = Sampling(max_new_tokens=len(prompts[0]) // SHARE, ignore_eos=True)
     computed: dict[str, int] = {}
-    plain = engine._llm.generate
+    plain = engine.llm.generate
 
     async def noted(prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
         async for output in plain(prompt, params, name):
             computed[name] = len(output.prompt_token_ids) - output.num_cached_tokens
             yield output
 
-    engine._llm.generate = noted  # type: ignore[method-assign, assignment]
+    engine.llm.generate = noted  # type: ignore[method-assign, assignment]
     try:
         for prompt in prompts:
             await asyncio.gather(*(engine.generate(0, prompt, sampling, seed) for seed in range(GROUP)))
