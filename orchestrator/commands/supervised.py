@@ -61,6 +61,11 @@ class TrainingFile:
             ConfigError: a line for each wrong field.
         """
         raw = {key: value for key, value in read_yaml(path).items() if key != "shared"}
+        if of_a_run := sorted(raw.keys() & {"applications", "orchestrator", "prompts", "algorithm"}):
+            raise ConfigError(
+                f"{path}: is a file of `quartet train`, as it has {', '.join(of_a_run)}; `quartet {command}` takes "
+                "one with name, model, data and optimizer (docs/before-ppo.md)"
+            )
         pinned, data = pinned or Pinned.beside(path), raw.get("data")
         if isinstance(data, str):
             raw["data"] = data = {"path": data}

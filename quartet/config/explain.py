@@ -42,18 +42,22 @@ _WORDS |= {"float_parsing": _WORDS["float_type"], "bool_parsing": _WORDS["bool_t
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """A line for each field, as `where.field: what would be right, got what was given`."""
     lines: dict[str, str] = {}
+    listed: set[_Path] = set()  # sections whose fields have been listed: once is enough
     for finding in error.errors():
         path = ".".join(filter(None, [where, *_written(model, finding["loc"])]))
+        section = finding["loc"][:-1]
         # For a union, pydantic gives an error for each of its types; the first is the most likely one.
-        lines.setdefault(path, f"{path}{_line(finding, model)}")
+        lines.setdefault(path, f"{path}{_line(finding, model, lists=section not in listed)}")
+        if finding["type"] == "extra_forbidden":
+            listed.add(section)
     return "\n".join(lines.values())
 
 
-def unknown(name: str, known: set[str], what: str = "field") -> str:
-    """The message for a field that is not in `known`; it ends with the nearest known name."""
+def unknown(name: str, known: set[str], what: str = "field", *, lists: bool = True) -> str:
+    """The message for a field that is not in `known`, which it lists; it ends with the nearest known name."""
     nearest = difflib.get_close_matches(name, sorted(known), n=1)
     parts = [f"unknown {what}"]
-    parts += [f"known: {', '.join(sorted(known))}"] if known else []
+    parts += [f"known: {', '.join(sorted(known))}"] if known and lists else []
     parts += [f"did you mean {nearest[0]}?"] if nearest else []
     return "; ".join(parts)
 
@@ -80,11 +84,11 @@ def shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
-def _line(finding: ErrorDetails, model: type[BaseModel]) -> str:
-    """The message that follows the field's path."""
+def _line(finding: ErrorDetails, model: type[BaseModel], *, lists: bool) -> str:
+    """The message that follows the field's path; it lists the fields that there are if one is unknown and `lists`."""
     kind, location, context = finding["type"], finding["loc"], finding.get("ctx", {})
     if kind == "extra_forbidden":
-        return f": {unknown(str(location[-1]), _fields_at(model, location[:-1]))}"
+        return f": {unknown(str(location[-1]), _fields_at(model, location[:-1]), lists=lists)}"
     if kind == "missing":
         return ": required"
     if kind == "union_tag_not_found":

@@ -13,6 +13,8 @@ from quartet.config.base import ConfigError
 _WHOLE = "applications"
 """The section by which a file is known to be whole."""
 _REQUIRED = ("name", "model", "reward", "prompts", "algorithm")
+_OF_A_TRAINING = "data"
+"""The key by which a file of `quartet sft` or `quartet reward-model` is known."""
 
 
 def states_facts(raw: Mapping[str, Any], path: str | Path) -> bool:
@@ -21,6 +23,11 @@ def states_facts(raw: Mapping[str, Any], path: str | Path) -> bool:
     Raises:
         ConfigError: it has sections of both, or of neither.
     """
+    if _OF_A_TRAINING in raw and not raw.keys() & {_WHOLE, "orchestrator", *_REQUIRED[2:]}:
+        raise ConfigError(
+            f"{path}: is a file of `quartet sft` or `quartet reward-model`, by its key {_OF_A_TRAINING}; these check "
+            f"it as they start. A run of PPO has the facts {', '.join(_REQUIRED)}"
+        )
     if not (stating := TELLING & raw.keys()):
         if not raw.keys() & {_WHOLE, "orchestrator"}:
             holds = ", ".join(map(str, raw)) or "nothing"

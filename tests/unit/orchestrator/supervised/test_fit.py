@@ -210,6 +210,15 @@ def test_each_pass_takes_every_example_once(seed: int | None) -> None:
     assert (passes[0] == passes[1] == list(range(7))) == (seed is None)
 
 
+def test_the_file_of_a_run_is_not_taken_for_one_of_a_training(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.yaml"
+    path.write_text("{name: a, model: m, reward: a:b, prompts: {path: p}, algorithm: {kind: ppo}}")
+    with pytest.raises(ConfigError) as caught:
+        TrainingFile.load("sft", path)
+    [line] = str(caught.value).splitlines()
+    assert line.startswith(f"{path}: is a file of `quartet train`, as it has algorithm, prompts; `quartet sft` takes")
+
+
 class FakePinned:
     """Folders of a hub."""
 

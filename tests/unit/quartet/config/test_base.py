@@ -73,6 +73,12 @@ def test_a_typo_lists_the_fields_there_are() -> None:
     assert problems(Root, {"name": "a", "leaf": {"rate": 1, "rtae": 1}}) == [
         "root.leaf.rtae: unknown field; known: kind, rate, wait_s; did you mean rate?"
     ]
+    # Once for each section: those of a whole file of another kind would be a page.
+    assert problems(Root, {"name": "a", "leaf": {"rate": 1, "rtae": 1, "wait": 1}, "other": 1}) == [
+        "root.leaf.rtae: unknown field; known: kind, rate, wait_s; did you mean rate?",
+        "root.leaf.wait: unknown field; did you mean wait_s?",
+        "root.other: unknown field; known: leaf, leaves, name, tree",
+    ]
     assert problems(Root, {"name": "a", "leaves": [{"rate": 1}, {"rate": 1, "rtae": 1}]}) == [
         "root.leaves.1.rtae: unknown field; known: kind, rate, wait_s; did you mean rate?"
     ]

@@ -345,6 +345,7 @@ def test_what_a_fact_names_and_is_not_there_is_told_by_that_fact(
         ({"name": "x"}, "should state the facts name, model, reward, prompts, algorithm, or be a whole file with "),
         ({}, "should state the facts "),
         ({"model": "m", "applications": []}, "model are facts, from which applications are derived"),
+        ({"name": "x", "model": "m", "data": {}}, "is a file of `quartet sft` or `quartet reward-model`, by its key"),
     ],
 )
 def test_a_file_of_neither_kind_or_of_both_is_refused(contents: dict[str, Any], says: str, tmp_path: Path) -> None:
