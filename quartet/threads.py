@@ -1,14 +1,15 @@
 """Threads beside the event loop that the end of the program does not wait for."""
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from queue import SimpleQueue
+from concurrent.futures import CancelledError, Executor, Future
+from queue import Empty, SimpleQueue
 from typing import Any
 
 GRACE_S = 2.0
@@ -41,8 +42,8 @@ class DaemonThread(Executor):
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         """Calls the function after those that were submitted before; RuntimeError after `shutdown`. Errors that would
-        end a thread or an event loop, such as SystemExit, and StopIteration, which a future of asyncio cannot hold,
-        become a RuntimeError."""
+        end a thread or an event loop, such as SystemExit, and those that mean something else in a future of asyncio,
+        StopIteration and CancelledError, become a RuntimeError."""
         if self._ended:
             raise RuntimeError("the thread was shut down")
         future: Future[Any] = Future()
@@ -58,9 +59,10 @@ class DaemonThread(Executor):
         """Ends the thread after the calls that wait, or with `cancel_futures` after the one that runs. Does not wait
         for it."""
         self._ended = True
-        while cancel_futures and not self._waiting.empty():
-            if (call := self._waiting.get()) is not None:
-                call[0].cancel()
+        with contextlib.suppress(Empty):
+            while cancel_futures:
+                if (call := self._waiting.get_nowait()) is not None:
+                    call[0].cancel()
         self._waiting.put(None)
 
     def interrupt(self) -> None:
@@ -82,7 +84,7 @@ def _work(waiting: _Waiting) -> None:
             try:
                 result = function()
             except BaseException as error:
-                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError)
                 future.set_exception(error if plain else RuntimeError(repr(error)))
             else:
                 future.set_result(result)

@@ -342,7 +342,12 @@ class Algorithm(Config):
 
     def trains_policy(self, step: int) -> bool:
         """True if the policy learns in this step of a run, the first of which is 1."""
-        return step > self.critic_only_steps
+        return step > self.steps_without_policy
+
+    @property
+    def steps_without_policy(self) -> int:
+        """First steps in which the critic, if there is one, learns alone."""
+        return self.critic_only_steps if self.needs_critic else 0
 
     @property
     def discard_limit(self) -> int:
@@ -502,10 +507,10 @@ class Algorithm(Config):
         if None not in (self.gae_lambda_alpha, self.critic_gae_lambda) and self._given("gae_lambda"):
             raise ValueError("gae_lambda has no effect beside gae_lambda_alpha and critic_gae_lambda; leave it out")
         if self.score_weight == 0:
-            for name in ("rewards", "score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
+            for name in ("score_clip", "normalise_scores", "overlong_buffer", "zero_variance"):
                 if self._given(name):
                     raise ValueError(f"{name} is for scores, which have no effect with score_weight 0; leave it out")
-        if self.rewards and not any(reward.counts for reward in self.rewards.values()):
+        if self.score_weight and self.rewards and not any(reward.counts for reward in self.rewards.values()):
             raise ValueError("rewards: all weights are 0, which leaves no score; give one of them another weight")
         if not self.overlong_buffer and self._given("overlong_penalty"):
             raise ValueError("overlong_penalty has no effect while overlong_buffer is 0; give it too")

@@ -124,12 +124,12 @@ class OrchestratorConfig(Config):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run."""
-        return (self.steps - self.algorithm.critic_only_steps) * self.algorithm.epochs * self._minibatches
+        return (self.steps - self.algorithm.steps_without_policy) * self.algorithm.epochs * self._minibatches
 
     @property
     def optimizer_steps_said(self) -> str:
         """The product that `optimizer_steps` is, by the names of its keys."""
-        steps = "(steps - algorithm.critic_only_steps)" if self.algorithm.critic_only_steps else "steps"
+        steps = "(steps - algorithm.critic_only_steps)" if self.algorithm.steps_without_policy else "steps"
         return f"{steps} * algorithm.epochs * minibatches"
 
     @property

@@ -87,7 +87,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
         [_text_in(row, key, place) for row, place in zip(rows, places, strict=True)]
         for key in (config.label_key, config.task_key)
     )
-    if len(different := {*tasks}) > MOST_TASKS:
+    if len(different := {*tasks} - {""}) > MOST_TASKS:
         raise ConfigError(
             f"data.task_key: column {config.task_key!r} of {where} has {len(different)} different values, each of "
             f"which would be measured by itself; {MOST_TASKS} are the most"

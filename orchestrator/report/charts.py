@@ -89,14 +89,15 @@ def _scores(names: Sequence[str]) -> list[Chart]:
 
 
 def _tasks(names: Sequence[str]) -> list[Chart]:
-    """Scores and lengths by task."""
+    """Scores and lengths by task: of the first tasks, if there are more than colours."""
     if not names:
         return []
-    lines = list(zip(names, cycle(PALETTE), strict=False))
+    lines = list(zip(names, PALETTE, strict=False))
+    drawn = f" The first {len(lines)} of {len(names)} tasks; metrics.jsonl has all." * (len(names) > len(lines))
     return [
         _chart(
             "Score by task",
-            "Of the training batch, by the column data.task_key of the prompts.",
+            f"Of the training batch, by the column data.task_key of the prompts.{drawn}",
             _panel("score", *(Line(f"task/{name}/score/mean", name, colour) for name, colour in lines)),
         ),
         _chart(

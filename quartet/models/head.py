@@ -1,11 +1,13 @@
 """A language model that computes log-probs inside its head, so that its logits never exist as a whole."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quartet.models.sharing import take
 from quartet.models.tiles import Softmax, linear_logprobs, tile_elements
 
 
@@ -60,13 +62,24 @@ def answer_in_head(model: Any) -> None:
 
     def forward(*inputs: Any, asked: Asked | None = None, **options: Any) -> Any:
         head = model.get_output_embeddings()
-        if asked is None or type(head) is not LogprobHead or _is_small(head, asked):
+        if asked is None:
             return plain(*inputs, **options)
         columns = options.pop("logits_to_keep")
+        if type(head) is not LogprobHead or _is_small(head, asked):
+            return _at_columns(plain, columns, inputs, options)
         hidden = model.get_decoder()(*inputs, **options).last_hidden_state
-        return head(hidden[:, columns], asked)
+        return head(take(hidden, columns), asked)
 
     model.forward = forward
+
+
+def _at_columns(plain: Callable[..., Any], columns: Tensor, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The model's answer with logits of these columns, some of which may be the same; see `take`."""
+    if not columns.is_cpu or (different := columns.unique()).numel() == columns.numel():
+        return plain(*inputs, logits_to_keep=columns, **options)
+    answer = plain(*inputs, logits_to_keep=different, **options)
+    answer.logits = take(answer.logits, torch.searchsorted(different, columns))
+    return answer
 
 
 def _is_small(head: LogprobHead, asked: Asked) -> bool:

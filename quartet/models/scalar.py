@@ -15,6 +15,7 @@ from quartet.config.base import ConfigError
 from quartet.models.loading import _load, check_whole, load_body, load_config
 from quartet.models.numerics import widen
 from quartet.models.sequences import PairTensors
+from quartet.models.sharing import take
 
 HEAD = "score"
 """Name of the head in transformers' sequence-classification models of causal architectures."""
@@ -55,7 +56,7 @@ def outputs_of(model: Any, pairs: PairTensors) -> torch.Tensor:
 
 def values_of(model: Any, pairs: PairTensors) -> torch.Tensor:
     """[R, C]: in each column the value of the prefix before its response token, by a ScalarModel."""
-    values: torch.Tensor = model(pairs)[:, pairs.predictors]
+    values: torch.Tensor = take(model(pairs), pairs.predictors)
     return values
 
 

@@ -313,6 +313,10 @@ def _parts(prompt: int, group: list[int], lengths: list[int], most: int) -> Iter
     together, or in parts of `most` tokens, each with a copy of the prompt."""
     part: list[int] = []
     total = 0
+    # Few pairs may hold more than many, as a prompt is computed once only where that is less.
+    if (whole := held(prompt, len(group), sum(lengths))) <= most:
+        yield group, whole
+        return
     for pair, length in zip(group, lengths, strict=True):
         if part and held(prompt, len(part) + 1, total + length) > most:
             yield part, held(prompt, len(part), total)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from quartet.wire.codec import Ints
 
 LEAST_GAIN = 8
@@ -36,3 +38,13 @@ def sharing(prompts: Sequence[Ints], responses: Sequence[Ints]) -> list[list[int
         together = shares(len(prompts[group[0]]), len(group), total)
         groups.extend([group] if together else [[pair] for pair in group])
     return sorted(groups)
+
+
+def take(states: Tensor, columns: Tensor) -> Tensor:
+    """[R, C, ...], these columns [C] of states [R, L, ...]. A column may be taken several times, such as the last of
+    a prompt that responses share.
+
+    Their gradients are added in the same order at each call: on a CPU with several threads, the backward pass of an
+    index adds those of equal columns in any order. On a GPU it sorts them, and that of index_select does not.
+    """
+    return states.index_select(1, columns) if states.is_cpu else states[:, columns]

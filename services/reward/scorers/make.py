@@ -30,7 +30,8 @@ class SeveralScorers:
         sizes = [scorer.vocab_size for scorer in scorers.values() if scorer.vocab_size is not None]
         self.vocab_size = min(sizes) if sizes else None
         parts = [scorer.identity for scorer in scorers.values()]
-        digest = hashlib.sha256(b"".join(part.SerializeToString(deterministic=True) for part in parts))
+        named = pb.ScorerIdentity(names=self.names, parts=parts).SerializeToString(deterministic=True)
+        digest = hashlib.sha256(named)
         self.identity = pb.ScorerIdentity(
             name="several", model_hash=digest.hexdigest(), names=self.names, parts=parts
         )

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -41,7 +42,11 @@ async def test_calls_take_turns_in_one_thread() -> None:
         thread.submit(print)
 
 
-@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(7)])
+@pytest.mark.parametrize(
+    "death",
+    [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(7), futures.CancelledError()],
+    ids=repr,
+)
 async def test_what_would_end_a_thread_or_an_event_loop_is_an_error_of_the_call(death: BaseException) -> None:
     def dies() -> None:
         raise death

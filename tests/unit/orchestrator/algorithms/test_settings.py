@@ -49,6 +49,16 @@ def test_what_would_have_no_effect_or_a_wrong_gradient_is_refused(section: dict[
         parse(section)
 
 
+def test_the_policy_waits_for_a_critic_only_where_there_is_one() -> None:
+    assert [parse({"kind": "sao"}).trains_policy(step) for step in (1, 10, 11)] == [False, False, True]
+    assert parse({"kind": "sao", "baseline": "leave-one-out", "samples_per_prompt": 4}).trains_policy(1)
+
+
+def test_scores_by_name_that_are_only_measured_need_no_weight() -> None:
+    measured = parse({"kind": "distil", "rewards": {"right": {"weight": 0}}})
+    assert list(measured.misfits(["right"], "reward")) == []
+
+
 @pytest.mark.parametrize("kind", algorithms())
 def test_a_kind_only_fills_in_settings(kind: str) -> None:
     """Another kind with the same settings is the same algorithm, whatever its name."""

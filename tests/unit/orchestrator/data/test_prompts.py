@@ -89,6 +89,8 @@ def test_tasks_become_text_and_are_few(tmp_path: Path) -> None:
     assert {prompt.task for prompt in load_prompts(config(data), tokenizer(), "train").prompts} == {""}
     with fails("data.task_key: no column 'sort' in"):
         load_prompts(config(data, task_key="sort"), tokenizer(), "train")
+    most = jsonl(tmp_path / "most.jsonl", [{"prompt": "a", "kind": kind} for kind in [*range(64), None]])
+    assert len(load_prompts(config(most, task_key="kind"), tokenizer(), "train").prompts) == 65
     many = jsonl(tmp_path / "many.jsonl", [{"prompt": "a", "kind": kind} for kind in range(65)])
     with fails("has 65 different values, each of which would be measured by itself; 64 are the most"):
         load_prompts(config(many, task_key="kind"), tokenizer(), "train")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.learner.shards import Pass, shards
 from quartet.models.distribution import Distribution
@@ -18,6 +19,7 @@ from quartet.models.scalar import ScalarModel, load_scalar, load_value, outputs_
 from quartet.models.sequences import concatenate_pairs, packed_batches, pad_pairs
 from quartet.models.sharing import COPIES, held, shares, sharing
 from quartet.models.size import ModelSize
+from quartet.models.tiles import TILE_ELEMENTS
 from quartet.wire.codec import Ints
 from tests.double import Double
 from tests.families import FAMILIES
@@ -158,6 +160,9 @@ def test_batches_of_a_group_by_hand() -> None:
     assert list(packed_batches(prompts, responses, 14, shared=True)) == [[0, 1], [2, 3]]
     assert list(packed_batches(prompts, responses, 13, shared=True)) == [[0], [1], [2], [3]]
     assert list(packed_batches(prompts, responses, 20)) == [[0, 1], [2, 3]]
+    # The first three alone would hold 3 x 100 + 1405 tokens, as no prompt is shared; all eight 100 + 1430 + 100.
+    uneven = [ids(*range(n)) for n in (700, 700, 5, 5, 5, 5, 5, 5)]
+    assert list(packed_batches([ids(*range(100))] * 8, uneven, 1650, shared=True)) == [[*range(8)]]
 
 
 def test_groups_are_dealt_out_whole_as_long_as_there_is_one_for_each_rank() -> None:
@@ -205,6 +210,27 @@ def gradient(model: Any, loss: Tensor) -> Tensor:
 
 def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("tile", [1 << 10, 1 << 30], ids=["tiles", "logits"])
+def test_gradients_are_the_same_bits_each_time_in_several_threads(
+    tile: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of three or more floats depend on their order."""
+    monkeypatch.setitem(TILE_ELEMENTS, "cpu", tile)
+    config = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=64, num_hidden_layers=1)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    model = load_causal(str(tmp_path), "float32", packing=True)
+    prompt = ids(*range(3, 43))
+    pairs = concatenate_pairs([prompt] * 400, [ids(n % 300) for n in range(400)], last=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [gradient(model, DISTRIBUTION.asked_of(model, pairs)[0].sum()) for _ in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("name", NAMES)
