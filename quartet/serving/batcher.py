@@ -81,8 +81,10 @@ class Batcher(Generic[Item, Result]):
     call to an idle service never waits for others, and a busy service forms large batches by itself.
 
     A pass that fails is divided in two until the calls that make it fail are alone, with SpoiltError until the rows
-    are, by passes with deadlines of their own. A pass that exceeds its deadline counts as hung, and with it the
-    model's thread: all calls, present and later, are answered with Unavailable.
+    are, by passes with deadlines of their own. When nothing but SpoiltError has come for as long as a pass may take,
+    no pass is divided, as its rows hardly differ: all have the error's result, until a pass succeeds. A pass that
+    exceeds its deadline counts as hung, and with it the model's thread: all calls, present and later, are answered
+    with Unavailable.
 
     For example, calls A, B and C wait and B's rows make the model fail. The pass ABC fails, then A succeeds and BC
     fails, then B alone fails and C succeeds: only B gets the error.
@@ -118,6 +120,7 @@ class Batcher(Generic[Item, Result]):
         self._open: set[_Call[Item, Result]] = set()
         self._working: asyncio.Task[None] | None = None
         self._began: float | None = None
+        self._spoilt_s = 0.0
         self._content = self._hung = ""
         self._answered = -math.inf
 
@@ -190,21 +193,24 @@ class Batcher(Generic[Item, Result]):
         if not done:
             self._hung = self._overdue
             return
-        self._began = None
+        took_s, self._began = self._seconds, None
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
+        self._spoilt_s = self._spoilt_s + took_s if isinstance(error, SpoiltError) else 0.0
         if isinstance(error, Exception):
             self._answered = -math.inf
             await self._divide(purpose, parts, error)
 
     async def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
-        """Divides a failed pass in two; a call that fails alone is answered with the error."""
-        if len(parts) == 1 and isinstance(error, SpoiltError):
-            parts = _halves(parts[0])
+        """Divides a failed pass in two; a call that fails alone is answered with the error, a row with its result."""
+        if isinstance(error, SpoiltError):
+            rows = sum(len(part.rows) for part in parts)
+            if rows == 1 or self._spoilt_s > self._batch_s:
+                await self._put(parts, [error.result] * rows)
+                return
+            if len(parts) == 1:
+                parts = _halves(parts[0])
         if len(parts) == 1:
-            if isinstance(error, SpoiltError):
-                await self._put(parts, [error.result])
-            else:
-                parts[0].call.fail(error)
+            parts[0].call.fail(error)
             return
         middle = len(parts) // 2
         self._queue.again(purpose, parts[middle:])
@@ -233,9 +239,9 @@ class Batcher(Generic[Item, Result]):
 
 
 def _halves(part: _Part[Item, Result]) -> list[_Part[Item, Result]]:
-    """The rows of a part in two parts; a single row in one."""
+    """The rows of a part, at least two, in two parts."""
     middle = len(part.rows) // 2
-    halves = [rows for rows in (part.rows[:middle], part.rows[middle:]) if len(rows)]
+    halves = (part.rows[:middle], part.rows[middle:])
     return [Slice(part.call, rows, int(part.call.work.costs[rows].sum())) for rows in halves]
 
 

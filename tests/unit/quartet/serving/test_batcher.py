@@ -132,6 +132,35 @@ async def test_rows_that_spoil_their_pass_have_their_own_result_and_all_others_t
     assert await ask(batcher, [20]) == [40]
 
 
+@pytest.mark.parametrize("calls", [[list(range(64))], [[n] for n in range(64)]], ids=["one call", "many calls"])
+async def test_where_every_row_spoils_its_pass_slowly_no_row_is_looked_for(
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass takes 3 s, by a clock of the test's, and no more than 10 s are spent on dividing."""
+    now = 0.0
+    monkeypatch.setattr("quartet.serving.batcher.time", SimpleNamespace(monotonic=lambda: now))
+    spoils, passes = True, list[int]()
+
+    def run(items: Sequence[int]) -> list[int]:
+        nonlocal now
+        now += 3
+        passes.append(len(items))
+        if spoils:
+            raise SpoiltError("spoilt")
+        return [2 * item for item in items]
+
+    batcher = make_batcher(run)
+    assert await asyncio.gather(*(ask(batcher, numbers) for numbers in calls)) == [["spoilt"] * len(n) for n in calls]
+    # Divided three times, into four passes that hold all rows. Then none is divided, until one succeeds.
+    assert (len(passes), passes[0], sum(passes[3:])) == (7, 64, 64)
+    assert await ask(batcher, [1, 2, 3]) == ["spoilt"] * 3
+    spoils = False
+    assert await ask(batcher, [1, 2, 3]) == [2, 4, 6]
+    spoils = True
+    assert await ask(batcher, [1, 2, 3]) == ["spoilt"] * 3
+    assert passes[7:] == [3, 3, 3, 1, 2, 1, 1]
+
+
 async def test_an_error_that_is_not_of_single_rows_fails_the_whole_call() -> None:
     def run(items: Sequence[int]) -> list[int]:
         raise ValueError(f"{len(items)} items")
