@@ -1,5 +1,6 @@
 """OpenAI's protocol on the real services: its own library and curl, ids and log-probs, hostile requests."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestE
 
 from services.rollout.sample import Sampling
 from tests import plain
-from tests.cluster import Quartet, rollouts
+from tests.cluster import TEMPLATE, Quartet, eventually, rollouts
 from tests.configuration import REPO
 from tests.http_requests import Answer, ask, bearer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, WORDS
@@ -95,6 +96,24 @@ async def test_what_is_left_out_is_as_in_training(quartet: Quartet) -> None:
     got = await asked(quartet, TEXT, {"prompt": PROMPTS, "max_tokens": 20, "seed": 3, "return_token_ids": True})
     samples = await sampled(quartet, Sampling(max_new_tokens=20), 3)
     assert [choice["token_ids"] for choice in got.json["choices"]] == [s.response_ids.tolist() for s in samples]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+async def test_log_probs_of_prompts_are_the_models(quartet: Quartet, base: Any, most: int) -> None:
+    """As lm-evaluation-harness asks for those of a continuation."""
+    asks = {"echo": True, "logprobs": 1, "max_tokens": most, "temperature": 0, "seed": 1234, "ignore_eos": True}
+    got = await asked(quartet, TEXT, {"model": "", "prompt": PROMPTS} | asks)
+    assert got.status == 200, got.body
+    rest = [np.asarray(prompt[1:]) for prompt in PROMPTS]
+    expected = plain.logprobs(base, [np.asarray(prompt[:1]) for prompt in PROMPTS], rest, 1.0, ROWS)
+    for choice, logprobs in zip(got.json["choices"], expected, strict=True):
+        told = choice["logprobs"]
+        assert (told["token_logprobs"][0], len(told["token_logprobs"])) == (None, len(logprobs) + 1 + most)
+        assert told["token_logprobs"][1 : len(logprobs) + 1] == pytest.approx(logprobs.tolist(), abs=1e-4)
+        # It compares each with the likeliest of its place.
+        for number, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+            assert number in top.values()
+            assert max(top.values()) >= number
 
 
 async def test_a_stream_brings_the_same_piece_by_piece(quartet: Quartet) -> None:
@@ -239,6 +258,41 @@ async def test_hostile_requests_get_a_reason_and_no_replica_dies(quartet: Quarte
         assert not re.search(r"/(root|work|home|tmp|usr)/|\.py\b", message), message
     assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
     assert rollouts(quartet) == before
+
+
+async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: AsyncOpenAI) -> None:
+    long: Any = {"prompt": PROMPTS * 128, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
+    stream = await client.completions.create(model="", stream=True, **long)
+    async for _ in stream:
+        break
+    await stream.close()
+    # Several, so that each replica has some: Info goes to the one that has fewer.
+    asking = [asyncio.create_task(client.completions.create(model="", **long)) for _ in range(6)]
+
+    async def working() -> bool:
+        assert not any(each.done() for each in asking)
+        return (await quartet.services.rollout.info(30)).running > 0
+
+    await eventually(working, 30)
+    for each in asking:
+        each.cancel()
+    await asyncio.wait(asking)
+    await eventually(lambda: idle(quartet), 10)
+    assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
+
+
+async def test_tokens_of_prompts_are_told(quartet: Quartet) -> None:
+    assert (await asked(quartet, "/tokenize", {"messages": SAID})).json["tokens"] == RENDERED
+    assert (await asked(quartet, "/tokenize", {"prompt": "w5"})).json["tokens"] == [BOS, 5]
+    assert (await asked(quartet, "/detokenize", {"tokens": RENDERED})).json["prompt"].split()[:2] == ["w8", "w9"]
+    told = (await asked(quartet, "/tokenizer_info")).json
+    assert (told["eos_token"], told["chat_template"]) == ("<eos>", TEMPLATE)
+    unread: list[Any] = [{}, {"prompt": 5}, {"messages": 5}, {"prompt": "w5", "tools": []}]
+    for body in unread:
+        assert (await asked(quartet, "/tokenize", body)).status == 400
+    wrong: list[Any] = [{}, {"tokens": "w5"}, {"tokens": [ROWS]}, {"tokens": {"a": 1}}]
+    for body in wrong:
+        assert (await asked(quartet, "/detokenize", body)).status == 400
 
 
 async def test_health_is_told(quartet: Quartet) -> None:

@@ -42,7 +42,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
-from quartet.wire.errors import InvalidArgument, ServiceError, Unavailable
+from quartet.wire.errors import InvalidArgument, NotFound, ServiceError, Unavailable
 from quartet.wire.http_errors import HttpError, http_error
 from services.rollout.config import RolloutConfig
 from services.rollout.http import Served, refusal
@@ -129,6 +129,7 @@ class VLLMCompletions:
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
+        self._check_model(given.get("model"))
         request = _parsed(kind, given)
         call = _Call(self._served, self._requests, share)
         try:
@@ -147,6 +148,12 @@ class VLLMCompletions:
         name = self._served.run() or self._folder
         # The list stays the same, as vLLM's classes share it. No path of this machine is told.
         self._names[:] = [BaseModelPath(each, name) for each in (name, f"{name}@{self._served.engine.version}")]
+
+    def _check_model(self, name: Any) -> None:
+        """Raises NotFound for a name that is not served. vLLM would too, and write each into the log."""
+        names = [served.name for served in self._names]
+        if isinstance(name, str) and name and name not in names:
+            raise NotFound(f"model: {name[:64]!r} is not served; served are {', '.join(names)}")
 
     async def _created(
         self, create: Callable[..., Any], request: Any, call: "_Call"
@@ -167,13 +174,12 @@ class VLLMCompletions:
             return _refused(made.model_dump()["error"])
         if not isinstance(made, AsyncGenerator):
             return JSONResponse(call.with_versions(made.model_dump()))
-        # Errors that vLLM finds late are the first event, where they can still become a status.
+        call.begin()  # here, as vLLM would make an event of a refusal, and write a trace into the log
+        # Errors that it finds late are the first event, where they can still become a status.
         events = _events(made)
         first = await anext(events, None)
         if first is not None and "error" in first:
             await events.aclose()
-            if call.refused:
-                raise call.refused
             return _refused(first["error"])
         return call.texts(first, events)
 
@@ -250,8 +256,7 @@ class _Call:
         self._taken: list[_Taken] = []
         self._running: Running[None] | None = None
         self._admitted = ExitStack()
-        self.refused: ServiceError | None = None
-        """The reason for which the service did not take the call."""
+        self._refused: ServiceError | None = None
 
     def take(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Any, None]:
         """Takes one of the call's requests and returns its outputs. All are queued together when the first of them is
@@ -280,14 +285,14 @@ class _Call:
                 raise InvalidArgument(f"stop_token_ids: {token} is outside the vocabulary of {engine.vocab_size}")
         check_least(params.min_tokens, engine, "min_tokens")
 
-    def _begin(self) -> None:
-        """Queues the requests in their caller's share.
+    def begin(self) -> None:
+        """Queues the requests in their caller's share, once.
 
         Raises:
             ResourceExhausted: they are too many, or the share is used up.
         """
-        if self.refused:
-            raise self.refused
+        if self._refused:
+            raise self._refused
         if self._running is None:
             longest = self._served.engine.max_length
             costs = np.asarray([min(taken.tokens, longest) for taken in self._taken], np.int32)
@@ -295,7 +300,7 @@ class _Call:
             try:
                 self._admitted.enter_context(self._served.admission.admitted(*asked))
             except ServiceError as error:
-                self.refused = error
+                self._refused = error
                 raise
             self._running = self._served.slots.enter(self._share, costs, self._run)
 
@@ -314,7 +319,7 @@ class _Call:
 
     async def _read(self, taken: "_Taken") -> AsyncGenerator[Any, None]:
         """The outputs of a request; asks from time to time whether the engine still answers."""
-        self._begin()
+        self.begin()
         while True:
             try:
                 async with asyncio.timeout(STILL_S):
