@@ -246,6 +246,25 @@ def evaluate(
 
 
 @app.command()
+def chat(
+    config: ConfigFile,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Left out: what fits.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 for the likeliest tokens alone.")] = 1.0,
+) -> None:
+    """Talk with the model that the rollout service serves, also while it is trained: a line is a message."""
+    from orchestrator.commands.chat import Chat
+    from orchestrator.deployment.file import Deployment
+
+    sampling = {"temperature": temperature} | ({} if max_tokens is None else {"max_completion_tokens": max_tokens})
+    conversation = Chat.of(Deployment.load(config), **sampling)
+    answers = Console(highlight=False, soft_wrap=True)
+    for line in sys.stdin:
+        if text := line.strip():
+            version = conversation.say(text, lambda piece: answers.print(printable(piece), end="", markup=False))
+            answers.print(f"  [dim](version {version})[/dim]")
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder, such as runs/demo.")],
     samples: Annotated[int, typer.Option(help="Number of prompts whose responses are shown.")] = 0,

@@ -62,6 +62,20 @@ def connect(target: str, environment: Mapping[str, str] | None = None) -> grpc.a
     return _open(target, *credentials) if credentials else open_channel(target)
 
 
+def token_for(target: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """The bearer token of this process's credentials for a target; None if they have none.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    named = _named(target, environment)
+    if named is None or named[0].token_file is None:
+        return None
+    credentials, file = named
+    token = file.parent / str(credentials.token_file)
+    return _bytes(token, f"{file}.token_file").decode().strip()
+
+
 def _named(target: str, environment: Mapping[str, str] | None = None) -> tuple[Credentials, Path] | None:
     """The credentials for a target and the file they are in; None if neither the environment nor this folder has
     any."""

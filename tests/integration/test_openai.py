@@ -200,6 +200,11 @@ def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
     assert done.stdout.startswith("weights ")
 
 
+def test_the_terminal_prompts_the_model_too(quartet: Quartet) -> None:
+    answered = "quartet chat ppo.yaml --max-tokens 4 | grep -c '(version [0-9]*)' | grep -qx 2"
+    shell(quartet.folder, f"printf 'w8 w9\\nw10\\n' | {answered}")
+
+
 NO_TEMPERATURES: list[Any] = [-0.1, 1e308, "hot", [], {}]
 HOSTILE: list[Any] = [
     *(b"", b"{", b"null", b'"a"', b"[]", b"\x00", b"\xff\xfe", b'{"prompt": "\\udc00"}', b'{"prompt": NaN}'),
