@@ -100,7 +100,7 @@ async def test_what_is_left_out_is_as_in_training(quartet: Quartet) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 5])
 async def test_log_probs_of_prompts_are_the_models(quartet: Quartet, base: Any, most: int) -> None:
-    """As lm-evaluation-harness asks for those of a continuation."""
+    """This is how lm-evaluation-harness asks for those of a continuation."""
     asks = {"echo": True, "logprobs": 1, "max_tokens": most, "temperature": 0, "seed": 1234, "ignore_eos": True}
     got = await asked(quartet, TEXT, {"model": "", "prompt": PROMPTS} | asks)
     assert got.status == 200, got.body

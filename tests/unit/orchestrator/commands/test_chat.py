@@ -1,4 +1,4 @@
-"""`quartet chat`: what it sends, what it shows, and what it says when there is no answer."""
+"""`quartet chat`: what it sends, what it shows, and what it says when none comes."""
 
 import asyncio
 import json
