@@ -10,7 +10,6 @@ and its own count says how many tokens of prompts it computed.
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from quartet.config.learner import PolicyConfig
 from quartet.wire.codec import Ints
 from tests.learner_batches import PolicyBatch
 from tests.models import WORDS, make_policy
+from tests.prefilled import prefilled
 
 console = Console()
 GROUP, SHARE, SEED = 8, 4, 0
@@ -80,22 +80,14 @@ async def _engine(folder: str, prompts: list[Ints]) -> None:
     settings = {"model": folder, "max_length": len(prompts[0]) * 5 // 4 + 1, "kv_cache_mib": 256}
     engine = await VLLMEngine.start(RolloutConfig.parse(settings, "rollout"))
     sampling = Sampling(max_new_tokens=len(prompts[0]) // SHARE, ignore_eos=True)
-    computed: dict[str, int] = {}
-    plain = engine.llm.generate
-
-    async def noted(prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
-        async for output in plain(prompt, params, name):
-            computed[name] = len(output.prompt_token_ids) - output.num_cached_tokens
-            yield output
-
-    engine.llm.generate = noted  # type: ignore[method-assign, assignment]
     try:
-        for prompt in prompts:
-            await asyncio.gather(*(engine.generate(0, prompt, sampling, seed) for seed in range(GROUP)))
+        with prefilled(engine) as computed:
+            for prompt in prompts:
+                await asyncio.gather(*(engine.generate(0, prompt, sampling, seed) for seed in range(GROUP)))
     finally:
         engine.shutdown()
-    share = sum(computed.values()) / sum(map(len, prompts))
-    console.print(f"engine: {share:.2f} of the tokens of a prompt computed for its {GROUP} responses")
+    share = sum(computed) / sum(map(len, prompts))
+    console.print(f"engine: prompt tokens computed for {GROUP} responses / tokens of the prompt: {share:.2f}")
 
 
 def _batch(draw: np.random.Generator, groups: int, prompt: int) -> PolicyBatch:

@@ -3,8 +3,9 @@
 python -m benchmarks.gpu.kernels [--device cuda] [--positions 8192] [--vocabulary 151936] [--tokens 16384]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,7 @@ def main(
     _logprobs(results, where, positions, vocabulary)
     for count in (8, 64):
         _attention(results, where, tokens, count)
+    _shared(results, where, tokens)
     results.show()
 
 
@@ -71,26 +73,61 @@ def _logprobs(results: Results, where: torch.device, positions: int, vocabulary:
 def _attention(results: Results, where: torch.device, tokens: int, count: int) -> None:
     """Forward and backward through one layer's attention, so many sequences of like length in a row."""
     length = tokens // count
-    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
-    query, key, value = (
-        torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for shape in shapes
-    )
-    ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=where)
-    pieces = Pieces((length,) * count)
+    states, pieces = _states(tokens, where), Pieces((length,) * count)
 
     def packed() -> None:
-        output, _ = packed_attention(
-            Attention(), query, key, value, None, packed_pieces=pieces, cu_seq_lens_q=ends, cu_seq_lens_k=ends
-        )
-        output.sum().backward()
+        _attended(states, pieces).sum().backward()
 
     def padded() -> None:
-        rows = (state.view(-1, count, length, WIDTH).transpose(0, 1) for state in (query, key, value))
+        rows = (state.view(-1, count, length, WIDTH).transpose(0, 1) for state in states)
         nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).sum().backward()
 
     sides: dict[str, Callable[[], None]] = {"packed": packed, "padded": padded}
     for name, side in sides.items():
         results.attempt(f"attention, {count} x {length}: {name}", partial(_timed, side, where))
+
+
+def _shared(results: Results, where: torch.device, tokens: int) -> None:
+    """Eight responses and a prompt of four times their length: the prompt once, or with each response. And how far
+    the former is from the same in float32, which another kernel computes."""
+    length = tokens // 12
+    once = Pieces((4 * length, *[length] * 8), (None, *[0] * 8))
+    for name, pieces in {"prompt once": once, "prompt with each": Pieces((5 * length,) * 8)}.items():
+        states = _states(sum(pieces.lengths), where)
+
+        def side(states: Sequence[torch.Tensor] = states, pieces: Pieces = pieces) -> None:
+            _attended(states, pieces).sum().backward()
+
+        results.attempt(f"attention, 8 responses: {name}", partial(_timed, side, where))
+
+    def compared() -> dict[str, Cell]:
+        states = _states(sum(once.lengths), where)
+        wide = [state.detach().float().requires_grad_() for state in states]
+        sides = []
+        for each in (states, wide):
+            output = _attended(each, once).float()
+            sides.append([output.detach(), *torch.autograd.grad(output.square().sum(), each)])
+        furthest = [float((one - other).norm() / other.norm()) for one, other in zip(*sides, strict=True)]
+        return dict(zip(("output", "query", "key", "value"), furthest, strict=True))
+
+    results.attempt("distance from float32, relative", compared)
+
+
+def _states(tokens: int, where: torch.device) -> list[torch.Tensor]:
+    """Query, key and value of a row."""
+    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+def _attended(states: Sequence[torch.Tensor], pieces: Pieces) -> torch.Tensor:
+    query, key, value = states
+    queries, keys = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+        for lengths in (pieces.lengths, pieces.reaches)
+    )
+    return packed_attention(
+        Attention(), query, key, value, None, packed_pieces=pieces, cu_seq_lens_q=queries, cu_seq_lens_k=keys
+    )[0]
 
 
 def _timed(action: Callable[[], object], where: torch.device) -> dict[str, Cell]:

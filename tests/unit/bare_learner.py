@@ -89,7 +89,8 @@ class Case:
 
     @property
     def columns(self) -> Columns:
-        """The batch. A token's id is its place in the table."""
+        """The batch. A token's id is its place in the table. Responses have one of two prompts in turn, so that
+        packed rows hold groups behind a prompt that they share."""
         lengths = [len(row) for row in self.new]
         ends = np.cumsum(lengths)
         ids = [
@@ -98,7 +99,7 @@ class Case:
         flat = {
             name: np.concatenate([np.asarray(r, np.float32) for r in rows]) for name, rows in self.numbers.items()
         }
-        columns = Columns.of_pairs([np.ones(2, np.int32)] * len(ids), ids)
+        columns = Columns.of_pairs([np.full(6, row % 2, np.int32) for row in range(len(ids))], ids)
         return columns.with_sampled(**flat, trained=np.concatenate([np.asarray(r, np.bool_) for r in self.trained]))
 
     def table(self) -> Tensor:

@@ -1,0 +1,62 @@
+"""A prompt of many responses in a real engine: computed once under the same weights, and again under others."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.sample import Sampling
+from services.rollout.vllm.arguments import CPU_BLOCK
+from tests import plain
+from tests.engine_process import EngineProcess
+from tests.models import WORDS, make_policy
+from tests.prefilled import prefilled
+from tests.pushing import EngineHost, ModelSource, Phases, perturbed, push
+
+LONGEST, GROUP = 512, 8
+PROMPT = np.random.default_rng(5).integers(4, len(WORDS), 300).astype(np.int32)
+REST = len(PROMPT) % CPU_BLOCK
+"""Tokens after the last whole block, which every response computes."""
+SAMPLING = Sampling(max_new_tokens=5, ignore_eos=True)
+
+
+class _Host(EngineHost, Phases):
+    async def _carry_out(self, phase: bytes) -> bytes:
+        return await self.carry_out(phase)
+
+
+async def _computed(folder: Path, in_flight: str) -> list[list[int]]:
+    """Tokens of prompts computed for a group at once and for one more response: under the weights of the folder,
+    after a push of others, and after one under the same number, as of a run that went back to a checkpoint."""
+    host, counts = _Host(), []
+    await host.start({"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64})
+    try:
+        for seed in range(3):
+            if seed:
+                model = perturbed(plain.language_model(folder), seed=seed)
+                await push(host, ModelSource(model), 1, in_flight=in_flight)
+            for size in (GROUP, 1):
+                with prefilled(host._engine) as counted:
+                    await asyncio.gather(*(host._engine.generate(0, PROMPT, SAMPLING, n) for n in range(size)))
+                counts.append(sorted(counted))
+        return counts
+    finally:
+        await host.shutdown()
+
+
+def computed(folder: Path, in_flight: str) -> list[list[int]]:
+    """Carries it out in the process for engines."""
+    from tests.engine_process import _loop
+
+    return _loop.run_until_complete(_computed(folder, in_flight))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "keep-cache"])
+async def test_a_prompt_is_computed_once_for_all_responses_under_the_same_weights(
+    tmp_path: Path, engine: EngineProcess, in_flight: str
+) -> None:
+    """`keep-cache` leaves what was computed in the cache at a push: no later request finds it there."""
+    folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=LONGEST)
+    counts = await engine._run(computed, folder, in_flight)
+    assert counts == [[*[REST] * (GROUP - 1), len(PROMPT)], [REST]] * 3
