@@ -9,6 +9,7 @@ and its own count says how many tokens of prompts it computed.
 """
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,17 +46,18 @@ def main(
     hidden: Annotated[int, typer.Option(min=64, help="width of the model")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="depth of the model")] = 4,
     tokens: Annotated[int, typer.Option(min=64, help="most tokens of a micro-batch")] = 4096,
-    sampled: Annotated[int, typer.Option(min=32, help="tokens of a prompt in the engine")] = 1024,
+    sampled: Annotated[int, typer.Option(min=32, help="tokens of a prompt in the engine, in the mean")] = 1024,
 ) -> None:
     """Measures both and prints their ratios."""
     draw = np.random.default_rng(SEED)
     with tempfile.TemporaryDirectory() as made:
         shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
         heads = {"num_attention_heads": max(2, hidden // 32), "num_key_value_heads": max(2, hidden // 32)}
-        longest = {"max_position_embeddings": 2 * max(prompt, sampled)}
+        longest = {"max_position_embeddings": 4 * max(prompt, sampled)}
         folder = make_policy(Path(made), kind="llama", tied=False, **shape, **heads, **longest)
         _learner(str(folder), _batch(draw, groups, prompt), tokens, rounds)
-        asyncio.run(_engine(str(folder), [_ids(draw, sampled) for _ in range(groups)]))
+        lengths = draw.integers(3 * sampled // 4, 5 * sampled // 4 + 1, groups)
+        asyncio.run(_engine(str(folder), [_ids(draw, int(length)) for length in lengths]))
 
 
 def _learner(folder: str, batch: PolicyBatch, tokens: int, rounds: int) -> None:
@@ -73,13 +75,14 @@ def _learner(folder: str, batch: PolicyBatch, tokens: int, rounds: int) -> None:
 
 async def _engine(folder: str, prompts: list[Ints]) -> None:
     """Samples a group of responses to each prompt, one prompt after the other."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from services.rollout.config import RolloutConfig
     from services.rollout.sample import Sampling
     from services.rollout.vllm.engine import VLLMEngine
 
-    settings = {"model": folder, "max_length": len(prompts[0]) * 5 // 4 + 1, "kv_cache_mib": 256}
+    settings = {"model": folder, "max_length": 2 * max(map(len, prompts)), "kv_cache_mib": 256}
     engine = await VLLMEngine.start(RolloutConfig.parse(settings, "rollout"))
-    sampling = Sampling(max_new_tokens=len(prompts[0]) // SHARE, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
     try:
         with prefilled(engine) as computed:
             for prompt in prompts:
