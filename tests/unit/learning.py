@@ -8,49 +8,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.algorithms.contract import Group
 from orchestrator.algorithms.registry import parse as parse_algorithm
 from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import PolicyConfig
+from quartet.wire.codec import Ints
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from tests.learner_batches import logprob_rows, value_rows
 from tests.unit import known_optimum as known
 from tests.unit.expected_gradients import DISTRIBUTION, Tables, experiences
-from tests.unit.experiences import collected
-from tests.unit.known_optimum import BETA, COUNT, MOST, PROMPTS, RESPONSES
+from tests.unit.experiences import Experience, collected
+from tests.unit.known_optimum import COUNT, MOST, PROMPTS, RESPONSES
 
-BATCH, MINIBATCH, EPOCHS = 1024, 256, 2
+BATCH, MINIBATCH = 1024, 256
 
 
 class Learning:
     """A policy that starts as its own reference, and its critic if the estimate needs one."""
 
-    def __init__(self, folder: Path, algorithm: dict[str, Any], rewards: Tensor, *, steps: int, rate: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        algorithm: dict[str, Any],
+        rewards: Tensor,
+        *,
+        steps: int,
+        rate: float,
+        seed: int = 0,
+        reference: Tensor | None = None,
+        **critic: Any,
+    ) -> None:
         """
         Args:
             folder: the model of both learners.
-            algorithm: the algorithm.
+            algorithm: the algorithm, as a file gives it.
             rewards: the rewards of all responses, [2, 259].
             steps: steps of training, over which the rates fall along a cosine.
             rate: the policy's learning rate; the critic's is three times that.
+            seed: seed of the draws of responses.
+            reference: the reference's log-probs of all responses, [2, 259, 3]; None for those of the first policy.
+            critic: further keys of the critic's configuration.
         """
-        penalty = {"coef": BETA, "placement": "reward", "estimator": "k1"}  # J's, also for kinds that have another
-        settings = {"score_clip": None, "minibatch_size": MINIBATCH, "epochs": EPOCHS, "kl": penalty}
+        settings: dict[str, Any] = {"minibatch_size": MINIBATCH}
         self.algorithm = parse_algorithm(settings | algorithm).sized(MOST)
-        schedule = {
-            "schedule": "cosine",
-            "total_steps": steps * EPOCHS * BATCH // MINIBATCH,
-            "final_fraction": 0.03,
-        }
-        optimizers = [{"learning_rate": factor * rate} | schedule for factor in (1, 3)]
-        config = PolicyConfig.parse({"model": str(folder), "optimizer": optimizers[0]}, "policy")
-        self.policy = PolicyTrainer(config, self.algorithm, DISTRIBUTION)
-        critic = CriticConfig.parse({"model": str(folder), "optimizer": optimizers[1]}, "critic")
-        self.critic = CriticTrainer(critic) if self.algorithm.needs_critic else None
-        self._steps, self._ref, self._rewards = steps, self.logprobs(), rewards
-        self._draw = np.random.default_rng(0)
+        self._steps, self._rewards = steps, rewards
+
+        def optimizer(rate: float, updates: int, epochs: int) -> dict[str, Any]:
+            total = updates * epochs * BATCH // self.algorithm.minibatch_size
+            return {"learning_rate": rate, "schedule": "cosine", "total_steps": total, "final_fraction": 0.03}
+
+        learned = steps - self.algorithm.critic_only_steps
+        own = {"model": str(folder), "optimizer": optimizer(rate, learned, self.algorithm.epochs)}
+        self.policy = PolicyTrainer(PolicyConfig.parse(own, "policy"), self.algorithm, DISTRIBUTION)
+        own = {"model": str(folder), "optimizer": optimizer(3 * rate, steps, self.algorithm.epochs_of_critic)}
+        self.critic = (
+            CriticTrainer(CriticConfig.parse(own | critic, "critic")) if self.algorithm.needs_critic else None
+        )
+        self.first = self.logprobs()
+        self._ref = self.first if reference is None else reference
+        self._draw = np.random.default_rng(seed)
 
     def logprobs(self) -> Tensor:
         """The learner's log-probs of all responses, [2, 259, 3]."""
@@ -65,9 +84,22 @@ class Learning:
     def share(self) -> float:
         """Trains; returns the share of the gap from the first J to the best one that is closed."""
         start, best = self._objective(), known.optimum(self._ref, self._rewards)
-        for step in range(self._steps):
-            self._step(step)
+        self.train()
         return (self._objective() - start) / (best - start)
+
+    def train(self) -> None:
+        """Takes all steps."""
+        for step in range(1, self._steps + 1):
+            self._step(step)
+
+    def score(self) -> float:
+        """The expected reward, exactly."""
+        return float((self.logprobs().sum(-1).exp() * self._rewards).sum() / len(PROMPTS))
+
+    def divergence(self) -> float:
+        """KL(policy || first policy) of whole responses, exactly, in nats."""
+        total = self.logprobs().sum(-1)
+        return float((total.exp() * (total - self.first.sum(-1))).sum() / len(PROMPTS))
 
     def _objective(self) -> float:
         return float(known.objective(self.logprobs(), self._ref, self._rewards))
@@ -75,15 +107,18 @@ class Learning:
     def _step(self, step: int) -> None:
         """One step of the algorithm, on responses drawn from the policy."""
         batch = self._sampled()
-        made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, BETA, {}, step=1)
-        self.policy.train(batch.columns.with_sampled(advantages=made.advantages), BETA, step)
+        kl_coef, seed = self.algorithm.kl.coef, step - 1
+        made = estimate_advantages(batch, batch.old_logprobs, self.algorithm, kl_coef, {}, step=step)
+        if self.algorithm.trains_policy(step):
+            self.policy.train(batch.columns.with_sampled(advantages=made.advantages), kl_coef, seed)
         if self.critic is not None:
             assert made.returns is not None
             passes = {"epochs": self.algorithm.epochs_of_critic, "minibatch_size": self.algorithm.minibatch_size}
-            self.critic.train(batch.columns.with_sampled(returns=made.returns), seed=step, **passes)
+            self.critic.train(batch.columns.with_sampled(returns=made.returns), seed=seed, **passes)
 
     def _sampled(self) -> Batch:
-        """A batch with as many responses to each prompt, those to the same one after another."""
+        """A batch with as many responses to each prompt, those to the same one after another; without the groups that
+        the algorithm does not admit, in place of which others are drawn."""
         now = self.logprobs()
         every = experiences(Tables(now, self._ref, now, torch.zeros_like(now), self._rewards))
         # Of each response that there is, and not of each that is drawn: most are drawn several times.
@@ -92,9 +127,17 @@ class Learning:
             pairs = [e.prompt.prompt_ids for e in every], [e.sample.response_ids for e in every]
             values = value_rows(self.critic, *pairs)
             every = [replace(e, values=row) for e, row in zip(every, values, strict=True)]
-        taken = []
+        taken, each = list[Experience](), self.algorithm.samples_per_prompt
         for index in range(len(PROMPTS)):
             p = now[index].sum(-1).exp().numpy()
-            rows = self._draw.choice(COUNT, BATCH // len(PROMPTS), p=p / p.sum())
-            taken += [every[index * COUNT + row] for row in rows.tolist()]
-        return Batch.of(collected(taken, each=self.algorithm.samples_per_prompt))
+            while len(taken) < (index + 1) * BATCH // len(PROMPTS):
+                rows = self._draw.choice(COUNT, each, p=p / p.sum())
+                if self.algorithm.admit(self._group(index, rows)):
+                    taken += [every[index * COUNT + row] for row in rows.tolist()]
+        batch = Batch.of(collected(taken, each=each))
+        return Batch.of(batch.collected, chosen=self.algorithm.chosen(batch.outcomes))
+
+    def _group(self, prompt: int, rows: Ints) -> Group:
+        lengths = known.LENGTHS.numpy()[rows]
+        scores = self._rewards[prompt].numpy().astype(np.float32)[rows]
+        return Group(scores, lengths, np.asarray([RESPONSES[row][-1] != known.END for row in rows]))

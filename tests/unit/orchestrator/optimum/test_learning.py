@@ -25,11 +25,15 @@ def make_model(folder: Path) -> Path:
     return known.make_model(folder, 1, scale=0.1, layers=2)
 
 
-def closed(folder: Path, name: str, **algorithm: Any) -> float:
-    """Trains, and prints the share."""
-    model = make_model(folder)
-    share = Learning(model, algorithm, known.make_rewards(3, DEVIATION), steps=STEPS, rate=RATE).share()
-    print(f"{name}: {share:.3f} of the gap closed")
+def closed(folder: Path, kind: str, seed: int = 0, **algorithm: Any) -> float:
+    """Trains towards J, whose penalty is in the rewards, and prints the share. Kinds that divide by the deviation of
+    a group's rewards do without that, as it has another aim and is refused beside such a penalty."""
+    penalty = {"coef": known.BETA, "placement": "reward", "estimator": "k1"}
+    undivided = {"scale": "none"} if presets()[kind].scale == "group" else {}
+    settings = {"kind": kind, "kl": penalty, "score_clip": None} | undivided | algorithm
+    rewards = known.make_rewards(3, DEVIATION)
+    share = Learning(make_model(folder), settings, rewards, steps=STEPS, rate=RATE, seed=seed).share()
+    print(f"{kind}, seed {seed}: {share:.3f} of the gap closed")
     return share
 
 
@@ -47,9 +51,9 @@ def test_every_other_algorithm_comes_near_it(tmp_path: Path, kind: str) -> None:
     preset = presets()[kind]
     each = 4 if preset.needs_samples_per_prompt > 1 else 1
     usual = {"clip_eps_low": 0.2, "clip_eps_high": 0.2} if preset.ratio == "sequence" else {}
-    # The gradient of a capped ratio without a bound below is not quite that of the objective: cispo closes 0.72.
-    least = 0.7 if preset.clip == "cispo" else 0.8
-    assert closed(tmp_path, kind, kind=kind, samples_per_prompt=each, **usual) >= least
+    # The gradient of a capped ratio without a bound below is not quite that of the objective: cispo closes 0.78.
+    least = 0.75 if preset.clip == "cispo" else 0.8
+    assert closed(tmp_path, kind, samples_per_prompt=each, **usual) >= least
 
 
 @pytest.mark.exhaustive
