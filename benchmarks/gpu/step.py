@@ -163,6 +163,7 @@ def peer_settings(
 ) -> dict[str, Any]:
     """TRL's settings for the same step; `forward` responses at a time, or all."""
     return {
+        "algorithm": "ppo",
         "folder": str(folder),
         "batch": batch,
         "forward": forward or batch,

@@ -1,1 +1,1 @@
-"""PPO by Quartet against PPO by TRL, in turns."""
+"""PPO and GRPO by Quartet against the same by TRL, in turns."""

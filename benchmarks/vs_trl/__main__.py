@@ -2,10 +2,11 @@
 
     python -m benchmarks.vs_trl [--case demo] [--rounds 3] [--updates 5] [--at-rest] [--environment .quartet/trl]
 
-TRL 1.12.0 is the last release with PPO; it is installed into a virtual environment of its own, at the first run. The
-learning rates are so small that lengths stay as they are. Quartet runs the file that `quartet init` writes for the
-models and this machine, nothing tuned. While TRL has its turn all of Quartet's processes are stopped by SIGSTOP, or
-with `--at-rest` only without work. The first update of every turn is left out.
+TRL 1.12.0 is the last release with PPO; GRPO is raced against a newer one. Each is installed into a virtual
+environment of its own at the first run: ENVIRONMENT, and ENVIRONMENT-grpo. The learning rates are so small that
+lengths stay as they are. Quartet runs the file that `quartet init` writes for the models and this machine, nothing
+tuned; with GRPO its section `algorithm` names that kind. While TRL has its turn all of Quartet's processes are
+stopped by SIGSTOP, or with `--at-rest` only without work. The first update of every turn is left out.
 
 Prints the ratio of the medians in each round; the share of Quartet's step that each stage takes; and the part of
 each stage that its arithmetic would take, done as fast as these cores do one large matrix product in Quartet's dtype.
@@ -42,11 +43,15 @@ def main(
     """Runs the benchmark and prints its results."""
     # Ended in TRL's turn, it would otherwise leave Quartet's processes stopped behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    python = make_environment(environment.absolute())
+    pythons = {
+        algorithm: make_environment(environment.absolute().with_name(f"{environment.name}{suffix}"), algorithm)
+        for algorithm, suffix in (("ppo", ""), ("grpo", "-grpo"))
+        if any(CASES[name].algorithm == algorithm for name in case)
+    }
     ratios = Table("case", "samples/s over TRL's", "each round")
     shares, floors = Table("share of the step", *STAGES), Table("arithmetic's part of it", *STAGES[:-1])
     for name in case:
-        result = race(name, rounds, updates, at_rest, python)
+        result = race(name, rounds, updates, at_rest, pythons[CASES[name].algorithm])
         each = ", ".join(f"{ratio:.2f}" for ratio in result.ratios)
         ratios.add_row(name, f"{median(result.ratios):.2f}", each)
         shares.add_row(name, *(f"{result.share(stage):.0%}" for stage in STAGES))

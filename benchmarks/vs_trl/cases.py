@@ -29,12 +29,15 @@ class Case:
     """Tokens of every response, or of the longest."""
     epochs: int
     minibatches: int
+    algorithm: Literal["ppo", "grpo"] = "ppo"
+    each: int = 1
+    """Responses to each prompt."""
     equal: bool = True
     """All responses have the same length; else they end by themselves."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Quartet's. TRL computes in float32: its bfloat16 is autocast, which no CPU gains by."""
     old_logprobs: Literal["learner", "rollout"] = "rollout"
-    """Quartet's. TRL takes the ratio to the log-probs of generation, as `rollout` does."""
+    """Quartet's. TRL's PPO takes the ratio to the log-probs of generation, as `rollout` does; GRPO as `learner`."""
 
     @property
     def longest(self) -> int:
@@ -75,11 +78,15 @@ class Case:
 
 
 _LARGE = Case(512, 6, 8, 1024, batch=32, prompt=12, response=96, epochs=1, minibatches=4)
+_UNEVEN = replace(_LARGE, vocabulary=32, batch=64, response=128, equal=False)
+_GRPO: dict[str, Any] = {"algorithm": "grpo", "each": 8, "old_logprobs": "learner"}
 CASES = {
     "demo": Case(128, 2, 4, 106, batch=64, prompt=16, response=32, epochs=4, minibatches=4),
     "20M": _LARGE,
     "20M-bf16": replace(_LARGE, dtype="bfloat16", old_logprobs="learner"),
     "20M-bf16-rollout": replace(_LARGE, dtype="bfloat16"),
-    "20M-uneven": replace(_LARGE, vocabulary=32, batch=64, response=128, equal=False),
+    "20M-uneven": _UNEVEN,
+    "grpo": replace(_UNEVEN, hidden=128, layers=2, heads=4, **_GRPO),
+    "20M-grpo": replace(_UNEVEN, **_GRPO),
 }
 """Cases by name."""

@@ -14,17 +14,19 @@ def operations(case: Case, response: float) -> dict[str, float]:
     """Floating-point operations of each stage for responses of so many tokens in the mean.
 
     Two for each weight and token in a forward pass and six in a training step (Kaplan et al. 2020, arXiv:2001.08361),
-    without attention's products of tokens with tokens. Scoring is three forward passes: reward, reference and critic.
+    without attention's products of tokens with tokens. Scoring is a forward pass of the reward model, and with PPO of
+    reference and critic; with PPO the critic learns too.
     """
     body = case.layers * (4 + 9) * case.hidden**2
     every, answered = case.batch * (case.prompt + response), case.batch * response
     head = case.vocabulary * case.hidden
     forward = 2 * (body * every + head * answered)
+    ppo = case.algorithm == "ppo"
     return {
         "generate": forward,
-        "score": 3 * 2 * body * every + 2 * head * answered,
+        "score": 2 * body * every + ppo * (2 * body * every + forward),
         "logprobs": forward,
-        "train": case.epochs * (3 * forward + 6 * body * every),
+        "train": case.epochs * (3 * forward + ppo * 6 * body * every),
     }
 
 

@@ -3,7 +3,7 @@
     python peer.py SETTINGS
 
 SETTINGS is JSON: a case, and on a GPU also `device`, the dtype of the `weights`, and how many responses go `forward`
-at a time. Prints a line of JSON for each PPO update: its seconds, and the tokens of its responses.
+at a time. Prints a line of JSON for each update by a batch of responses: its seconds.
 """
 
 import json
@@ -22,17 +22,19 @@ from transformers import (
     AutoTokenizer,
     TrainerCallback,
 )
-from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
 class Stopwatch(TrainerCallback):
-    """Tells how long each update took."""
+    """Tells how long each update took, of so many steps as its trainer counts them."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, steps: int) -> None:
+        self._steps, self._done, self._last = steps, 0, time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Called once an update is done."""
+        """Called once a step is done."""
+        self._done += 1
+        if self._done % self._steps:
+            return
         now = time.perf_counter()
         print(json.dumps({"seconds": now - self._last}), flush=True)
         self._last = now
@@ -40,55 +42,108 @@ class Stopwatch(TrainerCallback):
 
 def main(settings: dict[str, Any]) -> None:
     """Trains for `updates` updates."""
-    cpu = settings.get("device", "cpu") == "cpu"
-    if cpu:
+    if settings.get("device", "cpu") == "cpu":
         torch.set_num_threads(settings["threads"])
-    folder, batch = settings["folder"], settings["batch"]
-    dtype = {"dtype": getattr(torch, settings.get("weights", "float32"))}
-    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy", trust_remote_code=False)
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(f"{folder}/policy", trust_remote_code=False, **dtype) for _ in range(2)
-    )
-    reward, value = (
-        AutoModelForSequenceClassification.from_pretrained(
-            f"{folder}/reward", num_labels=1, trust_remote_code=False, **dtype
-        )
-        for _ in range(2)
-    )
-    with open(f"{folder}/prompts.jsonl", encoding="utf-8") as lines:
+    with open(f"{settings['folder']}/prompts.jsonl", encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
+    {"ppo": ppo, "grpo": grpo}[settings["algorithm"]](settings, prompts).train()
+
+
+def ppo(settings: dict[str, Any], prompts: list[str]) -> Any:
+    """The trainer that was left out after TRL 1.12."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    batch, policy = settings["batch"], f"{settings['folder']}/policy"
+    tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=False)
+    reward, value = (scorer(settings) for _ in range(2))
     config = PPOConfig(
-        output_dir=f"{folder}/trl",
+        **common(settings),
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=1,
         num_mini_batches=settings["minibatches"],
         num_ppo_epochs=settings["epochs"],
         total_episodes=batch * settings["updates"],
         local_rollout_forward_batch_size=settings.get("forward", batch),
         response_length=settings["response"],
         stop_token=None if settings["equal"] else "eos",
-        temperature=1.0,
-        learning_rate=settings["rate"],
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=cpu,
         num_sample_generations=0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     data = Dataset.from_dict({"input_ids": tokenizer(prompts)["input_ids"]})
-    PPOTrainer(
+    return PPOTrainer(
         config,
         tokenizer,
-        model=policy,
-        ref_model=reference,
+        model=language_model(settings),
+        ref_model=language_model(settings),
         reward_model=reward,
         value_model=value,
         train_dataset=data,
         eval_dataset=data.select(range(batch)),
-        callbacks=[Stopwatch()],
-    ).train()
+        callbacks=[Stopwatch(1)],
+    )
+
+
+def grpo(settings: dict[str, Any], prompts: list[str]) -> Any:
+    """The trainer of groups, whose loss is that of the paper: the mean over responses of the mean over tokens."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps = settings["epochs"] * settings["minibatches"]
+    config = GRPOConfig(
+        **common(settings),
+        per_device_train_batch_size=settings["batch"] // settings["minibatches"],
+        steps_per_generation=settings["minibatches"],
+        num_iterations=settings["epochs"],
+        num_generations=settings["each"],
+        max_completion_length=settings["response"],
+        max_steps=steps * settings["updates"],
+        loss_type="grpo",
+        beta=0.0,
+        logging_steps=10**9,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(f"{settings['folder']}/policy", trust_remote_code=False)
+    return GRPOTrainer(
+        language_model(settings),
+        reward_funcs=scorer(settings),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        reward_processing_classes=tokenizer,
+        callbacks=[Stopwatch(steps)],
+    )
+
+
+def common(settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of either trainer."""
+    return {
+        "output_dir": f"{settings['folder']}/trl",
+        "gradient_accumulation_steps": 1,
+        "temperature": 1.0,
+        "learning_rate": settings["rate"],
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": settings.get("device", "cpu") == "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def language_model(settings: dict[str, Any]) -> Any:
+    """The policy as it begins."""
+    return AutoModelForCausalLM.from_pretrained(
+        f"{settings['folder']}/policy", trust_remote_code=False, dtype=dtype(settings)
+    )
+
+
+def scorer(settings: dict[str, Any]) -> Any:
+    """The reward model."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        f"{settings['folder']}/reward", num_labels=1, trust_remote_code=False, dtype=dtype(settings)
+    )
+
+
+def dtype(settings: dict[str, Any]) -> torch.dtype:
+    """The dtype of all weights."""
+    made: torch.dtype = getattr(torch, settings.get("weights", "float32"))
+    return made
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ from orchestrator.deployment.facts.read import derived
 from orchestrator.monitoring.metrics import read_metrics
 
 PEER = Path(__file__).with_name("peer.py")
-VERSIONS = ("trl==1.12.0", "transformers>=5.19,<6", "torch==2.13.0")
-"""TRL's last release with PPO, and what Quartet runs with."""
+VERSIONS = {"ppo": "trl==1.12.0", "grpo": "trl==1.16.0"}
+"""Algorithm -> TRL's last release that has it; GRPO's is the newest that was raced."""
+LIBRARIES = ("transformers>=5.19,<6", "torch==2.13.0")
+"""What Quartet runs with."""
 CONFIG = "race.yaml"
 LONGEST_S = 1800.0
 """Longest time of one command of a side, in seconds."""
@@ -29,8 +31,8 @@ STAGES = ("generate", "score", "logprobs", "train", "push")
 """Stages of a step of Quartet, as its metrics name them; scoring overlaps with generation."""
 
 
-def make_environment(folder: Path) -> Path:
-    """A virtual environment with TRL in it, made once; its Python."""
+def make_environment(folder: Path, algorithm: str = "ppo") -> Path:
+    """A virtual environment with the TRL of an algorithm in it, made once; its Python."""
     python = folder / "bin" / "python"
     done = folder / ".installed"
     if not done.exists():
@@ -40,7 +42,7 @@ def make_environment(folder: Path) -> Path:
         torch, environment = ([], {"UV_FIND_LINKS": wheels}) if wheels else (["--torch-backend", "cpu"], {})
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
         subprocess.run(
-            [uv, "pip", "install", "--quiet", "--python", str(python), *torch, *VERSIONS],
+            [uv, "pip", "install", "--quiet", "--python", str(python), *torch, VERSIONS[algorithm], *LIBRARIES],
             check=True,
             env=os.environ | environment,
         )
@@ -50,7 +52,7 @@ def make_environment(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Trl:
-    """TRL's PPOTrainer, a process for each turn."""
+    """TRL's trainer, a process for each turn."""
 
     python: Path
     folder: Path
@@ -127,7 +129,14 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
         max_new_tokens=case.response,
     )
     file = folder / CONFIG
-    raw = derived(yaml.safe_load(compose(file, wanted, chosen(file, wanted, Machine.here()))), file)
+    facts = yaml.safe_load(compose(file, wanted, chosen(file, wanted, Machine.here())))
+    if case.algorithm != "ppo":
+        facts["algorithm"] = {
+            "kind": case.algorithm,
+            "learning_rate": RATE,
+            "samples_per_prompt": case.each,
+        }
+    raw = derived(facts, file)
     run = raw["orchestrator"]
     run |= {"batch_size": case.batch, "checkpoint": {"every": 0}, "log": {"tensorboard": False}}
     run["data"]["prompt_split"] = "train"
@@ -138,13 +147,14 @@ def configured(folder: Path, case: Case) -> dict[str, Any]:
         "old_logprobs": case.old_logprobs,
     }
     run["evaluation"]["every"] = 0
-    run["policy"]["optimizer"]["learning_rate"] = RATE
-    rollout, reward, reference, critic = (application["args"] for application in raw["applications"])
-    critic["optimizer"]["learning_rate"] = RATE
-    rollout |= {"max_num_seqs": case.batch}
-    for part in (rollout, reward["scorer"], reference, critic, run["policy"]):
+    parts = {application["name"]: application["args"] for application in raw["applications"]}
+    parts["rollout"] |= {"max_num_seqs": case.batch}
+    parts["reward"] = parts["reward"]["scorer"]
+    learners = [run["policy"], *(args for name, args in parts.items() if name == "critic")]
+    for part in (*parts.values(), run["policy"]):
         part["dtype"] = case.dtype
-    for learner in (critic, run["policy"]):
+    for learner in learners:
+        learner["optimizer"]["learning_rate"] = RATE
         learner["zero_stage"] = int(case.dtype == "bfloat16")
     return raw
 

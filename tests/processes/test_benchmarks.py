@@ -41,7 +41,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
     "rollout": ("--rounds", "1", "--prompts", "4"),
     "staleness": ("--schedules", "5"),
-    "vs_trl": ("--case", "demo", "--rounds", "1", "--updates", "2"),
+    "vs_trl": ("--case", "demo", "--case", "grpo", "--rounds", "1", "--updates", "2"),
 }
 """Module below benchmarks -> its arguments."""
 QUICK = {"loop_cost", "push", "staleness"}

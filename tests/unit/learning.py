@@ -15,6 +15,7 @@ from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import PolicyConfig
 from quartet.wire.codec import Ints
+from quartet.wire.pairs import SCORE
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
 from tests.learner_batches import logprob_rows, value_rows
@@ -140,4 +141,4 @@ class Learning:
     def _group(self, prompt: int, rows: Ints) -> Group:
         lengths = known.LENGTHS.numpy()[rows]
         scores = self._rewards[prompt].numpy().astype(np.float32)[rows]
-        return Group(scores, lengths, np.asarray([RESPONSES[row][-1] != known.END for row in rows]))
+        return Group({SCORE: scores}, lengths, np.asarray([RESPONSES[row][-1] != known.END for row in rows]))
