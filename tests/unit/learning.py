@@ -14,7 +14,6 @@ from orchestrator.loop.batch import Batch
 from orchestrator.loop.estimate import estimate_advantages
 from orchestrator.policy.trainer import PolicyTrainer
 from quartet.config.learner import PolicyConfig
-from quartet.wire.codec import Ints
 from quartet.wire.pairs import SCORE
 from services.critic.config import CriticConfig
 from services.critic.trainer import CriticTrainer
@@ -138,7 +137,7 @@ class Learning:
         batch = Batch.of(collected(taken, each=each))
         return Batch.of(batch.collected, chosen=self.algorithm.chosen(batch.outcomes))
 
-    def _group(self, prompt: int, rows: Ints) -> Group:
+    def _group(self, prompt: int, rows: np.ndarray) -> Group:
         lengths = known.LENGTHS.numpy()[rows]
         scores = self._rewards[prompt].numpy().astype(np.float32)[rows]
         return Group({SCORE: scores}, lengths, np.asarray([RESPONSES[row][-1] != known.END for row in rows]))
