@@ -23,7 +23,7 @@ PEER = Path(__file__).with_name("peer.py")
 VERSIONS = {"ppo": "trl==1.12.0", "grpo": "trl==1.16.0"}
 """Algorithm -> TRL's last release that has it; GRPO's is the newest that was raced."""
 LIBRARIES = ("transformers>=5.19,<6", "torch==2.13.0")
-"""What Quartet runs with."""
+"""Libraries as Quartet has them."""
 CONFIG = "race.yaml"
 LONGEST_S = 1800.0
 """Longest time of one command of a side, in seconds."""
