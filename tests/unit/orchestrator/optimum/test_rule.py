@@ -73,8 +73,8 @@ def test_every_kind_beats_the_untrained_policy_by_three_standard_errors(
 
 
 def test_groups_without_a_spread_pull_to_the_reference_if_they_are_kept(folder: Path) -> None:
-    """Such groups have no advantage, so that of them the penalty in the loss is all: with `keep` the policy ends nearer to
-    the reference and scores less than with `leave-out`, from the same draws."""
+    """Such groups have no advantage, so that of them the penalty in the loss is all: with `keep` the policy ends
+    nearer to the reference and scores less than with `leave-out`, from the same draws."""
 
     def trained(seed: int, **more: Any) -> Learning:
         settings = section("grpo", kl={"coef": 0.1}, **more)
