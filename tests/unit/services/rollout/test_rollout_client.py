@@ -150,8 +150,8 @@ async def test_a_refusal_is_told_at_the_deadline_also_where_that_passes_during_t
 async def test_a_refusal_is_not_the_reason_any_more_once_samples_have_come() -> None:
     replica = FakeReplica([[grpc.StatusCode.FAILED_PRECONDITION], [[1], HANG]])
     async with replica.serve() as channel:
-        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 2 s$"):
-            await collect(channel, timeout_s=2)
+        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 4 s$"):
+            await collect(channel, timeout_s=4)
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])
@@ -166,8 +166,8 @@ async def test_other_failures_are_raised_at_once(code: grpc.StatusCode) -> None:
 async def test_the_deadline_tells_how_much_is_missing() -> None:
     replica = FakeReplica([[[1], HANG]])
     async with replica.serve() as channel:
-        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 0.5 s$"):
-            await collect(channel, timeout_s=0.5)
+        with pytest.raises(DeadlineExceeded, match=r"^rollout.Generate: 3 samples missing after 2 s$"):
+            await collect(channel, timeout_s=2)
         async with asyncio.timeout(5):
             await replica.cancelled.wait()
 
