@@ -17,6 +17,17 @@ MOST_STOP_TEXTS, LONGEST_STOP = 16, 256
 """Most stop strings of one request, and most characters of one."""
 MOST_LIKELIEST = 20
 """Most likeliest tokens beside each sampled one; vLLM's own limit."""
+MOST_VARIABLES, LONGEST_VARIABLE = 16, 256
+"""Most variables of a chat template in one request, and most characters of one."""
+NO_VARIABLES = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "self"),
+        *("model_config", "tokenizer"),
+    }
+)
+"""Arguments of the functions that render a template, in transformers and in vLLM."""
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
     "n": (1, 1),
@@ -66,7 +77,8 @@ def read(body: bytes, path: str) -> dict[str, Any]:
         InvalidArgument: it is not; names the first field that is wrong and what would be right.
     """
     try:
-        request = json.loads(body, parse_constant=_not_a_number)
+        # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
+        request = json.loads(body.decode(), parse_constant=_not_a_number)
         json.dumps(request, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
@@ -83,6 +95,10 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     _check_stops(given)
     if "messages" in given:
         _check_messages(given["messages"])
+    if "chat_template_kwargs" in given:
+        _check_variables(given["chat_template_kwargs"])
+    if "tokens" in given:
+        _check_tokens("tokens", given["tokens"], len(body))
     return given
 
 
@@ -123,11 +139,29 @@ def _check_stops(given: Mapping[str, Any]) -> None:
         raise InvalidArgument("stop: should be a text that is not empty, or a list of such")
     if len(texts) > MOST_STOP_TEXTS or any(len(text) > LONGEST_STOP for text in texts):
         raise InvalidArgument(f"stop: may be {MOST_STOP_TEXTS} texts of {LONGEST_STOP} characters at most")
-    tokens = given.get("stop_token_ids", [])
-    if not isinstance(tokens, list) or len(tokens) > MOST_STOPS:
-        raise InvalidArgument(f"stop_token_ids: should be a list of {MOST_STOPS} tokens at most")
+    _check_tokens("stop_token_ids", given.get("stop_token_ids", []), MOST_STOPS)
+
+
+def _check_tokens(name: str, tokens: Any, most: int) -> None:
+    if not isinstance(tokens, list) or len(tokens) > most:
+        raise InvalidArgument(f"{name}: should be a list of {most} tokens at most")
     for token in tokens:
-        _check_number("stop_token_ids", token, 0, _INT32, whole=True)
+        _check_number(name, token, 0, _INT32, whole=True)
+
+
+def _check_variables(variables: Any) -> None:
+    """Variables of a template are plain values, and none is an argument of the functions that call it: of these, some
+    would make a tokenizer fill memory."""
+    if not isinstance(variables, dict) or len(variables) > MOST_VARIABLES:
+        raise InvalidArgument(f"chat_template_kwargs: should be an object of {MOST_VARIABLES} members at most")
+    for name, value in variables.items():
+        if name in NO_VARIABLES:
+            raise InvalidArgument(f"chat_template_kwargs.{name}: not a variable of a template")
+        if not isinstance(value, str | bool | int | float | None) or len(str(value)) > LONGEST_VARIABLE:
+            raise InvalidArgument(
+                f"chat_template_kwargs.{name[:64]}: should be a text of {LONGEST_VARIABLE} characters at most, a "
+                "number, true or false"
+            )
 
 
 def _check_messages(messages: Any) -> None:

@@ -1,4 +1,4 @@
-"""The connections of the gRPC port, of which those that have proved nothing give way to newer ones."""
+"""The connections of a guarded port, of which those that have proved nothing give way to newer ones."""
 
 import asyncio
 import os
@@ -18,6 +18,8 @@ REST_S = 0.5
 PROOF_S = 1.0
 """Seconds that a caller may take to prove its identity while strangers open connections as fast as they can."""
 _FILES = "/proc/self/fd"
+_guarded: set[int] = set()
+"""The ports of this process whose connections are watched, each by an instance of its own."""
 _Socket = tuple[int, int]
 """Descriptor and inode. A descriptor alone may belong to another file by the next look."""
 
@@ -61,6 +63,7 @@ class Connections:
     def watch(self, port: int) -> None:
         """Looks at the connections to `port` again and again for as long as the current event loop runs."""
         self._port = port
+        _guarded.add(port)
         loop = asyncio.get_running_loop()
 
         def again() -> None:
@@ -103,7 +106,7 @@ class Connections:
         come at the start, stay, and are few."""
         by_port: dict[int, list[_Socket]] = {}
         for key, seen in self._seen.items():
-            if seen.port not in (0, self._port):
+            if seen.port not in {0, self._port, *_guarded}:
                 by_port.setdefault(seen.port, []).append(key)
         most = self._most_files // 8
         for keys in by_port.values():

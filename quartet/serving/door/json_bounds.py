@@ -8,7 +8,9 @@ DEEPEST = 32
 """Most levels of lists and objects."""
 MOST_ELEMENTS = 131_072
 """Most elements of lists and members of objects together, ids of tokens included."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+# A string that does not end is one to the end of the text: looked for again at each quote, it would take the time of
+# the text's length squared.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(rb"[\[{\]}]")
 _OPENING = b"[{"
 
@@ -20,7 +22,8 @@ def check_bounds(text: bytes) -> None:
         InvalidArgument: it does not.
     """
     bare = _STRING.sub(b"", text)
-    elements = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+    opened, closed = bare.count(b"[") + bare.count(b"{"), bare.count(b"]") + bare.count(b"}")
+    elements = bare.count(b",") + max(opened, closed)
     if elements > MOST_ELEMENTS:
         raise InvalidArgument(f"the body has more than {MOST_ELEMENTS} elements; send several requests")
     depth = 0

@@ -123,9 +123,9 @@ class VLLMCompletions:
         given = read(body, path)
         if kind is TokenizeCompletionRequest and "messages" in given:
             kind = TokenizeChatRequest
-        for token in given.get("tokens") or ():
-            if not (isinstance(token, int) and 0 <= token < self._served.engine.vocab_size):
-                raise InvalidArgument(f"tokens: {str(token)[:32]} is outside the vocabulary")
+        for token in given.get("tokens", ()):
+            if token >= self._served.engine.vocab_size:
+                raise InvalidArgument(f"tokens: {token} is outside the vocabulary")
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
@@ -209,7 +209,8 @@ async def _events(stream: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str,
     """The contents of a stream's events but the last, which says that it is done."""
     async with aclosing(stream):
         async for text in stream:
-            for line in text.splitlines():
+            # Not by splitlines, which also divides at characters that a JSON text may hold.
+            for line in text.split("\n"):
                 content = line.removeprefix("data: ")
                 if content and content != _DONE:
                     yield json.loads(content)
@@ -366,9 +367,11 @@ class _Call:
 
     async def close(self) -> None:
         """Ends what is left of its requests."""
-        if self._running is not None:
-            await self._running.close()
-        self._admitted.close()
+        try:
+            if self._running is not None:
+                await self._running.close()
+        finally:
+            self._admitted.close()
 
 
 _CALL: ContextVar[_Call] = ContextVar("call")

@@ -88,7 +88,7 @@ async def test_the_deadline_is_that_of_all_tries_together() -> None:
 async def test_cancelling_the_caller_ends_the_call_on_the_server() -> None:
     call, script = BY_NAME["reward.Score"], Script(hangs=True)
     async with call.serve(script) as channel:
-        asked = asyncio.create_task(call.ask(channel, 60))
+        asked = asyncio.ensure_future(call.ask(channel, 60))
         await until(lambda: script.requests)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

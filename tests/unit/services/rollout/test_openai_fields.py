@@ -1,10 +1,12 @@
 """Requests in OpenAI's protocol: which fields they may have, and which numbers."""
 
+import inspect
 import json
 import re
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
@@ -12,9 +14,10 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
+from vllm.renderers.hf import safe_apply_chat_template
 
 from quartet.wire.errors import InvalidArgument
-from services.rollout.openai_fields import FIELDS, read
+from services.rollout.openai_fields import FIELDS, NO_VARIABLES, read
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -27,7 +30,7 @@ GIVEN: dict[str, Any] = {
     **{"ignore_eos": False, "include_stop_str_in_output": True, "skip_special_tokens": False},
     **{"add_special_tokens": True, "spaces_between_special_tokens": True, "return_token_ids": True},
     **{"return_tokens_as_token_ids": True, "prompt": "w5", "messages": [MESSAGE], "max_completion_tokens": 3},
-    **{"top_logprobs": 2, "chat_template_kwargs": {"a": [1]}, "add_generation_prompt": True},
+    **{"top_logprobs": 2, "chat_template_kwargs": {"a": True}, "add_generation_prompt": True},
     **{"continue_final_message": False},
 }
 
@@ -57,6 +60,34 @@ def test_every_other_field_of_vllms_is_refused_by_name(path: str) -> None:
         told = refused({name: 1}, path)
         assert told.startswith(f"{name[:64]}: not a field of {path} here; known: ")
         assert len(told) < 1000
+
+
+def test_variables_of_a_template_are_plain_and_no_arguments_of_those_that_render_it() -> None:
+    """Such as the length up to which a tokenizer fills a prompt."""
+    functions = (PreTrainedTokenizerBase.apply_chat_template, safe_apply_chat_template)
+    arguments = {name for function in functions for name in inspect.signature(function).parameters}
+    assert {"tokenize", "padding", "max_length", "tokenizer", "tools"} <= arguments <= NO_VARIABLES
+    for path in (CHAT, "/tokenize"):
+        for name in arguments:
+            told = refused({"messages": [MESSAGE], "chat_template_kwargs": {name: True}}, path)
+            assert told == f"chat_template_kwargs.{name}: not a variable of a template"
+        values: list[Any] = [[1], {}, "a" * 257, 10**300]
+        for value in values:
+            told = refused({"messages": [MESSAGE], "chat_template_kwargs": {"a": value}}, path)
+            assert told.startswith("chat_template_kwargs.a: should be a text of 256 characters at most, a number")
+        others: list[Any] = [5, [], {f"a{n}": 1 for n in range(17)}]
+        for wrong in others:
+            assert "an object of 16 members" in refused({"messages": [MESSAGE], "chat_template_kwargs": wrong}, path)
+
+
+@pytest.mark.parametrize("tokens", [5, True, "5", [True], [-1], [1 << 31], [0.5], [[5]]])
+def test_tokens_are_whole_numbers_in_a_list(tokens: Any) -> None:
+    assert refused({"tokens": tokens}, "/detokenize").startswith("tokens: ")
+
+
+def test_a_body_in_another_encoding_than_utf_8_is_refused() -> None:
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        assert refused(json.dumps({"prompt": "w5"}).encode(encoding)).startswith("the body is not JSON")
 
 
 def test_tokens_are_asked_for_by_text_or_messages() -> None:

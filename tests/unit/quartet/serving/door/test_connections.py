@@ -113,6 +113,17 @@ def test_the_oldest_give_way_once_they_have_had_time_to_prove_who_they_are() -> 
         assert [is_open(client) for client in (*first, *later, *beside)] == [False] * 3 + [True] * 8
 
 
+async def test_each_of_two_guarded_ports_leaves_the_others_connections_alone() -> None:
+    """The newest callers of one would else be closed as strangers to the other."""
+    with ExitStack() as stack:
+        listener, other, clock = Listener(stack), Listener(stack), Clock()
+        connections = watched(listener, clock, most=100, most_files=16)
+        beside = [other.connect() for _ in range(5)]
+        Connections(lambda: Limits(strangers=100, handshake_s=30), 1000, clock).watch(other.port)
+        assert connections.look() == 0
+        assert all(is_open(client) for client in beside)
+
+
 @pytest.mark.parametrize(
     ("family", "form"), [(socket.AF_INET, "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "ipv6:%5B::1%5D:{}")]
 )

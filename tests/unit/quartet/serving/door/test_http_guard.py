@@ -174,6 +174,8 @@ STRING = json.dumps("[{," * 100_000).encode()
         (b'"' + b"a" * (LARGEST - 2) + b'"', 200),
         (b'"' + b"a" * LARGEST + b'"', 413),
         (b'"' + b"\\" * 1_000_000, 200),
+        (b'"' + b'\\"' * 1_000_000, 200),
+        (b"]" * 1_000_000, 400),
         (b"", 200),
     ],
     ids=[
@@ -188,6 +190,8 @@ STRING = json.dumps("[{," * 100_000).encode()
         "large",
         "larger",
         "open",
+        "open-quotes",
+        "closing",
         "none",
     ],
 )
