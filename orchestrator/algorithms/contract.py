@@ -395,9 +395,10 @@ class Algorithm(Config):
         if not self.rewards:
             return scores[SCORE]
         terms = [scores[name].astype(np.float64) * each.weight_at(step) for name, each in self.rewards.items()]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             total: Floats = sum(terms[1:], terms[0]).astype(np.float32)
-        if np.isinf(total).any():
+        scored = ~np.isnan([scores[name] for name in self.rewards]).any(axis=0)
+        if not np.isfinite(total[scored]).all():
             raise ConfigError("orchestrator.algorithm.rewards: a sum of the weighted scores is too large for float32")
         return total
 

@@ -151,6 +151,14 @@ def test_weights_follow_the_steps() -> None:
         ConfigError, match=r"algorithm\.rewards: a sum of the weighted scores is too large for float32"
     ):
         algorithm.score(huge, 3)
+    # Two infinities that cancel each other are not a missing score.
+    extreme = parse(
+        {"kind": "rloo", "samples_per_prompt": 2, "rewards": {"a": {"weight": 1e300}, "b": {"weight": -1e300}}}
+    )
+    with pytest.raises(ConfigError, match="too large for float32"):
+        extreme.score(huge, 1)
+    absent = {"a": np.asarray([np.nan, 1], np.float32), "b": np.asarray([np.nan, 2], np.float32)}
+    assert np.isnan(algorithm.score(absent, 3)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
