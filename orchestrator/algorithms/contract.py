@@ -394,8 +394,8 @@ class Algorithm(Config):
         """
         if not self.rewards:
             return scores[SCORE]
-        terms = [scores[name].astype(np.float64) * each.weight_at(step) for name, each in self.rewards.items()]
         with np.errstate(over="ignore", invalid="ignore"):
+            terms = [scores[name].astype(np.float64) * each.weight_at(step) for name, each in self.rewards.items()]
             total: Floats = sum(terms[1:], terms[0]).astype(np.float32)
         scored = ~np.isnan([scores[name] for name in self.rewards]).any(axis=0)
         if not np.isfinite(total[scored]).all():
