@@ -43,7 +43,11 @@ class Distribution:
         early = _steps(pairs) < self.min_new_tokens if self.min_new_tokens and self.end_ids else None
         softmax = Softmax(self.temperature, size=self.vocabulary, ends=self.end_ids)
         asked = Asked(
-            softmax, pairs.response_ids, None if early is None else early.expand_as(pairs.response_ids), entropy
+            softmax,
+            pairs.response_ids,
+            None if early is None else early.expand_as(pairs.response_ids),
+            entropy,
+            repeated=pairs.repeated,
         )
         answer = model(**pairs.inputs, use_cache=False, logits_to_keep=pairs.predictors, asked=asked)
         if isinstance(answer, Tensor):

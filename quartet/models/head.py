@@ -23,6 +23,8 @@ class Asked:
     """[R, C] bool, True where `softmax.ends` have probability 0; None: nowhere."""
     entropy: bool
     """True if the entropy is asked for too."""
+    repeated: bool = False
+    """True if a column may be among them several times."""
 
 
 class LogprobHead(nn.Linear):
@@ -66,17 +68,18 @@ def answer_in_head(model: Any) -> None:
             return plain(*inputs, **options)
         columns = options.pop("logits_to_keep")
         if type(head) is not LogprobHead or _is_small(head, asked):
-            return _at_columns(plain, columns, inputs, options)
+            if asked.repeated and columns.is_cpu:
+                return _at_repeated(plain, columns, inputs, options)
+            return plain(*inputs, logits_to_keep=columns, **options)
         hidden = model.get_decoder()(*inputs, **options).last_hidden_state
         return head(take(hidden, columns), asked)
 
     model.forward = forward
 
 
-def _at_columns(plain: Callable[..., Any], columns: Tensor, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The model's answer with logits of these columns, some of which may be the same; see `take`."""
-    if not columns.is_cpu or (different := columns.unique()).numel() == columns.numel():
-        return plain(*inputs, logits_to_keep=columns, **options)
+def _at_repeated(plain: Callable[..., Any], columns: Tensor, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The model's answer with logits of these columns, computed once for columns that are the same; see `take`."""
+    different = columns.unique()
     answer = plain(*inputs, logits_to_keep=different, **options)
     answer.logits = take(answer.logits, torch.searchsorted(different, columns))
     return answer

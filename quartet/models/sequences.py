@@ -67,6 +67,8 @@ class PairTensors:
     """Packed: [N + 1] int32, the columns at which the N pieces begin, then the end of the last one."""
     reaches: torch.Tensor | None = None
     """Packed: [N + 1] int32, the same of the tokens that the pieces reach, end to end."""
+    repeated: bool = False
+    """True if one column may predict the first tokens of several responses, which share a prompt."""
 
     @property
     def width(self) -> int:
@@ -225,6 +227,7 @@ def concatenate_pairs(
         boundaries=boundaries,
         # Never the same tensor: layers are compiled for two, or for one that is both.
         reaches=_boundaries(pieces.reaches, device) if pieces.shared else boundaries.clone(),
+        repeated=len(groups) < count,
     )
 
 

@@ -129,9 +129,9 @@ class VLLMCompletions:
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
-        self._check_model(given.get("model"))
+        version = self._version_of(given.get("model"))
         request = _parsed(kind, given)
-        call = _Call(self._served, self._requests, share)
+        call = _Call(self._served, self._requests, share, version)
         try:
             reply = await self._created(create, request, call)
             if isinstance(reply, Response):
@@ -149,11 +149,13 @@ class VLLMCompletions:
         # The list stays the same, as vLLM's classes share it. No path of this machine is told.
         self._names[:] = [BaseModelPath(each, name) for each in (name, f"{name}@{self._served.engine.version}")]
 
-    def _check_model(self, name: Any) -> None:
-        """Raises NotFound for a name that is not served. vLLM would too, and write each into the log."""
-        names = [served.name for served in self._names]
-        if isinstance(name, str) and name and name not in names:
-            raise NotFound(f"model: {name[:64]!r} is not served; served are {', '.join(names)}")
+    def _version_of(self, name: Any) -> int | None:
+        """The version that a name of the model means; None for the newest. NotFound for a name that is not served:
+        vLLM would say so too, and write each into the log."""
+        newest, versioned = (served.name for served in self._names)
+        if isinstance(name, str) and name and name not in (newest, versioned):
+            raise NotFound(f"model: {name[:64]!r} is not served; served are {newest}, {versioned}")
+        return self._served.engine.version if name == versioned else None
 
     async def _created(
         self, create: Callable[..., Any], request: Any, call: "_Call"
@@ -252,8 +254,8 @@ class _Taken:
 class _Call:
     """One call: its requests in the engine, and the versions of what they have sampled."""
 
-    def __init__(self, served: Served, requests: Requests, share: Share) -> None:
-        self._served, self._requests, self._share = served, requests, share
+    def __init__(self, served: Served, requests: Requests, share: Share, version: int | None) -> None:
+        self._served, self._requests, self._share, self._version = served, requests, share, version
         self._taken: list[_Taken] = []
         self._running: Running[None] | None = None
         self._admitted = ExitStack()
@@ -336,6 +338,10 @@ class _Call:
             if isinstance(come, Exception):
                 raise come
             output, taken.spans = come
+            if self._version is not None and any(version != self._version for version, *_ in taken.spans):
+                # A push came while it waited or ran.
+                told = f"model: version {self._version} is not served any more; ask for the newest without a version"
+                raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
             yield output
 
     def with_versions(self, reply: dict[str, Any]) -> dict[str, Any]:

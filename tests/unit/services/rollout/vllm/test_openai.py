@@ -218,19 +218,33 @@ async def test_nothing_that_a_request_leaves_out_comes_from_the_models_folder(re
 
 
 async def test_names_of_the_model(replica: Replica) -> None:
+    replica.engine.version = 3
     listed = (await replica.completions.models())["data"]
     assert [(card["id"], card["policy_version"], card["root"]) for card in listed] == [
-        *(("mine", 4, "mine"), ("mine@4", 4, "mine"))
+        *(("mine", 3, "mine"), ("mine@3", 3, "mine"))
     ]
-    for name, status in (("mine", 200), ("mine@4", 200), ("", 200), ("mine@3", 404), ("/etc", 404)):
+    for name, status in (("mine", 200), ("mine@3", 200), ("", 200), ("mine@4", 404), ("/etc", 404)):
         for path, more in ((TEXT, {"prompt": [5]}), (CHAT, {"messages": [{"role": "user", "content": "w5"}]})):
             if path == CHAT and status == 200:
                 continue  # this model has no chat template
             if status == 200:
                 assert (await replica.ask(path, model=name, max_tokens=1, **more)).status == 200
                 continue
-            with pytest.raises(NotFound, match=f"model: '{name}' is not served; served are mine, mine@4"):
+            with pytest.raises(NotFound, match=f"model: '{name}' is not served; served are mine, mine@3"):
                 await replica.ask(path, model=name, max_tokens=1, **more)
+
+
+async def test_a_version_that_was_asked_for_samples_every_token_or_none_is_answered(replica: Replica) -> None:
+    """A push of version 4 comes after the second token."""
+    replica.engine.version = 3
+    assert (await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=2)).status == 200
+    late = await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=3)
+    assert (late.status, late.json["error"]["code"]) == (404, 404)
+    assert late.json["error"]["message"].startswith("model: version 3 is not served any more")
+    *events, last = (await replica.ask(TEXT, model="mine@3", prompt=[5], max_tokens=3, stream=True)).events
+    assert (len(events), last["error"]["code"]) == (2, 404)
+    assert (await replica.ask(TEXT, model="mine", prompt=[5], max_tokens=3)).status == 200
+    assert replica.admission.waiting_rows == 0
 
 
 async def test_tokens_of_texts_and_texts_of_tokens(replica: Replica) -> None:
