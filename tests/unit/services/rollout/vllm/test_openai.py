@@ -30,6 +30,7 @@ from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY
+from tests.http_requests import Answer
 from tests.models import BOS, MAX_LENGTH, ROWS, make_tokenizer
 
 ME = Share("me", Purpose.FOREIGN)
@@ -99,7 +100,7 @@ class Replica:
     admission: Admission
     still: list[ServiceError] = field(default_factory=list)
 
-    async def ask(self, path: str, **body: Any) -> "Heard":
+    async def ask(self, path: str, **body: Any) -> Answer:
         return await heard(await self.completions.answer(path, json.dumps(body).encode(), ME))
 
     def beat(self) -> None:
@@ -107,26 +108,7 @@ class Replica:
             raise self.still[0]
 
 
-@dataclass
-class Heard:
-    """An answer as a client gets it."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def events(self) -> list[Any]:
-        *events, last = [text.removeprefix("data: ") for text in self.body.decode().split("\n\n") if text]
-        assert last == "[DONE]"
-        return [json.loads(event) for event in events]
-
-
-async def heard(response: Response, leave: Callable[[bytes], bool] = lambda body: False) -> Heard:
+async def heard(response: Response, leave: Callable[[bytes], bool] = lambda body: False) -> Answer:
     """Sends a response to a client, which may leave by what it has got."""
     got = bytearray()
     left = asyncio.Event()
@@ -142,7 +124,7 @@ async def heard(response: Response, leave: Callable[[bytes], bool] = lambda body
             await asyncio.sleep(0.01)
 
     await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
-    return Heard(response.status_code, dict(response.headers), bytes(got))
+    return Answer(response.status_code, dict(response.headers), bytes(got))
 
 
 @pytest.fixture(scope="module")
