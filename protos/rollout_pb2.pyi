@@ -115,7 +115,7 @@ class RolloutInfo(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., policy_version: _Optional[int] = ..., replica: _Optional[str] = ..., running: _Optional[int] = ..., weights_checksum: _Optional[str] = ..., weight_backend: _Optional[str] = ..., workers: _Optional[int] = ..., checksums: _Optional[_Mapping[int, str]] = ..., timeline: _Optional[int] = ...) -> None: ...
 
 class WeightPhase(_message.Message):
-    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "rest", "timeout_s", "members", "lease")
+    __slots__ = ("discover", "prepare", "transfer", "commit", "abort", "probe", "claim", "rest", "timeout_s", "members", "lease", "proved")
     DISCOVER_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class WeightPhase(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    PROVED_FIELD_NUMBER: _ClassVar[int]
     discover: Discover
     prepare: Prepare
     transfer: Transfer
@@ -138,7 +139,16 @@ class WeightPhase(_message.Message):
     timeout_s: float
     members: _containers.RepeatedScalarFieldContainer[str]
     lease: _common_pb2.Lease
-    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
+    proved: Proof
+    def __init__(self, discover: _Optional[_Union[Discover, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.Claim, _Mapping]] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., members: _Optional[_Iterable[str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., proved: _Optional[_Union[Proof, _Mapping]] = ...) -> None: ...
+
+class Proof(_message.Message):
+    __slots__ = ("policy_version", "difference")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    difference: float
+    def __init__(self, policy_version: _Optional[int] = ..., difference: _Optional[float] = ...) -> None: ...
 
 class Discover(_message.Message):
     __slots__ = ("manifest",)

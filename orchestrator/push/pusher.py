@@ -181,6 +181,8 @@ class WeightPusher:
         if self._prover:
             with self._track("prove", version=version):
                 difference = await self._prover.prove(staged.push, version, members, self._scores)
+        if difference is not None:
+            self._replicas.tell_proof(version, difference)
         seconds = time.monotonic() - staged.began
         self._pushed = PushReport(version, tuple(members), seconds, attempt, checksum, difference)
         self._ahead = False

@@ -41,6 +41,10 @@ class Replicas:
         self._rollout = rollout
         self._config = config
 
+    def tell_proof(self, version: int, difference: float) -> None:
+        """Has the phases that follow, renewals of the lease among them, tell the replicas of the last proof."""
+        self._rollout.proved = pb.Proof(policy_version=version, difference=difference)
+
     async def discover(
         self, manifest: bytes, members: Collection[str], pause: Callable[[], Awaitable[None]]
     ) -> list[pb.WeightReport]:

@@ -1,10 +1,11 @@
 """Private names of vLLM: the layerwise reload below its weight transfer, packed copies of weights on a CPU, spans of
-versions of responses that are not finished, and the registry of transfer engines.
+versions of responses that are not finished, the threads that render, and the registry of transfer engines.
 
 The classes that stand in for vLLM's own inside its engine (its scheduler, logits processors, worker extension) are in
 services/rollout/vllm.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,21 @@ def register_engine(name: str, module: str, kind: str) -> None:
     """Registers a class as the weight-transfer engine of that name; further calls do nothing."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, module, kind)
+
+
+def end_late_renders(renderer: Any) -> None:
+    """Has the threads of a renderer end when a chat template has taken too long. vLLM only gives it others then: the
+    late ones would go on for as long as the template does, and share the interpreter with all that the process does.
+    """
+    replace = renderer._replace_executor
+
+    def replaced() -> None:
+        late = list(renderer._executor._inner._threads)
+        replace()
+        for thread in late:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+    renderer._replace_executor = replaced
 
 
 def open_layers(model: torch.nn.Module) -> None:

@@ -43,7 +43,7 @@ class Directory:
             Unauthenticated: the call has neither, or the policy does not know it, or the certificate has expired or
                 was withdrawn.
         """
-        token = _token(metadata)
+        token = bearer_token(metadata)
         name = self._of_certificate(auth_context) or self._of_token(token)
         if name is None:
             reason = (
@@ -90,8 +90,8 @@ class Directory:
         return match
 
 
-def _token(metadata: Iterable[tuple[str, Any]]) -> str | None:
-    """The bearer token that came with a call."""
+def bearer_token(metadata: Iterable[tuple[str, Any]]) -> str | None:
+    """The bearer token that came with a call, or None."""
     given = next((value for key, value in metadata if key == AUTHORIZATION), None)
     return given.removeprefix(_BEARER) if isinstance(given, str) and given.startswith(_BEARER) else None
 

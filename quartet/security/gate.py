@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quartet.security.authentication import Directory
-from quartet.security.identity import ANONYMOUS, Caller, Role
+from quartet.security.identity import ANONYMOUS, HOLDER, Caller
 from quartet.security.policy import Limits
-from quartet.wire.errors import PermissionDenied, ResourceExhausted
+from quartet.wire.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 
 HEALTH = "/grpc.health.v1.Health/"
 _SCORING_METHODS = frozenset(
@@ -20,19 +20,26 @@ _SCORING_METHODS = frozenset(
 _INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})
 HTTP = "/http"
 """Beginning of the names of routes over HTTP where gRPC has the names of methods, as in `/http/v1/models`."""
-_SAMPLING_METHODS = frozenset(
+METRICS = f"{HTTP}/metrics"
+_SESSION_METHODS = frozenset(
     {
-        "/quartet.v1.Rollout/Generate",
-        "/quartet.v1.Rollout/Info",
         *(f"{HTTP}{path}" for path in ("/v1/models", "/v1/completions", "/v1/chat/completions")),
-        *(f"{HTTP}{path}" for path in ("/tokenize", "/detokenize", "/tokenizer_info")),
+        *(f"{HTTP}{path}" for path in ("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/generate")),
+        *(f"{HTTP}{path}" for path in ("/rl/set_reward", "/rl/end_session")),
     }
 )
-_METHODS: Mapping[Role, frozenset[str] | None] = {
+_SAMPLING_METHODS = _SESSION_METHODS | {
+    "/quartet.v1.Rollout/Generate",
+    "/quartet.v1.Rollout/Info",
+    *(f"{HTTP}{path}" for path in ("/rl/start_session", "/rl/trajectory")),
+    METRICS,
+}
+_METHODS: Mapping[str, frozenset[str] | None] = {
     "trainer": None,  # all methods, including those that later versions add
     "sampler": _SAMPLING_METHODS,
     "judge-client": _SCORING_METHODS,
-    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz"},
+    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz", METRICS},
+    HOLDER: _SESSION_METHODS,
 }
 
 
@@ -73,13 +80,21 @@ class Gate:
         if self._directory is None:
             return ANONYMOUS
         directory = self._directory()
-        caller = directory.caller(auth_context, metadata)
-        if not may_call(caller.role, method):
-            raise PermissionDenied(f"{caller.name} has the role {caller.role}, which may not call {method[1:]}")
-        applications = directory.identity(caller).applications
-        if applications is not None and application is not None and application not in applications:
-            raise PermissionDenied(f"{caller.name} may not call the application {application[:64]!r}")
-        return caller
+        return _permitted(directory, directory.caller(auth_context, metadata), method, application)
+
+    def admit_holder(self, name: str, session: str, method: str, application: str | None) -> Caller:
+        """Returns the holder of the key of a session, which the caller `name` has started, if it may call `method` of
+        `application`. Raises as `admit`."""
+        holder = Caller(name, HOLDER, session)
+        if self._directory is None:
+            return holder
+        directory = self._directory()
+        if name not in directory.policy.identities:
+            raise Unauthenticated(f"the policy does not name {name}, who started this session, any longer")
+        owner = Caller(name, directory.policy.identities[name].role)
+        if not may_call(owner.role, f"{HTTP}/rl/start_session"):
+            raise PermissionDenied(f"{name} has the role {owner.role} by now, which may have no sessions")
+        return _permitted(directory, holder, method, application)
 
     def check_size(self, method: str, size: int) -> None:
         """Raises ResourceExhausted if a request of `size` bytes is larger than the method accepts."""
@@ -88,7 +103,17 @@ class Gate:
             raise ResourceExhausted(f"{method[1:]}: a request of {size} bytes, and the limit is {largest}; split it")
 
 
-def may_call(role: Role, method: str) -> bool:
+def _permitted(directory: Directory, caller: Caller, method: str, application: str | None) -> Caller:
+    """The caller, if it may call `method` of `application`."""
+    if not may_call(caller.role, method):
+        raise PermissionDenied(f"{caller.name} has the role {caller.role}, which may not call {method[1:]}")
+    applications = directory.identity(caller).applications
+    if applications is not None and application is not None and application not in applications:
+        raise PermissionDenied(f"{caller.name} may not call the application {application[:64]!r}")
+    return caller
+
+
+def may_call(role: str, method: str) -> bool:
     """True if `role` may call `method`, given as `/package.Service/Method`. Every role may ask for health."""
     methods = _METHODS[role]
     return methods is None or method in methods or method.startswith(HEALTH) or method == f"{HTTP}/health"

@@ -28,6 +28,7 @@ _MESSAGE_BYTES = {
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
     "completions": 2 * MIB,
+    "generate": 2 * MIB,
     "tokenize": 2 * MIB,
     "detokenize": 2 * MIB,
 }
@@ -104,6 +105,9 @@ class Limits(Config):
     RESOURCE_EXHAUSTED."""
     request_s: Seconds = 30
     """Longest time, in seconds, for a request to arrive once its turn to be received has come."""
+    unread_s: Seconds = 30
+    """Longest time, in seconds, that a caller over HTTP may leave a part of its answer unread; its connection is then
+    closed, and what it asked for ends."""
     strangers: Count = 1024
     """Most connections on which no call has been admitted yet; when there are more, the oldest are closed. At most an
     eighth of the files that the proxy may open."""

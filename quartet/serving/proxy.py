@@ -21,6 +21,7 @@ from quartet.serving.door.guard import APPLICATION
 from quartet.serving.door.http_guard import HttpGuard
 from quartet.serving.door.http_server import UVICORN, WatchedServer
 from quartet.serving.door.log_lines import shorten_failed_calls
+from quartet.serving.door.open_calls import OpenCalls
 from quartet.serving.door.port import open_port, routes_of, watched_directory
 from quartet.serving.door.routes import Routes
 
@@ -156,8 +157,10 @@ def bind_to_host() -> list[Any]:
         ConfigError: this version of Serve opens its ports by other functions.
     """
 
+    calls: OpenCalls | None = None
+
     def open_grpc(server: Any, address: str, reuse: bool) -> None:
-        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=reuse)
+        open_port(server, int(address.rpartition(":")[2]), Port.of(), reuse=reuse, calls=calls)
         _start_attended_only(server)
 
     port = Port.of()
@@ -167,9 +170,10 @@ def bind_to_host() -> list[Any]:
         return []
     port.opened()
     gate = Gate(watched_directory(port))
+    calls = OpenCalls(lambda: gate.limits)
     connections = Connections(lambda: gate.limits, raise_file_limit())
     serve.open_ports_by(open_grpc, partial(WatchedServer, connections), **UVICORN)
-    return [Middleware(HttpGuard, gate, connections.prove)]
+    return [Middleware(HttpGuard, gate, connections, calls)]
 
 
 class NoServer:

@@ -106,6 +106,9 @@ class RolloutClient(ServiceClient[RolloutStub]):
     """The lease from the last `claim`, with the identity that it was granted to. Every phase of a push carries it,
     and every Generate that asks for a version, so that a run which lost its lease can't sample any more."""
 
+    proved: pb.Proof | None = None
+    """The last proof of the run's pushes, which goes with every phase for the replicas to tell their callers."""
+
     async def generate(
         self,
         prompts: Sequence[Ints],
@@ -218,7 +221,7 @@ class RolloutClient(ServiceClient[RolloutStub]):
         return await self._phase(timeout_s, self.lease, members=members, **phase)
 
     async def _phase(self, timeout_s: float, lease: common_pb2.Lease, **fields: Any) -> list[pb.WeightReport]:
-        request = pb.WeightPhase(timeout_s=timeout_s, lease=lease, **fields)
+        request = pb.WeightPhase(timeout_s=timeout_s, lease=lease, proved=self.proved, **fields)
 
         async def ask() -> pb.WeightReports:
             try:

@@ -50,6 +50,12 @@ class RolloutConfig(Config):
     enforce_eager: bool | None = None
     """Skip graph capture and compilation, for a faster start. Null: only without a GPU, where small models run as
     fast without them."""
+    tool_parser: str | None = None
+    """Name of vLLM's parser that finds calls of tools in the model's answers over HTTP, such as hermes. Null:
+    requests with tools are refused, unless they say that the model is to call none."""
+    reasoning_parser: str | None = None
+    """Name of vLLM's parser that tells the model's reasoning over HTTP from its answer, such as qwen3. Null: all is
+    answer."""
     limits: LimitsConfig = LimitsConfig(max_call_tokens=16 << 20, max_waiting_tokens=256 << 20)
     """Limits on waiting calls, and the shares of callers in them and in the engine. A row is a prompt; its tokens are
     the prompt's plus max_new_tokens. `batch_s` has no effect here: the engine's health is checked while it

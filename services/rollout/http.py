@@ -2,33 +2,50 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from quartet.security.identity import Caller, caller_of
 from quartet.serving.admission import Admission
 from quartet.serving.share import Share, share_of
 from quartet.serving.slots import EngineSlots
 from quartet.wire.callers import Purpose
-from quartet.wire.errors import ServiceError
+from quartet.wire.errors import InvalidArgument, ServiceError
 from quartet.wire.http_errors import HttpError, http_error
+from services.rollout.metrics import Counts, Line, exposition
+from services.rollout.openai_fields import read
+from services.rollout.session_holder import OpenSession, SessionStore
+from services.rollout.sessions import check_reward
 
 if TYPE_CHECKING:  # the replica needs neither before it starts
+    from protos import rollout_pb2 as pb
     from services.rollout.interface import Engine
 
 log = logging.getLogger("quartet")
 HEALTH_S = 10.0
 """Longest time, in seconds, that the answer to `/health` takes."""
+KEY = "quartet-session-key"
+"""Header with the key that the proxy has made for a session that is being started."""
 
 
 class Completions(Protocol):
     """An engine's answers in OpenAI's protocol."""
 
-    async def answer(self, path: str, body: bytes, share: Share) -> Response:
+    sampled: int
+    """Number of tokens that it has sampled for them."""
+
+    async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         """Answers a request with a body: for a completion, a chat's answer, or tokens.
+
+        Args:
+            path: below the route prefix.
+            body: the request's.
+            share: in whose name its work waits.
+            session: the session that holds what is sampled; None for none.
 
         Raises:
             ServiceError: the request is refused.
@@ -52,36 +69,83 @@ class Served:
     """Returns the name of the run that holds the replica; empty if none does."""
     beat: Callable[[], None]
     """Raises Unavailable if the engine stands still."""
+    proved: Callable[[], "pb.Proof | None"] = lambda: None
+    """Returns the last proof of the run's pushes; None before one."""
 
 
 class Door:
     """Answers the requests of one replica."""
 
-    def __init__(self, completions: Completions, check_health: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        completions: Completions,
+        check_health: Callable[[], Awaitable[None]],
+        sessions: SessionStore,
+        replicas: Callable[[], Awaitable[Sequence[bytes]]],
+    ) -> None:
         """
         Args:
             completions: the engine's.
             check_health: raises if the replica is ill.
+            sessions: those of the application.
+            replicas: returns the numbers of all replicas, each as `metrics.packed` makes them.
         """
-        self._completions, self._check_health = completions, check_health
+        self._completions, self._check_health, self._sessions = completions, check_health, sessions
+        self._replicas, self._counts = replicas, Counts()
+
+    @property
+    def lines(self) -> list[Line]:
+        """Numbers of this replica's door, for the metrics."""
+        return [*self._counts.lines, ("http_sampled_tokens_total", {}, self._completions.sampled)]
 
     async def answer(self, request: Request) -> Response:
         """Answers a request. An error is an answer too, in the form that OpenAI's clients read."""
-        scope = request.scope
-        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        path = str(request.scope["path"]).removeprefix(request.scope.get("root_path", ""))
+        answer = await self._answer(path, request)
+        self._counts.note(path, answer.status_code)
+        return answer
+
+    async def _answer(self, path: str, request: Request) -> Response:
         try:
             if path == "/health":
                 return await self._health()
+            if path == "/metrics":
+                return exposition(await self._replicas(), await self._sessions.counts())
             if path == "/v1/models":
                 return JSONResponse(await self._completions.models())
             if path == "/tokenizer_info":
                 return JSONResponse(await self._completions.tokenizer_info())
-            return await self._completions.answer(path, await request.body(), _share(request))
+            caller, body = caller_of(_Headers(request)), await request.body()
+            if path.startswith("/rl/"):
+                return JSONResponse(await self._of_session(path, read(body, path), caller, request.headers.get(KEY)))
+            session = OpenSession(self._sessions, caller.name, caller.session) if caller.session else None
+            return await self._completions.answer(path, body, _share(request), session)
         except ServiceError as error:
             return refusal(http_error(error))
         except Exception as error:
             log.exception("%s failed", path)
             return refusal(HttpError(500, f"internal error ({type(error).__name__}); see the log"))
+
+    async def _of_session(self, path: str, given: dict[str, Any], caller: Caller, key: str | None) -> Any:
+        """The answer to a request about a session."""
+        name = given.get("session_id", caller.session)
+        if not name or not isinstance(name, str):
+            raise InvalidArgument(
+                "X-Session-ID: missing; send the number that /rl/start_session has answered, or the session's key as "
+                "the token"
+            )
+        ask, who = self._sessions.ask, (caller.name, name)
+        if path == "/rl/start_session":
+            if given.get("temperature") == 0:
+                raise InvalidArgument("temperature: 0; should be above 0 in a session, whose tokens are trained on")
+            await ask("start", *who, given.get("task_id", ""), float(given.get("temperature", 1.0)))
+            return {"session_id": name, "api_key": key}
+        if path == "/rl/set_reward":
+            await ask("set_reward", *who, check_reward(given.get("reward")), given.get("interaction_id", ""))
+            return {"session_id": name}
+        if path == "/rl/end_session":
+            return {"session_id": name, "interaction_count": await ask("end", *who)}
+        return await ask("trajectory", *who, given.get("remove", False))
 
     async def _health(self) -> Response:
         try:

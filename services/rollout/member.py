@@ -66,6 +66,8 @@ class WeightMember:
         """Waits for the end of the lease."""
         self.failure = ""
         """Reason for which this replica is unhealthy; empty while it is healthy."""
+        self.proved: pb.Proof | None = None
+        """The last proof of the pushes of the run that holds the replica, as far as it has been told."""
 
     @property
     def busy(self) -> bool:
@@ -98,6 +100,8 @@ class WeightMember:
         except ServiceError as error:
             # Not rolled back: an open push belongs to another run.
             return self._report(ok=False, fenced=isinstance(error, LeaseLost), error=f"{name}: {error}")
+        if phase.HasField("proved"):
+            self.proved = phase.proved
         if name == "probe":
             return await self._probe(phase.probe, phase.timeout_s)
         if self._patience is not None:
@@ -177,7 +181,9 @@ class WeightMember:
         """Puts the lease in force. When it answers, phases under others have ended and later ones are refused."""
         try:
             if self._fence.claim(phase.lease, phase.claim):
-                self._settled = False
+                self._settled, self.proved = False, None
+            if phase.HasField("proved"):
+                self.proved = phase.proved
             if not self._settled:
                 async with asyncio.timeout(phase.timeout_s), self._turn:
                     if self._open or self._resting_s:

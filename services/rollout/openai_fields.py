@@ -1,7 +1,7 @@
 """The fields of OpenAI's protocol that the rollout service takes, with their bounds. Without vLLM.
 
-A request names nothing but text, tokens and sampling: fields for templates, media, grammars, adapters or plugins of
-the engine are refused, as are all that are unknown.
+A request names nothing but text, tokens, tools and sampling: fields for templates, media, grammars, adapters or
+plugins of the engine are refused, as are all that are unknown.
 """
 
 import json
@@ -11,12 +11,17 @@ from typing import Any, NoReturn
 
 from quartet.wire.errors import InvalidArgument
 from services.rollout.sample import HOTTEST, MOST_STOPS
+from services.rollout.sessions import LONGEST_TASK
 
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 MOST_STOP_TEXTS, LONGEST_STOP = 16, 256
 """Most stop strings of one request, and most characters of one."""
 MOST_LIKELIEST = 20
 """Most likeliest tokens beside each sampled one; vLLM's own limit."""
+MOST_TOOLS = 128
+"""Most tools of one request."""
+LONGEST_SALT = 1024
+"""Most characters of what divides the cache; vLLM's own limit."""
 MOST_VARIABLES, LONGEST_VARIABLE = 16, 256
 """Most variables of a chat template in one request, and most characters of one."""
 NO_VARIABLES = frozenset(
@@ -37,6 +42,8 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "max_completion_tokens": (1, _INT32),
     "min_tokens": (0, _INT32),
     "top_logprobs": (0, MOST_LIKELIEST),
+    "prompt_logprobs": (0, MOST_LIKELIEST),
+    "group_size": (1, 1),
 }
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, HOTTEST),
@@ -50,23 +57,41 @@ _FLAGS = frozenset(
         *("spaces_between_special_tokens", "return_token_ids", "return_tokens_as_token_ids"),
     }
 )
+_OTHER_FLAGS = frozenset({"echo", "return_token_strs", "parallel_tool_calls", "detokenize", "remove"})
 _TEMPLATE_FLAGS = frozenset({"add_generation_prompt", "continue_final_message"})
 _SAMPLING = (
     frozenset({*_NUMBERS, "n", "seed", "top_k", "max_tokens", "min_tokens", "stop", "stop_token_ids"}) | _FLAGS
 )
 _ANY = frozenset({"model", "user", "logprobs", "stream_options"}) | _SAMPLING
+GENERATE = "/inference/v1/generate"
 FIELDS: Mapping[str, frozenset[str]] = {
     "/v1/completions": _ANY | {"prompt", "echo"},
     "/v1/chat/completions": _ANY
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+    | {"tools", "tool_choice", "parallel_tool_calls"}
     | _TEMPLATE_FLAGS,
+    GENERATE: frozenset({"model", "token_ids", "sampling_params", "stream", "stream_options", "return_token_ids"})
+    | {"cache_salt"},
     "/tokenize": frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
-    | {"chat_template_kwargs"}
+    | {"chat_template_kwargs", "tools"}
     | _TEMPLATE_FLAGS,
     "/detokenize": frozenset({"model", "tokens"}),
+    "/rl/start_session": frozenset({"task_id", "group_size", "temperature"}),
+    "/rl/set_reward": frozenset({"reward", "interaction_id"}),
+    "/rl/end_session": frozenset(),
+    "/rl/trajectory": frozenset({"session_id", "remove"}),
 }
 """Path -> the fields that its requests may have."""
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning", "reasoning_content"})
+SAMPLING_FIELDS = (_SAMPLING | {"logprobs", "prompt_logprobs", "detokenize"}) - {
+    *("stream", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids")
+}
+"""Fields of `sampling_params` in a request of tokens."""
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""Fields of an assistant's message, in the form of NeMo-Gym: the tokens that it was sampled from, those that it is,
+and their log-probs. A client passes them back unchanged."""
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id", *TOKEN_FIELDS}
+)
 
 
 def read(body: bytes, path: str) -> dict[str, Any]:
@@ -87,19 +112,74 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     if not isinstance(request, dict):
         raise InvalidArgument("the body should be a JSON object")
     given = {name: value for name, value in request.items() if value is not None}
-    for name in given:
-        if name not in FIELDS[path]:
-            known = ", ".join(sorted(FIELDS[path]))
-            raise InvalidArgument(f"{name[:64]}: not a field of {path} here; known: {known}")
+    _check_names(given, FIELDS[path], path)
     _check_numbers(given)
     _check_stops(given)
+    if path == GENERATE:
+        given["sampling_params"] = _read_sampling(given.get("sampling_params"))
     if "messages" in given:
-        _check_messages(given["messages"])
+        _check_messages(given["messages"], len(body))
     if "chat_template_kwargs" in given:
         _check_variables(given["chat_template_kwargs"])
-    if "tokens" in given:
-        _check_tokens("tokens", given["tokens"], len(body))
+    if "tools" in given:
+        _check_tools(given["tools"], with_messages="messages" in given)
+    if given.get("tool_choice", "auto") not in ("auto", "none"):
+        raise InvalidArgument(
+            "tool_choice: should be auto or none; others would let a grammar choose tokens in the model's place"
+        )
+    for name in ("tokens", "token_ids"):
+        if name in given:
+            _check_tokens(name, given[name], len(body))
+    for name, longest in (("cache_salt", LONGEST_SALT), ("task_id", LONGEST_TASK), ("interaction_id", LONGEST_TASK)):
+        if name in given and not (isinstance(given[name], str) and len(given[name]) <= longest):
+            raise InvalidArgument(f"{name}: should be a text of {longest} characters at most")
     return given
+
+
+def _check_names(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise InvalidArgument(f"{name[:64]}: not a field of {where} here; known: {names}")
+
+
+def _read_sampling(sampling: Any) -> dict[str, Any]:
+    """The `sampling_params` of a request of tokens, of which nothing else is vLLM's own."""
+    if not isinstance(sampling, dict | None):
+        raise InvalidArgument("sampling_params: should be an object")
+    given = {name: value for name, value in (sampling or {}).items() if value is not None}
+    _check_names(given, SAMPLING_FIELDS, "sampling_params")
+    if isinstance(given.get("logprobs"), bool):
+        raise InvalidArgument(f"logprobs: a bool; should be a whole number from 0 to {MOST_LIKELIEST}")
+    _check_numbers(given)
+    _check_stops(given)
+    return given
+
+
+def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """The fields of a request within a session, with the session's temperature.
+
+    Raises:
+        InvalidArgument: a field would have the tokens come from another distribution than the one that is trained, or
+            the session would not hold what was sampled.
+    """
+    sampling = given.get("sampling_params", given)
+    wrong: Mapping[str, tuple[Any, ...]] = {
+        **{"temperature": (temperature,), "top_p": (1,), "top_k": (0, -1), "presence_penalty": (0,)},
+        **{"frequency_penalty": (0,), "min_tokens": (0,), "prompt_logprobs": (), "echo": (False,)},
+        **{"add_generation_prompt": (True,), "continue_final_message": (False,)},
+    }
+    for name, right in wrong.items():
+        for holder in (given, sampling):
+            if name in holder and holder[name] not in right:
+                should = " or ".join(map(str, right)) or "left out"
+                raise InvalidArgument(
+                    f"{name}: {str(holder[name])[:32]}; should be {should} in a session, whose tokens are trained on "
+                    "with the log-probs of the policy as it is"
+                )
+    if "sampling_params" in given:
+        return {**given, "sampling_params": {**sampling, "temperature": temperature}}
+    return {**given, "temperature": temperature}
 
 
 def _not_a_number(text: str) -> NoReturn:
@@ -107,7 +187,7 @@ def _not_a_number(text: str) -> NoReturn:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    for name in (_FLAGS | _TEMPLATE_FLAGS | {"echo", "return_token_strs"}) & given.keys():
+    for name in (_FLAGS | _TEMPLATE_FLAGS | _OTHER_FLAGS) & given.keys():
         if not isinstance(given[name], bool):
             raise InvalidArgument(f"{name}: should be true or false")
     if "logprobs" in given and not isinstance(given["logprobs"], bool):
@@ -128,6 +208,7 @@ def _check_number(name: str, value: Any, least: float, most: float, *, whole: bo
         return
     kind = "a whole number" if whole else "a number"
     should = f"be {least}" if least == most else f"be {kind} from {least:g} to {most:g}"
+    should += ": for several responses send the prompt as often" if name == "n" else ""
     shown = f"{value!r}"[:32] if right else f"a {type(value).__name__}"
     raise InvalidArgument(f"{name}: {shown}; should {should}")
 
@@ -164,23 +245,69 @@ def _check_variables(variables: Any) -> None:
             )
 
 
-def _check_messages(messages: Any) -> None:
-    """Messages hold text alone, so that none can name an address or a file."""
+def _check_tools(tools: Any, *, with_messages: bool) -> None:
+    """Tools are descriptions of functions, which the template writes into the prompt."""
+    if not with_messages:
+        raise InvalidArgument("tools: only with messages")
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise InvalidArgument(f"tools: should be a list of {MOST_TOOLS} functions at most")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]
+        if not named or tool.get("type") != "function":
+            raise InvalidArgument(f'tools[{index}]: should be {{"type": "function", "function": {{"name": ...}}}}')
+
+
+def _check_messages(messages: Any, most: int) -> None:
+    """Messages hold text, calls of tools and tokens alone, so that none can name an address or a file."""
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise InvalidArgument("messages: should be a list of objects with `role` and `content`")
     for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         for name, value in message.items():
-            if value is not None and name not in _MESSAGE_FIELDS:
+            if value is None:
+                continue
+            if name not in _MESSAGE_FIELDS:
                 known = ", ".join(sorted(_MESSAGE_FIELDS))
-                raise InvalidArgument(f"messages[{index}].{name[:64]}: not a field here; known: {known}")
-            if value is not None and name != "content" and not isinstance(value, str):
-                raise InvalidArgument(f"messages[{index}].{name}: should be a text")
+                raise InvalidArgument(f"{where}.{name[:64]}: not a field here; known: {known}")
+            if name == "tool_calls":
+                _check_calls(value, where)
+            elif name in TOKEN_FIELDS:
+                _check_own_tokens(message, name, f"{where}.{name}", most)
+            elif name != "content" and not isinstance(value, str):
+                raise InvalidArgument(f"{where}.{name}: should be a text")
         if not message.get("role"):
-            raise InvalidArgument(f"messages[{index}].role: missing; such as user")
+            raise InvalidArgument(f"{where}.role: missing; such as user")
         content = message.get("content")
         parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
         if not isinstance(parts, list) or not all(_is_text(part) for part in parts):
-            raise InvalidArgument(f'messages[{index}].content: should be a text, or {{"type": "text"}} parts')
+            raise InvalidArgument(f'{where}.content: should be a text, or {{"type": "text"}} parts')
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list) or len(calls) > MOST_TOOLS:
+        raise InvalidArgument(f"{where}.tool_calls: should be a list of {MOST_TOOLS} calls at most")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        right = (
+            isinstance(function, dict)
+            and function.keys() == {"name", "arguments"}
+            and all(isinstance(text, str) for text in (*function.values(), call.get("id", "")))
+        )
+        if not right:
+            raise InvalidArgument(
+                f'{where}.tool_calls[{index}]: should be {{"id": ..., "type": "function", "function": {{"name": ..., '
+                '"arguments": ...}}, with texts'
+            )
+
+
+def _check_own_tokens(message: Mapping[str, Any], name: str, where: str, most: int) -> None:
+    if message.get("role") != "assistant":
+        raise InvalidArgument(f"{where}: only an assistant's message has been sampled")
+    if name != "generation_log_probs":
+        _check_tokens(where, message[name], most)
+    elif not isinstance(message[name], list):
+        raise InvalidArgument(f"{where}: should be a list")
 
 
 def _is_text(part: Any) -> bool:

@@ -3,6 +3,7 @@
 Import path for Serve: `services.rollout.replica:build`.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from protos import common_pb2
 from protos import rollout_pb2 as pb
+from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.health import HealthMixin
@@ -30,8 +32,13 @@ from services.rollout.engines import Start, completions, start
 from services.rollout.fanout import broadcast
 from services.rollout.http import Door, Served, refusal
 from services.rollout.interface import check_least
+from services.rollout.metrics import Line, packed
 from services.rollout.pulse import Pulse
 from services.rollout.sample import Sampling
+from services.rollout.session_holder import HeldSessions
+
+NUMBERS_S = 5.0
+"""Seconds that the replicas have to tell their numbers."""
 
 
 @serve.deployment(
@@ -64,7 +71,7 @@ class Rollout(HealthMixin):
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
         self._pulse = Pulse(engine.answer, lambda: self._member.busy)
-        self._door = self._opened(config) if Port.of().http else None
+        self._door = self._opened(config, context.app_name) if Port.of().http else None
         self._model = describe_model(
             config.model,
             engine.tokenizer,
@@ -80,10 +87,34 @@ class Rollout(HealthMixin):
         if engine is not None:
             engine.shutdown()
 
-    def _opened(self, config: RolloutConfig) -> Door | None:
-        served = Served(self._engine, self._admission, self._slots, lambda: self._member.run, self._pulse.beat)
+    def _opened(self, config: RolloutConfig, application: str) -> Door | None:
+        member = self._member
+        served = Served(
+            self._engine, self._admission, self._slots, lambda: member.run, self._pulse.beat, lambda: member.proved
+        )
         made = completions(config, served)
-        return Door(made, self.check_health) if made else None
+        return Door(made, self.check_health, HeldSessions(application), self._numbers) if made else None
+
+    async def _numbers(self) -> list[bytes]:
+        """Numbers of all replicas that answer in time."""
+        response = self._everyone.broadcast("numbers")
+        async with asyncio.timeout(NUMBERS_S):
+            answers = await answers_of_each(response)
+        done, late = await asyncio.wait(map(asyncio.ensure_future, answers), timeout=NUMBERS_S)
+        for each in late:
+            each.cancel()
+        return [each.result() for each in done if not each.exception()]
+
+    async def numbers(self) -> bytes:
+        """Numbers of this replica, for the metrics; called only through the deployment's own handle."""
+        lines: list[Line] = [
+            ("policy_version", {}, self._engine.version),
+            ("running_requests", {}, self._engine.running()),
+            ("waiting_rows", {}, self._admission.waiting_rows),
+        ]
+        if (proof := self._member.proved) is not None:
+            lines += [("proved_version", {}, proof.policy_version), ("proved_difference", {}, proof.difference)]
+        return packed(self._replica, [*lines, *(self._door.lines if self._door else ())])
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""

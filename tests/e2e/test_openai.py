@@ -12,6 +12,8 @@ from tests.commands import PATIENCE_S
 from tests.runs import Run
 
 SAID: Any = [{"role": "user", "content": "w8 w9"}]
+PAUSE_S = 0.3
+"""Seconds between two chats, in which the run has the processors to itself."""
 
 
 async def _chat(client: AsyncOpenAI, stop: asyncio.Event) -> list[Any]:
@@ -34,6 +36,7 @@ async def _chat(client: AsyncOpenAI, stop: asyncio.Event) -> list[Any]:
                 told = [v["version"] for v in so_far for _ in range(v["end"] - v["start"])]
                 assert told == versions[: len(told)]
         ends.append(spans[-1])
+        await asyncio.sleep(PAUSE_S)
     return ends
 
 

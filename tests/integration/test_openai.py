@@ -13,8 +13,9 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
 from services.rollout.sample import Sampling
+from services.rollout.sessions import trajectories_of
 from tests import plain
-from tests.cluster import TEMPLATE, Quartet, eventually, rollouts
+from tests.cluster import TEMPLATE, Quartet, eventually, named, rollouts
 from tests.configuration import REPO
 from tests.http_requests import Answer, ask, bearer
 from tests.models import BOS, EOS, MAX_LENGTH, ROWS, WORDS
@@ -22,6 +23,7 @@ from tests.pages import Page, shell
 
 PROMPTS = [[BOS, 5 + row, 7 + row, 9 + row] for row in range(8)]
 TEXT, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+GENERATE, START = "/inference/v1/generate", "/rl/start_session"
 SAID: Any = [{"role": "user", "content": "w8 w9"}]
 UNCUT = {"ignore_eos": True, "skip_special_tokens": False}
 RENDERED = [8, 9, EOS, 5]
@@ -178,8 +180,9 @@ async def test_openais_library_raises_its_own_errors(quartet: Quartet, client: A
         await client.completions.create(model="", prompt="w5", temperature=3)
     with pytest.raises(AuthenticationError, match="quartet up"):
         await client.with_options(api_key="guessed").models.list()
-    with pytest.raises(APIStatusError, match="tools: not a field"):
-        await client.chat.completions.create(model="", messages=SAID, tools=[])  # type: ignore[call-overload]
+    look: Any = {"type": "function", "function": {"name": "look"}}
+    with pytest.raises(APIStatusError, match="tools: this application has no tool_parser"):
+        await client.chat.completions.create(model="", messages=SAID, tools=[look])
 
 
 def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
@@ -187,17 +190,21 @@ def test_the_page_works_as_it_stands(quartet: Quartet) -> None:
     assert len(page.commands) == 2
     for line in page.commands:
         shell(quartet.folder, line.replace("curl -sS", "curl -sS --fail").replace(":18000/", f":{quartet.http}/"))
-    program = text.partition("```python\n")[2].partition("```")[0]
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace(":18000/", f":{quartet.http}/")],
-        cwd=quartet.folder,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("weights ")
+    programs = [rest.partition("```")[0] for rest in text.split("```python\n")[1:]]
+    told = []
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace(":18000/", f":{quartet.http}/")],
+            cwd=quartet.folder,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    assert told[0].startswith("weights ")
+    assert told[1] == "0 [False, True, False, True]\n"
 
 
 def test_the_terminal_prompts_the_model_too(quartet: Quartet) -> None:
@@ -292,12 +299,103 @@ async def test_tokens_of_prompts_are_told(quartet: Quartet) -> None:
     assert (await asked(quartet, "/detokenize", {"tokens": RENDERED})).json["prompt"].split()[:2] == ["w8", "w9"]
     told = (await asked(quartet, "/tokenizer_info")).json
     assert (told["eos_token"], told["chat_template"]) == ("<eos>", TEMPLATE)
-    unread: list[Any] = [{}, {"prompt": 5}, {"messages": 5}, {"prompt": "w5", "tools": []}]
+    unread: list[Any] = [{}, {"prompt": 5}, {"messages": 5}, {"prompt": "w5", "tools": []}, {"tools": []}]
     for body in unread:
         assert (await asked(quartet, "/tokenize", body)).status == 400
     wrong: list[Any] = [{}, {"tokens": "w5"}, {"tokens": [ROWS]}, {"tokens": {"a": 1}}]
     for body in wrong:
         assert (await asked(quartet, "/detokenize", body)).status == 400
+
+
+async def test_tokens_in_and_out_are_those_of_grpc(quartet: Quartet) -> None:
+    samples = await sampled(quartet, Sampling(max_new_tokens=20), 17)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        sampling = {"max_tokens": 20, "seed": 17, "logprobs": 0}
+        got = await asked(quartet, GENERATE, {"token_ids": prompt, "sampling_params": sampling})
+        [choice] = got.json["choices"]
+        assert choice["token_ids"] == sample.response_ids.tolist()
+        told = np.asarray([each["logprob"] for each in choice["logprobs"]["content"]])
+        assert plain.furthest([told], [sample.logprobs]) < 1e-5
+
+
+@pytest.fixture
+async def session(quartet: Quartet) -> tuple[str, str]:
+    """Number and key of a session."""
+    got = await asked(quartet, START, {"task_id": "t"})
+    assert got.status == 200, got.body
+    return got.json["session_id"], got.json["api_key"]
+
+
+async def test_what_was_sampled_stays_what_it_was_through_all_replicas(
+    quartet: Quartet, session: tuple[str, str], base: Any
+) -> None:
+    """Each turn may reach another replica. Log-probs of all turns are those of the whole sequence in one pass."""
+    number, key = session
+    messages: list[Any] = [*SAID]
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{quartet.http}/rollout/v1", api_key=key) as agent:
+        for turn in range(4):
+            asks: Any = {"model": "", "messages": messages, "max_completion_tokens": 9, "seed": turn}
+            if turn % 2:
+                stream = await agent.chat.completions.create(**asks, stream=True)
+                text = "".join([event.choices[0].delta.content or "" async for event in stream])
+                messages += [{"role": "assistant", "content": text}, *SAID]
+            else:
+                answer = await agent.chat.completions.create(**asks)
+                messages += [answer.choices[0].message, *SAID]
+        with pytest.raises(BadRequestError, match=r"top_p: 0\.5; should be 1 in a session"):
+            await agent.chat.completions.create(model="", messages=messages, top_p=0.5)
+    assert (await ask(quartet.http, "/rollout/rl/set_reward", {"reward": 0.5}, bearer(key))).status == 200
+    assert (await ask(quartet.http, "/rollout/rl/trajectory", {}, bearer(key))).status == 403
+    assert (await ask(quartet.http, "/rollout/rl/end_session", {}, bearer(key))).json["interaction_count"] == 4
+    assert (await ask(quartet.http, f"/rollout{CHAT}", {"messages": SAID}, bearer(key))).status == 409
+    told = (await asked(quartet, "/rl/trajectory", {"session_id": number, "remove": True})).json
+    assert (told["reward"], told["forks"], told["task_id"]) == (0.5, 0, "t")
+    [trajectory] = trajectories_of(told, 3, 3, 1)
+    ids = np.concatenate([segment.ids for segment in trajectory.segments])
+    assert ids.tolist() == told["sequences"][0]["ids"]
+    assert [segment.sampled for segment in trajectory.segments] == [False, True] * 4
+    [expected] = plain.logprobs(base, [ids[:1]], [ids[1:]], 1.0, len(WORDS))
+    place = 0
+    for segment in trajectory.segments:
+        if segment.logprobs is not None:
+            assert plain.furthest([segment.logprobs], [expected[place - 1 : place - 1 + len(segment.ids)]]) < 1e-4
+            assert segment.spans[-1][2] == len(segment.ids)
+        place += len(segment.ids)
+    assert (await asked(quartet, "/rl/trajectory", {"session_id": number})).status == 404
+
+
+async def test_sessions_whose_holder_dies_are_refused_by_name(quartet: Quartet, session: tuple[str, str]) -> None:
+    number, key = session
+    turn = {"messages": SAID, "max_tokens": 2}
+    assert (await ask(quartet.http, f"/rollout{CHAT}", turn, bearer(key))).json["session"]["session_id"] == number
+    holder = named(quartet, "ray::SessionHolder")
+    holder.kill()
+    await eventually(lambda: asyncio.to_thread(lambda: not holder.is_running()), 30)
+    statuses = set()
+
+    async def known_to_all() -> bool:
+        got = await ask(quartet.http, f"/rollout{CHAT}", turn, bearer(key))
+        assert re.search("with their tokens|tokens are lost", got.message)
+        statuses.add(got.status)
+        return got.status == 404
+
+    await eventually(known_to_all, 30)
+    assert statuses <= {503, 404}
+    again = await asked(quartet, START, {})
+    assert (await ask(quartet.http, f"/rollout{CHAT}", turn, bearer(again.json["api_key"]))).status == 200
+    assert (await ask(quartet.http, f"/rollout{CHAT}", turn, bearer(key))).status == 404
+    assert (await asked(quartet, CHAT, turn)).status == 200
+
+
+async def test_the_numbers_of_all_replicas_are_told(quartet: Quartet) -> None:
+    assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
+    got = await asked(quartet, "/metrics")
+    assert got.headers["content-type"].startswith("text/plain")
+    lines = got.body.decode().splitlines()
+    for replica, info in (await quartet.replicas()).items():
+        assert f'quartet_rollout_policy_version{{replica="{replica}"}} {info.policy_version}' in lines
+    answered = [line for line in lines if 'path="/v1/completions",status="200"' in line]
+    assert sum(float(line.rpartition(" ")[2]) for line in answered) >= 1
 
 
 async def test_health_is_told(quartet: Quartet) -> None:

@@ -60,6 +60,13 @@ class Connections:
         """Keeps the connection of an admitted call, given the peer's address as gRPC gives it."""
         self._proved.add(peer)
 
+    def close(self, peer: str) -> None:
+        """Closes the connection of a caller that does not read what it asked for. What it has not read is lost."""
+        self._proved.discard(peer)
+        for key in _sockets():
+            if _ends(key[0]) == (self._port, peer):
+                _close(key)
+
     def watch(self, port: int) -> None:
         """Looks at the connections to `port` again and again for as long as the current event loop runs."""
         self._port = port

@@ -31,17 +31,18 @@ class Guard(grpc.aio.ServerInterceptor):
     Identity and role are checked before the request is received, so that bytes from strangers are never read.
     """
 
-    def __init__(self, gate: Gate, routes: Routes, prove: Callable[[str], None]) -> None:
+    def __init__(self, gate: Gate, routes: Routes, prove: Callable[[str], None], calls: OpenCalls) -> None:
         """
         Args:
             gate: says who may call what.
             routes: the applications.
             prove: takes the peer's address of each call that is admitted.
+            calls: those that are open at the ports of this process.
         """
         self._gate = gate
         self._routes = routes
         self._prove = prove
-        self._open = OpenCalls(lambda: gate.limits)
+        self._open = calls
         self._refusals = Refusals()
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
 

@@ -4,14 +4,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quartet.seams.serve import route_of
-from quartet.security.authentication import AUTHORIZATION
+from quartet.security.authentication import AUTHORIZATION, bearer_token
 from quartet.security.gate import HTTP, Gate
 from quartet.security.identity import Caller
 from quartet.security.port import on_loopback
-from quartet.serving.door.connections import spelled
+from quartet.security.session_key import SESSION, SessionKeys, new_session
+from quartet.serving.door.connections import Connections, spelled
 from quartet.serving.door.http_server import LARGEST_HEADERS
 from quartet.serving.door.json_bounds import check_bounds
 from quartet.serving.door.log_lines import Refusals
@@ -26,18 +28,30 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-DEPLOYMENT = "Rollout"
-"""Deployment of the applications that the port leads to."""
-ROUTES: Mapping[str, str] = {
-    "/health": "GET",
-    "/v1/models": "GET",
-    "/v1/completions": "POST",
-    "/v1/chat/completions": "POST",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    "/tokenizer_info": "GET",
+ROUTES: Mapping[str, Mapping[str, str]] = {
+    "Rollout": {
+        "/health": "GET",
+        "/metrics": "GET",
+        "/v1/models": "GET",
+        "/v1/completions": "POST",
+        "/v1/chat/completions": "POST",
+        "/inference/v1/generate": "POST",
+        "/tokenize": "POST",
+        "/detokenize": "POST",
+        "/tokenizer_info": "GET",
+        "/rl/start_session": "POST",
+        "/rl/set_reward": "POST",
+        "/rl/end_session": "POST",
+        "/rl/trajectory": "POST",
+    },
 }
-"""Path below the application's route prefix -> its method; no others exist."""
+"""Deployment -> path below the route prefix of its applications -> method; no others exist."""
+_STARTS = "/rl/start_session"
+KEY = "quartet-session-key"
+"""Header with the key of a session that is being started, for the replica to answer with."""
+_NAMED = "x-session-id"
+"""Header with which a caller names one of its sessions. Numbers of other forms are not sessions of ours: clients send
+them for other servers' routing."""
 _PASSED_ON = frozenset({b"content-type", PURPOSE.encode(), RUN.encode()})
 """Headers that go on to the replica. Others would steer Serve's routing and deadlines, or enter its logs."""
 _SINGLE = frozenset({"host", "authorization", "content-type", "content-length", "content-encoding"})
@@ -60,9 +74,12 @@ class _Asked(NamedTuple):
     """A request whose caller may make it."""
 
     caller: Caller
+    method: str
     route: str
     """Name of its route, as the gate knows it."""
     peer: str
+    key: str
+    """Key of the session that it starts; empty for others."""
 
 
 class HttpGuard:
@@ -72,24 +89,24 @@ class HttpGuard:
     machine's rights.
     """
 
-    def __init__(self, app: Any, gate: Gate, prove: Callable[[str], None]) -> None:
+    def __init__(self, app: Any, gate: Gate, connections: Connections, calls: OpenCalls) -> None:
         """
         Args:
             app: Serve's.
             gate: says who may call what.
-            prove: takes the address of the other end of each request that is admitted, as gRPC spells it.
+            connections: those of this port.
+            calls: those that are open at the ports of this process.
         """
         self._app: App = app
         self._find = route_of(app)
-        self._gate, self._prove = gate, prove
-        self._open = OpenCalls(lambda: gate.limits)
-        self._refusals = Refusals()
+        self._gate, self._connections, self._open = gate, connections, calls
+        self._refusals, self._keys = Refusals(), SessionKeys()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answers one request; leaves what is not one, such as a WebSocket."""
         if scope["type"] != "http":
             return
-        reply = _Reply(send)
+        reply = _Reply(send, self._gate.limits.unread_s)
         with ExitStack() as held:
             try:
                 headers = _read(scope)
@@ -102,40 +119,56 @@ class HttpGuard:
                 await reply.refuse(http_error(error))
                 return
             try:
-                await self._app(_scope(scope, asked.caller), _received_already(body, receive), reply.send)
+                await self._app(_scope(scope, asked), _received_already(body, receive, reply.given_up), reply.send)
             except Exception as error:
                 log.error("%s failed in the proxy", asked.route, exc_info=error)
+            if reply.given_up.is_set():
+                self._connections.close(asked.peer)
+                return
             await reply.end()
 
     def _admitted(self, scope: Message, headers: Mapping[str, str], held: ExitStack) -> _Asked:
         """The request's caller and route."""
         method, path, peer = scope["method"], scope["path"], spelled(*(scope["client"] or ("", 0)))
         _check_not_a_browser(headers)
-        found = self._find(path)
-        prefix, application, deployment = found or ("", None, "")
+        prefix, application, deployment = self._find(path) or ("", None, "")
         below = path.removeprefix(prefix if prefix != "/" else "")
         route = f"{HTTP}{below[:64]}"
         try:
-            proof = ((AUTHORIZATION, headers.get(AUTHORIZATION, "")),)
-            caller = self._gate.admit(route, application, {}, proof)
+            caller = self._caller(headers, route, application)
         except Unauthenticated as error:
             self._refusals.note(route, peer, str(error))
             raise _Refused(HttpError(401, f"{str(error).partition(';')[0]}; {_TOKEN_ADVICE}")) from None
         except PermissionDenied as error:
             self._refusals.note(route, peer, str(error))
             raise
-        self._prove(peer)
-        if deployment != DEPLOYMENT or below not in ROUTES:
-            known = ", ".join(ROUTES)
-            raise _Refused(HttpError(404, f"{path[:128]!r} is not here; a rollout application's prefix has {known}"))
-        if ROUTES[below] != method:
-            raise _Refused(HttpError(405, f"{below} takes {ROUTES[below]}"))
+        self._connections.prove(peer)
+        served = ROUTES.get(deployment, {})
+        if below not in served:
+            known = (
+                f"below {prefix} are {', '.join(served)}" if served else "no application that has it is served here"
+            )
+            raise _Refused(HttpError(404, f"{path[:128]!r} is not here; {known}"))
+        if served[below] != method:
+            raise _Refused(HttpError(405, f"{below} takes {served[below]}"))
         held.enter_context(_counted(self._open.begin(caller)))
-        return _Asked(caller, route, peer)
+        key = self._keys.make(caller.name, caller.session) if below == _STARTS else ""
+        return _Asked(caller, method, route, peer, key)
+
+    def _caller(self, headers: Mapping[str, str], route: str, application: str | None) -> Caller:
+        """The caller, and the session that its request belongs to. Raises as Gate.admit."""
+        proof = ((AUTHORIZATION, headers.get(AUTHORIZATION, "")),)
+        if holder := self._keys.read(bearer_token(proof) or ""):
+            return self._gate.admit_holder(*holder, route, application)
+        caller = self._gate.admit(route, application, {}, proof)
+        named = headers.get(_NAMED, "")
+        if SESSION.fullmatch(named):
+            return replace(caller, session=named)
+        return replace(caller, session=new_session()) if route == f"{HTTP}{_STARTS}" else caller
 
     async def _received(self, asked: _Asked, headers: Mapping[str, str], receive: Receive, held: ExitStack) -> bytes:
         """The request's body, within its bounds."""
-        if ROUTES[asked.route.removeprefix(HTTP)] == "GET":
+        if asked.method == "GET":
             return b""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -201,23 +234,30 @@ async def _whole(receive: Receive, largest: int) -> bytes:
             return b"".join(pieces)
 
 
-def _scope(scope: Message, caller: Caller) -> Message:
+def _scope(scope: Message, asked: _Asked) -> Message:
     """The request as Serve gets it, with the caller's identity in place of any that it sent."""
     kept = [(name, value) for name, value in scope["headers"] if name.lower() in _PASSED_ON]
-    identity = [(key.encode(), value.encode()) for key, value in caller.metadata]
-    return {**scope, "headers": [*kept, *identity], "query_string": b""}
+    ours = dict(asked.caller.metadata) | ({KEY: asked.key} if asked.key else {})
+    added = [(key.encode(), value.encode()) for key, value in ours.items()]
+    return {**scope, "headers": [*kept, *added], "query_string": b""}
 
 
-def _received_already(body: bytes, receive: Receive) -> Receive:
-    """Gives the body, and then what else comes: that the caller has left."""
+def _received_already(body: bytes, receive: Receive, given_up: asyncio.Event) -> Receive:
+    """Gives the body, and then what else comes: that the caller has left, or was given up."""
     given = False
 
     async def again() -> Message:
         nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        coming, ending = asyncio.ensure_future(receive()), asyncio.ensure_future(given_up.wait())
+        try:
+            await asyncio.wait((coming, ending), return_when=asyncio.FIRST_COMPLETED)
+            return coming.result() if coming.done() else {"type": "http.disconnect"}
+        finally:
+            coming.cancel()
+            ending.cancel()
 
     return again
 
@@ -234,9 +274,24 @@ def _counted(end: Callable[[object], None]) -> Iterator[None]:
 class _Reply:
     """The answer to one request, in which errors of Serve are replaced: they hold addresses, paths and traces."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, unread_s: float) -> None:
+        """
+        Args:
+            send: uvicorn's, which waits while the caller does not read.
+            unread_s: longest wait, in seconds; the caller is then given up.
+        """
+        self._to_caller, self._unread_s = send, unread_s
         self._started = self._over = self._hidden = self._events = False
+        self.given_up = asyncio.Event()
+
+    async def _send(self, message: Message) -> None:
+        if self.given_up.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._unread_s):
+                await self._to_caller(message)
+        except TimeoutError:
+            self.given_up.set()
 
     async def send(self, message: Message) -> None:
         """Passes on a message of a replica; drops those of Serve itself, in whose place `end` answers."""

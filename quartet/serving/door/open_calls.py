@@ -1,5 +1,5 @@
-"""The calls that are open at the gRPC port and the bytes of their requests, counted by caller, so that none keeps the
-others out."""
+"""The calls that are open at the ports of a proxy and the bytes of their requests, counted by caller, so that none
+keeps the others out."""
 
 import asyncio
 import math

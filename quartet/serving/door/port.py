@@ -17,6 +17,7 @@ from quartet.security.tls import server_credentials
 from quartet.security.watched import Watched
 from quartet.serving.door.connections import Connections
 from quartet.serving.door.guard import Guard
+from quartet.serving.door.open_calls import OpenCalls
 from quartet.serving.door.routes import Routes
 
 _ROUTES = "quartet_routes"
@@ -28,7 +29,13 @@ UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
 
 
 def open_port(
-    server: Any, number: int, port: Port, *, reuse: bool = False, clock: Callable[[], float] = time.monotonic
+    server: Any,
+    number: int,
+    port: Port,
+    *,
+    reuse: bool = False,
+    calls: OpenCalls | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Opens the port of a new Serve gRPC server to which no servicer has been added yet; returns the port's number.
 
@@ -37,6 +44,7 @@ def open_port(
         number: of the port; 0 for any free one.
         port: address and policy.
         reuse: whether another process of this user may listen on it as well, as Serve's proxies may.
+        calls: those that are open at the other ports of this process; None if there is no other.
         clock: returns seconds; by it the policy's files are looked at again.
 
     Raises:
@@ -47,7 +55,7 @@ def open_port(
     gate, routes = Gate(watched), Routes.of(server)
     files = raise_file_limit()
     connections = Connections(lambda: gate.limits, files)
-    guard = Guard(gate, routes, connections.prove)
+    guard = Guard(gate, routes, connections.prove, calls or OpenCalls(lambda: gate.limits))
     _equip(server, guard, _options(gate.limits, policy, files, reuse), gate.limits.concurrent_calls)
     setattr(server, _ROUTES, routes)
     address = f"[{port.host}]:{number}" if ":" in port.host else f"{port.host}:{number}"

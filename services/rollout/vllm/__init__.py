@@ -1,6 +1,7 @@
 """Code that runs inside vLLM or drives it.
 
-May import config, http, interface, openai_fields, quartet and sample. Nothing imports it; engines names it.
+May import config, histories, http, interface, openai_fields, quartet, sample, session_holder and sessions. Nothing
+imports it; engines names it.
 """
 
 import os
@@ -18,6 +19,7 @@ async def start(config: RolloutConfig) -> "Engine":
     # vLLM's logging set-up closes all other handlers of the process, Serve's included. Serve's controller, when
     # it recovers from its own death, stops replicas whose log it does not find.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "10")
     # Imported here because it loads vLLM, and workers of vLLM import other modules of this package.
     from services.rollout.vllm.engine import VLLMEngine
 

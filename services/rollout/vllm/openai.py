@@ -7,13 +7,14 @@ calls over gRPC, and adds to each answer the versions of the weights that sample
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -26,6 +27,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
@@ -40,15 +43,22 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from quartet.config.base import ConfigError
+from quartet.seams.vllm import end_late_renders
+from quartet.serving.desk import Desk
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
+from quartet.trajectory import Segment
 from quartet.wire.errors import InvalidArgument, NotFound, ServiceError, Unavailable
 from quartet.wire.http_errors import HttpError, http_error
 from services.rollout.config import RolloutConfig
+from services.rollout.histories import Told, answered, carried, digests
 from services.rollout.http import Served, refusal
 from services.rollout.interface import NO_VERSION, check_least
-from services.rollout.openai_fields import read
+from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, check_of_session, read
 from services.rollout.sample import VersionSpans
+from services.rollout.session_holder import OpenSession
+from services.rollout.vllm.following import following
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY
 
@@ -57,7 +67,9 @@ STILL_S = 2.0
 """Seconds without an output after which it is asked whether the engine still answers."""
 TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
 """Facts about a tokenizer that are told."""
-_DONE = "[DONE]"
+LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
+_DONE, _CHAT = "[DONE]", "/v1/chat/completions"
+_SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
 
 
 class VLLMCompletions:
@@ -67,36 +79,39 @@ class VLLMCompletions:
         self._served, self._folder = served, Path(config.model).name
         engine: Any = served.engine
         self._requests: Requests = engine.requests
+        self._desk, self._calls_tools = Desk(config.limits), config.tool_parser is not None
         llm: AsyncLLM = engine.llm
+        self._renderer = llm.renderer
+        end_late_renders(llm.renderer)
+        self.sampled = 0
+        """Number of tokens that have been sampled for requests over HTTP."""
         self._names: list[BaseModelPath] = []
         client: Any = _Attended(llm)
         self._models = OpenAIServingModels(client, self._names)
-        renderer = OnlineRenderer(
-            llm.model_config,
-            llm.renderer,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
-        completion = OpenAIServingCompletion(client, self._models, online_renderer=renderer, request_logger=None)
-        chat = OpenAIServingChat(
-            client,
-            self._models,
-            "assistant",
-            online_renderer=renderer,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-        )
+        parsers: dict[str, Any] = {
+            **{"enable_auto_tools": self._calls_tools, "tool_parser": config.tool_parser},
+            **{"reasoning_parser": config.reasoning_parser or ""},
+        }
+        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        try:
+            renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template, **parsers)
+            given: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
+            chat = OpenAIServingChat(client, self._models, "assistant", **given, **template, **parsers)
+        except TypeError as error:
+            names = f"tool_parser: {config.tool_parser}, reasoning_parser: {config.reasoning_parser}"
+            raise ConfigError(f"rollout.args.{names}: {error}") from None
+        completion = OpenAIServingCompletion(client, self._models, **given)
+        tokens = ServingTokens(client, self._models, renderer, request_logger=None)
         # As over gRPC, and unlike `vllm serve`, what a request leaves out is not taken from generation_config.json:
         # the model is sampled as it is, which is what its log-probs are of.
-        completion.default_sampling_params = chat.default_sampling_params = {}
+        completion.default_sampling_params = chat.default_sampling_params = tokens.default_sampling_params = {}
         self._tokens = ServingTokenization(
             self._models, renderer, chat_template=None, chat_template_content_format="auto"
         )
         self._routes: dict[str, tuple[Any, Callable[..., Any]]] = {
             "/v1/completions": (CompletionRequest, completion.create_completion),
-            "/v1/chat/completions": (ChatCompletionRequest, chat.create_chat_completion),
+            _CHAT: (ChatCompletionRequest, chat.create_chat_completion),
+            GENERATE: (GenerateRequest, tokens.serve_tokens),
             "/tokenize": (TokenizeCompletionRequest, self._tokens.create_tokenize),
             "/detokenize": (DetokenizeRequest, self._tokens.create_detokenize),
         }
@@ -117,7 +132,7 @@ class VLLMCompletions:
         template = self._served.engine.tokenizer.chat_template
         return {name: told[name] for name in TOLD & told.keys()} | {"chat_template": template}
 
-    async def answer(self, path: str, body: bytes, share: Share) -> Response:
+    async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         """Answers a request. See Completions.answer."""
         kind, create = self._routes[path]
         given = read(body, path)
@@ -126,21 +141,57 @@ class VLLMCompletions:
         for token in given.get("tokens", ()):
             if token >= self._served.engine.vocab_size:
                 raise InvalidArgument(f"tokens: {token} is outside the vocabulary")
+        if kind is ChatCompletionRequest and given.get("tools") and given.get("tool_choice") != "none":
+            self._check_calls_tools()
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
         version = self._version_of(given.get("model"))
-        request = _parsed(kind, given)
         call = _Call(self._served, self._requests, share, version)
+        begun = carried(given.get("messages", ()))
+        if session is not None and path in _SAMPLES:
+            found, temperature = await session.begun(digests(given) if path == _CHAT else [])
+            given = check_of_session(given, temperature)
+            call.turn = _Turn(session, given)
+            begun = found if found.messages >= begun.messages else begun
+        call.keeps = call.turn is not None or bool(given.get("return_token_ids"))
+        given = _prepared(given, path)
+        request = _parsed(kind, given)
         try:
-            reply = await self._created(create, request, call)
+            async with self._desk.turn(share, len(body)) as call.leave_desk:
+                if begun.messages and kind is ChatCompletionRequest:
+                    engine = self._served.engine
+                    self._check_ids(begun.ids.tolist())
+                    ids = await following(self._renderer, engine, request, given["messages"], begun)
+                    if ids is not None:
+                        # vLLM reads such ids in the place of the messages.
+                        request.kv_transfer_params = {"prompt_token_ids": ids.tolist()}
+                reply = await self._created(create, request, call)
             if isinstance(reply, Response):
-                await call.close()
+                await self._close(call)
                 return reply
-            return _Streamed(call, reply)
+            return _Streamed(partial(self._close, call), reply)
+        except TimeoutError:
+            await self._close(call)
+            raise InvalidArgument(LATE) from None
         except BaseException:
-            await call.close()
+            await self._close(call)
             raise
+
+    async def _close(self, call: "_Call") -> None:
+        self.sampled += call.sampled
+        await call.close()
+
+    def _check_calls_tools(self) -> None:
+        if not self._calls_tools:
+            raise InvalidArgument(
+                "tools: this application has no tool_parser (rollout.args), which would find the model's calls; send "
+                "tool_choice: none if it is to make none"
+            )
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if max(ids) >= self._served.engine.vocab_size:
+            raise InvalidArgument(f"messages: {max(ids)} among their tokens is outside the vocabulary")
 
     def _name(self) -> None:
         """Gives vLLM the names under which the model is served now: that of the run, or of the model's folder before
@@ -166,6 +217,8 @@ class VLLMCompletions:
             made = await create(request, None)
         except ServiceError:
             raise
+        except TimeoutError:
+            raise InvalidArgument(LATE) from None
         except Exception as error:
             made = create_error_response(error)
             if made.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -175,7 +228,9 @@ class VLLMCompletions:
         if isinstance(made, ErrorResponse):
             return _refused(made.model_dump()["error"])
         if not isinstance(made, AsyncGenerator):
-            return JSONResponse(call.with_versions(made.model_dump()))
+            reply = call.with_versions(made.model_dump())
+            await call.record(reply)
+            return JSONResponse(reply)
         call.begin()  # here, as vLLM would make an event of a refusal, and write a trace into the log
         # Errors that it finds late are the first event, where they can still become a status.
         events = _events(made)
@@ -184,6 +239,17 @@ class VLLMCompletions:
             await events.aclose()
             return _refused(first["error"])
         return call.texts(first, events)
+
+
+def _prepared(given: dict[str, Any], path: str) -> dict[str, Any]:
+    """The request without what vLLM does not know."""
+    if path == GENERATE:
+        sampling = given["sampling_params"]
+        return {**given, "sampling_params": {"detokenize": bool(sampling.get("stop")), **sampling}}
+    if "messages" not in given:
+        return given
+    plain = [{key: message[key] for key in message.keys() - set(TOKEN_FIELDS)} for message in given["messages"]]
+    return {**given, "messages": plain}
 
 
 def _parsed(kind: Any, given: dict[str, Any]) -> Any:
@@ -231,7 +297,7 @@ class _Attended:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[Any, None]:
         """Takes a request at once, or raises, and returns its outputs. vLLM calls it before an answer begins."""
-        return _CALL.get().take(prompt["prompt_token_ids"], sampling_params)
+        return _CALL.get().take(prompt["prompt_token_ids"], sampling_params, prompt.get("cache_salt") or "")
 
 
 @dataclass(slots=True)
@@ -240,15 +306,48 @@ class _Taken:
 
     prompt_ids: Sequence[int]
     params: SamplingParams
+    salt: str
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     """Outputs with their spans, or an error, and None at the end."""
     spans: VersionSpans = ()
     """Versions of the tokens that were read."""
+    ids: list[int] = field(default_factory=list)
+    """Tokens that were read, where they are kept."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probs of these."""
 
     @property
     def tokens(self) -> int:
         """Most tokens that it may have."""
         return len(self.prompt_ids) + (self.params.max_tokens or 0)
+
+    @property
+    def weight(self) -> int:
+        """Most tokens, with those whose log-probs are listed beside them."""
+        listed = (self.params.max_tokens or 0) * (self.params.logprobs or 0)
+        return self.tokens + listed + len(self.prompt_ids) * (self.params.prompt_logprobs or 0)
+
+    def keep(self, response: Any) -> None:
+        """Keeps the tokens of an output, which holds all so far unless they come piece by piece."""
+        if self.params.output_kind is not RequestOutputKind.DELTA:
+            self.ids, self.logprobs = [], []
+        self.ids += response.token_ids
+        self.logprobs += [
+            entry[token].logprob for token, entry in zip(response.token_ids, response.logprobs, strict=True)
+        ]
+
+    @property
+    def segment(self) -> Segment:
+        """The tokens that were kept."""
+        return Segment(np.asarray(self.ids, np.int32), np.asarray(self.logprobs, np.float32), self.spans)
+
+
+class _Turn(NamedTuple):
+    """A response that a session is to hold."""
+
+    session: OpenSession
+    given: Mapping[str, Any]
+    """The request's fields."""
 
 
 class _Call:
@@ -260,8 +359,14 @@ class _Call:
         self._running: Running[None] | None = None
         self._admitted = ExitStack()
         self._refused: ServiceError | None = None
+        self.turn: _Turn | None = None
+        """The turn of a session that it is."""
+        self.keeps = False
+        """True to keep what is sampled, with its log-probs."""
+        self.leave_desk: Callable[[], None] = lambda: None
+        """Called when its prompts are tokens."""
 
-    def take(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Any, None]:
+    def take(self, prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> AsyncGenerator[Any, None]:
         """Takes one of the call's requests and returns its outputs. All are queued together when the first of them is
         asked for an output.
 
@@ -269,16 +374,23 @@ class _Call:
             InvalidArgument: the engine could not carry it out.
         """
         self._check(prompt_ids, params)
+        self.leave_desk()
+        if self.keeps and params.logprobs is None:
+            params.logprobs = 0
         # Log-probs of a prompt come with its first output, which the scheduler would hold back and join to the last.
         streamed = params.output_kind is RequestOutputKind.DELTA
         if streamed or params.stop or params.prompt_logprobs is not None:
             params.extra_args = {**(params.extra_args or {}), AT_ONCE_KEY: True}
-        taken = _Taken(prompt_ids, params)
+        taken = _Taken(prompt_ids, params, salt)
         self._taken.append(taken)
         return self._read(taken)
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         engine = self._served.engine
+        if self.turn is not None and self._taken:
+            raise InvalidArgument("prompt: several; should be one in a session")
+        if params.structured_outputs is not None:
+            raise InvalidArgument("tools: strict; should be left out, as a grammar would choose tokens for the model")
         if not prompt_ids:
             raise InvalidArgument("prompt: empty; send at least one token")
         if max(prompt_ids) >= engine.vocab_size:
@@ -299,7 +411,7 @@ class _Call:
         if self._running is None:
             longest = self._served.engine.max_length
             costs = np.asarray([min(taken.tokens, longest) for taken in self._taken], np.int32)
-            asked = self._share, len(costs), int(costs.sum()), "prompt"
+            asked = self._share, len(costs), sum(taken.weight for taken in self._taken), "prompt"
             try:
                 self._admitted.enter_context(self._served.admission.admitted(*asked))
             except ServiceError as error:
@@ -311,7 +423,7 @@ class _Call:
         """Runs a request to its end; what goes wrong is an output too."""
         taken = self._taken[row]
         try:
-            async with aclosing(self._requests.stream(taken.prompt_ids, taken.params)) as stream:
+            async with aclosing(self._requests.stream(taken.prompt_ids, taken.params, taken.salt)) as stream:
                 async for output, spans in stream:
                     taken.outputs.put_nowait((output, spans))
             taken.outputs.put_nowait(None)
@@ -342,13 +454,18 @@ class _Call:
                 # A push came while it waited or ran.
                 told = f"model: version {self._version} is not served any more; ask for the newest without a version"
                 raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
+            if self.keeps:
+                taken.keep(output.outputs[0])
             yield output
 
     def with_versions(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """The reply with `policy_version`, that of the newest token, and for each choice `version_spans`, counted
-        from its first token."""
+        """The reply with `policy_version`, that of the newest token, the checksum of its weights and the last proof,
+        and for each choice `version_spans`, counted from its first token."""
         last = [taken.spans[-1][0] for taken in self._taken if taken.spans]
-        reply["policy_version"] = max(last, default=self._served.engine.version)
+        engine, proof = self._served.engine, self._served.proved()
+        version = max(last, default=engine.version)
+        reply |= {"policy_version": version, "weights_checksum": engine.checksums.get(version, "")}
+        reply["proved"] = proof and {"version": proof.policy_version, "difference": proof.difference}
         for choice in reply.get("choices", ()):
             choice["version_spans"] = [
                 {"version": version, "start": start, "end": end}
@@ -356,20 +473,55 @@ class _Call:
             ]
         return reply
 
+    async def record(self, reply: dict[str, Any]) -> None:
+        """Adds the tokens of a whole answer to its message where they are asked for, in the form of NeMo-Gym, and has
+        the session hold them.
+
+        Raises:
+            ServiceError: it does not; the answer is lost then.
+        """
+        if not self.keeps:
+            return
+        message = None
+        for choice, taken in zip(reply.get("choices", ()), self._taken, strict=False):
+            message = choice.get("message")
+            if message is not None and reply.get("prompt_token_ids"):
+                tokens = list(taken.prompt_ids), taken.ids, taken.logprobs
+                message |= dict(zip(TOKEN_FIELDS, tokens, strict=True))
+        if self.turn is not None:
+            reply["session"] = await self._held(_number_of(reply), message)
+
+    async def _held(self, interaction: str, message: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Has the session hold the response; returns what is said of it."""
+        assert self.turn is not None
+        session, given = self.turn
+        [taken] = self._taken
+        digest = b"" if message is None else answered(given, message)
+        prompt_ids = np.asarray(taken.prompt_ids, np.int32)
+        recorded = await session.record(interaction, prompt_ids, taken.segment, digest)
+        return {"session_id": session.name, "sequence": recorded.sequence, "forks": recorded.forks}
+
     async def texts(
         self, first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncIterator[bytes]:
         """The events of a stream as they are sent."""
-        async with aclosing(rest):
-            if first is not None:
-                yield self._text(first)
-                async for event in rest:
-                    yield self._text(event)
+        told, last, message = Told(), {} if first is None else first, False
+        async with aclosing(_all(first, rest)) as events:
+            async for last in events:
+                for choice in last.get("choices", ()):
+                    message = message or "delta" in choice
+                    told.add(choice.get("delta") or {})
+                yield self._text(last)
+        if self.turn is not None and "error" not in last:
+            try:
+                await self._held(_number_of(last), told.message if message else None)
+            except ServiceError as error:
+                yield _event(http_error(error).contents)
         yield f"data: {_DONE}\n\n".encode()
 
     def _text(self, event: dict[str, Any]) -> bytes:
         sent = json.loads(bytes(_refused(event["error"]).body)) if "error" in event else self.with_versions(event)
-        return f"data: {json.dumps(sent)}\n\n".encode()
+        return _event(sent)
 
     async def close(self) -> None:
         """Ends what is left of its requests."""
@@ -379,20 +531,44 @@ class _Call:
         finally:
             self._admitted.close()
 
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that were read."""
+        return sum(taken.spans[-1][2] for taken in self._taken if taken.spans)
+
 
 _CALL: ContextVar[_Call] = ContextVar("call")
+
+
+async def _all(
+    first: dict[str, Any] | None, rest: AsyncGenerator[dict[str, Any], None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(rest):
+        if first is not None:
+            yield first
+            async for event in rest:
+                yield event
+
+
+def _event(contents: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(contents)}\n\n".encode()
+
+
+def _number_of(reply: Mapping[str, Any]) -> str:
+    """Number of an answer, by which its reward is set."""
+    return str(reply.get("id") or reply.get("request_id") or "")
 
 
 class _Streamed(StreamingResponse):
     """A stream that ends its call when it ends, or its caller leaves."""
 
-    def __init__(self, call: _Call, texts: AsyncIterator[bytes]) -> None:
+    def __init__(self, close: Callable[[], Awaitable[None]], texts: AsyncIterator[bytes]) -> None:
         super().__init__(texts, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._call = call
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._call.close()
+            await self._close()

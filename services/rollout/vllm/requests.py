@@ -74,16 +74,16 @@ class Requests:
         return following(made, Sample(index, *_tokens(response, reported), reason, spans))
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams
+        self, prompt_ids: Sequence[int], params: SamplingParams, salt: str = ""
     ) -> AsyncGenerator[tuple[Any, VersionSpans], None]:
         """vLLM's outputs of one response as they come, each with the spans of versions of all tokens so far. Closing
-        it aborts the engine's request.
+        it aborts the engine's request. Prompts share the KV cache only of those with the same `salt`.
 
         Raises:
             Unavailable: as `generate`.
         """
         name = f"h{next(self._numbers)}"
-        prompt = tokens_input(list(prompt_ids), cache_salt=str(self.pauses))
+        prompt = tokens_input(list(prompt_ids), cache_salt=f"{self.pauses}{salt and '-'}{salt}")
         self._responding.add(name)
         try:
             async with aclosing(self._llm.generate(prompt, params, name)) as outputs:

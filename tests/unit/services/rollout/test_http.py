@@ -1,6 +1,7 @@
 """The HTTP door of a replica: whose share a request has, and what becomes of errors."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from starlette.responses import JSONResponse, Response
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted, ServiceError
-from services.rollout.http import Door
+from services.rollout.http import KEY, Door
+from services.rollout.metrics import METRICS, packed
+from services.rollout.session_holder import OpenSession
+from tests.unit.local_sessions import LocalSessions
 
 
 class Completions:
@@ -19,9 +23,12 @@ class Completions:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.asked: list[tuple[str, bytes, Share]] = []
+        self.sessions: list[OpenSession | None] = []
+        self.sampled = 7
 
-    async def answer(self, path: str, body: bytes, share: Share) -> Response:
+    async def answer(self, path: str, body: bytes, share: Share, session: OpenSession | None) -> Response:
         self.asked.append((path, body, share))
+        self.sessions.append(session)
         if self.error:
             raise self.error
         return JSONResponse({})
@@ -39,6 +46,10 @@ async def well() -> None:
 
 async def ill() -> None:
     raise RuntimeError("/home/me: stuck")
+
+
+async def numbers() -> list[bytes]:
+    return [packed(name, [("policy_version", {}, 3), ("unknown", {}, 1)]) for name in ("a", "b")]
 
 
 def request(path: str, body: bytes = b"", **headers: str) -> Request:
@@ -74,7 +85,7 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     headers: dict[str, str], share: Share
 ) -> None:
     completions = Completions()
-    got = await Door(completions, well).answer(request("/v1/completions", b"{}", **headers))
+    got = await Door(completions, well, LocalSessions(), numbers).answer(request("/v1/completions", b"{}", **headers))
     assert got.status_code == 200
     assert completions.asked == [("/v1/completions", b"{}", share)]
 
@@ -88,12 +99,92 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     ],
 )
 async def test_errors_are_answers(error: Exception, status: int, message: str) -> None:
-    got = await Door(Completions(error), well).answer(request("/v1/chat/completions"))
+    got = await Door(Completions(error), well, LocalSessions(), numbers).answer(request("/v1/chat/completions"))
     assert (got.status_code, json.loads(bytes(got.body))["error"]["message"]) == (status, message)
 
 
 async def test_health_is_the_replicas() -> None:
-    assert (await Door(Completions(), well).answer(request("/health"))).status_code == 200
-    got = await Door(Completions(), ill).answer(request("/health"))
+    assert (await Door(Completions(), well, LocalSessions(), numbers).answer(request("/health"))).status_code == 200
+    got = await Door(Completions(), ill, LocalSessions(), numbers).answer(request("/health"))
     assert got.status_code == 503
     assert b"/home/me" not in bytes(got.body)
+
+
+SESSION = f"session-{'a' * 32}"
+
+
+def door_of(completions: Completions) -> Any:
+    door = Door(completions, well, LocalSessions(), numbers)
+
+    async def asked(path: str, body: Any, name: str = "me", session: str = SESSION, **more: str) -> tuple[int, Any]:
+        headers = {"quartet_identity": name, "quartet_role": "sampler", "quartet_session": session} | more
+        got = await door.answer(request(path, json.dumps(body).encode(), **headers))
+        return got.status_code, json.loads(bytes(got.body))
+
+    return asked
+
+
+async def test_a_session_from_its_start_to_its_trajectory() -> None:
+    completions = Completions()
+    asked = door_of(completions)
+    task = {"task_id": "t", "group_size": 1, "temperature": 0.7}
+    assert await asked("/rl/start_session", task, **{KEY: "qs~key"}) == (
+        *(200, {"session_id": SESSION, "api_key": "qs~key"}),
+    )
+    assert (await asked("/v1/chat/completions", {}, quartet_role="session"))[0] == 200
+    [session] = completions.sessions
+    assert session
+    assert (session.owner, session.name) == ("me", SESSION)
+    assert (await session.begun([]))[1] == 0.7
+    assert (await asked("/rl/set_reward", {"reward": 0.5}, quartet_role="session"))[0] == 200
+    assert await asked("/rl/end_session", {}) == (200, {"session_id": SESSION, "interaction_count": 0})
+    status, told = await asked("/rl/trajectory", {"session_id": SESSION, "remove": True}, session="")
+    assert (status, told["task_id"], told["reward"], told["sequences"]) == (200, "t", 0.5, [])
+    assert (await asked("/rl/trajectory", {}))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/rl/set_reward", {"reward": "1"}, 400, "reward: should be a finite number"),
+        ("/rl/set_reward", {"reward": 1, "interaction_id": "c"}, 400, "interaction_id: 'c' is no response"),
+        ("/rl/set_reward", {"reward": 1, "session": "s"}, 400, "session: not a field of /rl/set_reward"),
+        ("/rl/start_session", {"temperature": 0}, 400, "temperature: 0; should be above 0 in a session"),
+        ("/rl/start_session", {"group_size": 2}, 400, "group_size: 2; should be 1"),
+        ("/rl/start_session", {"task_id": "a" * 257}, 400, "task_id: should be a text of 256"),
+        ("/rl/trajectory", {"session_id": 5}, 400, "X-Session-ID: missing"),
+        ("/rl/trajectory", {"session_id": "other"}, 404, "other is not here"),
+    ],
+)
+async def test_requests_about_sessions_that_are_wrong(path: str, body: Any, status: int, message: str) -> None:
+    asked = door_of(Completions())
+    await asked("/rl/start_session", {})
+    got, told = await asked(path, body)
+    assert got == status
+    assert told["error"]["message"].startswith(message)
+    for route in ("/rl/set_reward", "/rl/end_session", "/rl/trajectory", "/rl/start_session"):
+        assert (await asked(route, {}, session=""))[0] == 400
+
+
+async def test_the_numbers_of_all_replicas_are_told_for_prometheus() -> None:
+    door = Door(Completions(), well, LocalSessions(), numbers)
+    for path in ("/health", "/v1/models", "/v1/models", "/rl/end_session"):
+        await door.answer(request(path, b"{}"))
+    got = await door.answer(request("/metrics"))
+    assert (got.status_code, got.media_type) == (200, "text/plain; version=0.0.4")
+    lines = bytes(got.body).decode().splitlines()
+    assert [line for line in lines if "policy_version" in line] == [
+        "# HELP quartet_rollout_policy_version Version of the weights that the replica serves.",
+        "# TYPE quartet_rollout_policy_version gauge",
+        *('quartet_rollout_policy_version{replica="a"} 3', 'quartet_rollout_policy_version{replica="b"} 3'),
+    ]
+    assert {"quartet_rollout_sessions 0", "quartet_rollout_session_forks_total 0"} <= set(lines)
+    assert all(re.fullmatch(r"# (HELP|TYPE) .+|quartet_rollout_\w+(\{.+\})? [0-9.e+-]+", line) for line in lines)
+    assert sorted(door.lines, key=str) == [
+        ("http_requests_total", {"path": "/health", "status": "200"}, 1),
+        ("http_requests_total", {"path": "/metrics", "status": "200"}, 1),
+        ("http_requests_total", {"path": "/rl/end_session", "status": "400"}, 1),
+        ("http_requests_total", {"path": "/v1/models", "status": "200"}, 2),
+        ("http_sampled_tokens_total", {}, 7),
+    ]
+    assert {name for name, *_ in door.lines} <= METRICS.keys()

@@ -15,9 +15,10 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 from vllm.renderers.hf import safe_apply_chat_template
+from vllm.sampling_params import SamplingParams
 
 from quartet.wire.errors import InvalidArgument
-from services.rollout.openai_fields import FIELDS, NO_VARIABLES, read
+from services.rollout.openai_fields import FIELDS, GENERATE, NO_VARIABLES, SAMPLING_FIELDS, check_of_session, read
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -31,7 +32,8 @@ GIVEN: dict[str, Any] = {
     **{"add_special_tokens": True, "spaces_between_special_tokens": True, "return_token_ids": True},
     **{"return_tokens_as_token_ids": True, "prompt": "w5", "messages": [MESSAGE], "max_completion_tokens": 3},
     **{"top_logprobs": 2, "chat_template_kwargs": {"a": True}, "add_generation_prompt": True},
-    **{"continue_final_message": False},
+    **{"continue_final_message": False, "tools": [{"type": "function", "function": {"name": "look"}}]},
+    **{"tool_choice": "auto", "parallel_tool_calls": True},
 }
 
 
@@ -47,7 +49,7 @@ def test_every_field_is_one_of_vllms_and_all_together_are_read(path: str) -> Non
     assert read(json.dumps(given).encode(), path) == given
     assert FIELDS[path] <= set(KINDS[path].model_fields)
     KINDS[path].model_validate(given)
-    nothing = dict.fromkeys([*given, "tools", "logit_bias"])
+    nothing = dict.fromkeys([*given, "documents", "logit_bias"])
     assert read(json.dumps(nothing).encode(), path) == {}
 
 
@@ -93,7 +95,8 @@ def test_a_body_in_another_encoding_than_utf_8_is_refused() -> None:
 def test_tokens_are_asked_for_by_text_or_messages() -> None:
     assert FIELDS["/tokenize"] <= {*TokenizeChatRequest.model_fields, *TokenizeCompletionRequest.model_fields}
     assert FIELDS["/detokenize"] == set(DetokenizeRequest.model_fields)
-    for wrong in ("tools", "chat_template", "media_io_kwargs", "mm_processor_kwargs"):
+    assert refused({"prompt": "w5", "tools": []}, "/tokenize") == "tools: only with messages"
+    for wrong in ("tool_choice", "chat_template", "media_io_kwargs", "mm_processor_kwargs"):
         assert refused({"messages": [MESSAGE], wrong: 1}, "/tokenize").startswith(
             f"{wrong}: not a field of /tokenize"
         )
@@ -170,8 +173,17 @@ def test_bodies_that_are_no_request(body: bytes, message: str) -> None:
         ([{"role": "user", "content": ["a"]}], "messages[0].content: should be a text"),
         (
             [{"role": "user", "content": "a", "audio": {}}],
-            "messages[0].audio: not a field here; known: content, name",
+            "messages[0].audio: not a field here; known: content, generation_log_probs, generation_token_ids, name",
         ),
+        ([{"role": "user", "prompt_token_ids": [5]}], "messages[0].prompt_token_ids: only an assistant's message"),
+        ([{"role": "assistant", "generation_token_ids": [-1]}], "messages[0].generation_token_ids: -1; should be"),
+        ([{"role": "assistant", "generation_log_probs": "a"}], "messages[0].generation_log_probs: should be a list"),
+        ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls: should be a list of 128 calls at most"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}],
+            "messages[0].tool_calls[0]: should be",
+        ),
+        ([{"role": "tool", "tool_call_id": 5}], "messages[0].tool_call_id: should be a text"),
     ],
 )
 def test_messages_hold_text_alone(messages: Any, message: str) -> None:
@@ -181,5 +193,55 @@ def test_messages_hold_text_alone(messages: Any, message: str) -> None:
 def test_messages_of_text_and_of_a_clients_own_answers_are_taken() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "w5"}]}
     answer = {"role": "assistant", "content": "w6", "refusal": None, "tool_calls": None, "audio": None}
-    given = {"messages": [MESSAGE, parts, answer, {"role": "assistant", "content": None}]}
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    tokens = {"prompt_token_ids": [5], "generation_token_ids": [6], "generation_log_probs": [-0.5]}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]} | tokens
+    found = {"role": "tool", "content": "w7", "tool_call_id": "c"}
+    given = {"messages": [MESSAGE, parts, answer, calls, found, {"role": "assistant", "tool_calls": []}]}
     assert read(json.dumps(given).encode(), CHAT) == given
+
+
+@pytest.mark.parametrize(
+    "tools", [{}, [5], [{}], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}], [{}] * 129]
+)
+def test_tools_are_functions_with_names(tools: Any) -> None:
+    assert refused({"messages": [MESSAGE], "tools": tools}, CHAT).startswith("tools")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "a"}}, 5, ["auto"]])
+def test_no_grammar_chooses_in_the_models_place(choice: Any) -> None:
+    told = refused({"messages": [MESSAGE], "tools": [], "tool_choice": choice}, CHAT)
+    assert told.startswith("tool_choice: should be auto or none")
+
+
+def test_sampling_of_tokens_has_fields_of_its_own_with_the_same_bounds() -> None:
+    known = set(inspect.signature(SamplingParams).parameters)
+    assert known >= SAMPLING_FIELDS
+    assert not SAMPLING_FIELDS & {"extra_args", "structured_outputs", "logits_processors", "logit_bias", "bad_words"}
+    for sampling, message in (
+        ({"temperature": 3}, "temperature: 3; should be"),
+        ({"logprobs": True}, "logprobs: a bool"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: 21; should be"),
+        ({"stop": 5}, "stop: should be a text"),
+        ({"n": 2}, "n: 2; should be 1: for several responses send the prompt as often"),
+        ({"extra_args": {}}, "extra_args: not a field of sampling_params here; known: "),
+        ([], "sampling_params: should be an object"),
+    ):
+        assert refused({"token_ids": [5], "sampling_params": sampling}, GENERATE).startswith(message)
+    assert read(b'{"token_ids": [5], "sampling_params": null}', GENERATE) == {"token_ids": [5], "sampling_params": {}}
+
+
+@pytest.mark.parametrize("holder", [lambda given: given, lambda given: {"sampling_params": given}])
+def test_a_session_has_one_temperature_and_nothing_that_bends_it(holder: Any) -> None:
+    fine = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "presence_penalty": 0, "min_tokens": 0, "seed": 5}
+    assert check_of_session(holder(fine), 0.7) == holder(fine)
+    assert check_of_session(holder({}), 0.7) == holder({"temperature": 0.7})
+    for name, value in (
+        ("temperature", 0.6),
+        ("top_p", 0.9),
+        ("top_k", 3),
+        ("min_tokens", 1),
+        ("prompt_logprobs", 0),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{name}: {value}; should be .* in a session"):
+            check_of_session(holder({name: value}), 0.7)

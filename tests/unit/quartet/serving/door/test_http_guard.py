@@ -3,15 +3,17 @@
 import asyncio
 import json
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 from ray.serve.config import HTTPOptions
 
 from quartet.config.base import ConfigError
+from quartet.security import watched
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
@@ -19,14 +21,19 @@ from quartet.serving.door.http_guard import ROUTES
 from quartet.serving.door.json_bounds import DEEPEST, MOST_ELEMENTS
 from tests.http_requests import JSON, Answer, ask, bearer
 from tests.unit.front_door import CALLERS
-from tests.unit.http_door import Send, http_door
+from tests.unit.http_door import Replicas, Send, http_door
 
-SAMPLED = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/tokenizer_info"}
+PATHS = ROUTES["Rollout"]
+OF_SESSION = {
+    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/rl/set_reward", "/rl/end_session"),
+}
+SAMPLED = OF_SESSION | {"/rl/start_session", "/rl/trajectory", "/metrics"}
 ALLOWED = {
     "run-a": SAMPLED | {"/health"},
     "client": SAMPLED | {"/health"},
     "evaluator": {"/health"},
-    "pager": {"/health"},
+    "pager": {"/health", "/metrics"},
 }
 """The table of roles and routes. Each route is tried by each role, and a further route needs its place here."""
 OPEN = Port(local="open", http=True)
@@ -49,32 +56,92 @@ def proof(keys: Keys, name: str) -> tuple[str, str]:
 
 
 async def asked(port: int, path: str, *headers: tuple[str, str]) -> Answer:
-    return await ask(port, f"/rollout{path}", None if ROUTES[path] == "GET" else {}, *headers)
+    return await ask(port, f"/rollout{path}", None if PATHS[path] == "GET" else {}, *headers)
 
 
 def test_every_route_has_its_place_in_the_table() -> None:
-    assert ALLOWED["run-a"] == ROUTES.keys()
+    assert ALLOWED["run-a"] == PATHS.keys()
     assert ALLOWED.keys() == CALLERS.keys()
 
 
 async def test_each_role_reaches_what_it_is_for_and_nothing_else(keys: Keys) -> None:
     async with http_door(guarded(keys)) as (port, replicas):
         for name, role in CALLERS.items():
-            answers = {path: await asked(port, path, proof(keys, name)) for path in ROUTES}
+            answers = {path: await asked(port, path, proof(keys, name)) for path in PATHS}
             assert {path for path, answer in answers.items() if answer.status == 200} == ALLOWED[name]
-            for path in ROUTES.keys() - ALLOWED[name]:
+            for path in PATHS.keys() - ALLOWED[name]:
                 assert answers[path].status == 403
                 assert f"{name} has the role {role}, which may not call http{path}" in answers[path].message
         reached = [(path, headers["quartet-identity"]) for path, headers, _ in replicas.seen]
         assert sorted(reached) == sorted((f"/rollout{path}", name) for name in ALLOWED for path in ALLOWED[name])
 
 
+START, CHAT = "/rollout/rl/start_session", "/rollout/v1/chat/completions"
+
+
+async def started(port: int, replicas: Replicas, *headers: tuple[str, str]) -> tuple[str, str]:
+    """Number and key of a session, as the replica that starts it is given them."""
+    assert (await ask(port, START, {}, *headers)).status == 200
+    _, given, _ = replicas.seen.pop()
+    return given["quartet-session"], given["quartet-session-key"]
+
+
+async def test_the_key_of_a_session_is_good_for_its_requests_and_no_others(keys: Keys) -> None:
+    async with http_door(guarded(keys)) as (port, replicas):
+        session, key = await started(port, replicas, proof(keys, "client"))
+        other, _ = await started(port, replicas, proof(keys, "client"))
+        assert other != session
+        for path in PATHS:
+            got = await asked(port, path, bearer(key), ("X-Session-ID", other))
+            assert got.status == (200 if path in OF_SESSION | {"/health"} else 403), path
+        assert len(replicas.seen) == len(OF_SESSION) + 1
+        for _, headers, _ in replicas.seen:
+            assert (headers["quartet-identity"], headers["quartet-role"]) == ("client", "session")
+            assert headers["quartet-session"] == session
+            assert "quartet-session-key" not in headers
+        name, of, seal = key.removeprefix("qs~").split("~")
+        forged = [f"qs~run-a~{of}~{seal}", f"qs~{name}~{other}~{seal}", f"qs~{name}~{of}~", "qs~", "qs", f"{key}a"]
+        for token in forged:
+            assert (await ask(port, CHAT, {}, bearer(token))).status == 401
+    async with http_door(guarded(keys)) as (port, _):
+        told = await ask(port, CHAT, {}, bearer(key))
+        assert (told.status, "which may have been restarted" in told.message) == (401, True)
+
+
+async def test_a_session_is_named_by_its_owner_and_other_servers_numbers_are_left_out(keys: Keys) -> None:
+    mine = proof(keys, "client")
+    async with http_door(guarded(keys)) as (port, replicas):
+        session, _ = await started(port, replicas, mine)
+        assert await started(port, replicas, mine, ("X-Session-ID", session)) == (session, _)
+        for number, known in ((session, True), (session[:-1], False), ("rollout-17", False), (f"{session}0", False)):
+            assert (await ask(port, CHAT, {}, mine, ("X-Session-ID", number))).status == 200
+            _, headers, _ = replicas.seen.pop()
+            assert headers.get("quartet-session") == (session if known else None)
+
+
+async def test_a_key_ends_with_its_owners_rights(keys: Keys, tmp_path: Path) -> None:
+    changing = Keys(tmp_path / "keys", days=1)
+    changing.make(["127.0.0.1"], {"client": "sampler", "other": "sampler"}, tokens=True)
+    written = changing.policy.read_text()
+    with patch.object(watched, "LOOK_EVERY_S", 0.0):
+        async with http_door(guarded(changing)) as (port, replicas):
+            _, key = await started(port, replicas, proof(changing, "client"))
+            for change, status in (({"role": "prober"}, 403), (None, 401), ({}, 200)):
+                policy = yaml.safe_load(written)
+                if change is None:
+                    del policy["identities"]["client"]
+                else:
+                    policy["identities"]["client"] |= change
+                changing.policy.write_text(yaml.safe_dump(policy))
+                assert (await ask(port, CHAT, {}, bearer(key))).status == status
+
+
 async def test_strangers_reach_nothing(keys: Keys) -> None:
     proofs = [(), (bearer("guessed"),), (("Authorization", "Basic b3duZXI6"),), (bearer(""),)]
     async with http_door(guarded(keys)) as (port, replicas):
         for headers in proofs:
-            for path in (*ROUTES, "/docs", "/../critic"):
-                got = await ask(port, f"/rollout{path}", None if ROUTES.get(path) == "GET" else {}, *headers)
+            for path in (*PATHS, "/docs", "/../critic"):
+                got = await ask(port, f"/rollout{path}", None if PATHS.get(path) == "GET" else {}, *headers)
                 assert got.status == 401
                 assert got.headers["www-authenticate"] == "Bearer"
                 assert "`quartet up` writes yours to .quartet/access/token" in got.message
@@ -92,13 +159,12 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
                 "/rollout/v1",
                 "/rollout/v1/models/",
                 "/rollout/docs",
-                "/rollout/metrics",
             ),
             *("/critic/v1/models", "/reward/health", "/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
             *("/rollout/v1//models", "/rollout/v1/completions/../../../critic", "/rollout/%2e%2e/critic"),
         ):
             assert (await ask(port, path, None, mine)).status == 404, path
-        for path, method in ROUTES.items():
+        for path, method in PATHS.items():
             for other in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
                 if other != method:
                     got = await ask(port, f"/rollout{path}", b"{}", mine, method=other)
@@ -127,6 +193,7 @@ async def test_the_identity_is_the_proxys_and_nothing_else_of_the_headers_goes_o
         **{"quartet-identity": "run-a", "quartet-role": "trainer", "Quartet-Role": "trainer", "cookie": "a=b"},
         **{"serve_multiplexed_model_id": "m", "x-session-id": "s", "x-request-id": "i\\nforged", "traceparent": "t"},
         **{"x-request-timeout-seconds": "9999", "quartet-purpose": "evaluation", "quartet-run": "mine"},
+        **{"quartet-session": f"session-{'0' * 32}", "quartet-session-key": "qs~client~a~b"},
     }
     async with http_door(guarded(keys)) as (port, replicas):
         got = await ask(port, f"{COMPLETIONS}?key=secret", {"a": 1}, proof(keys, "client"), *sent.items())
@@ -307,6 +374,37 @@ async def test_a_caller_that_leaves_is_known_to_the_replica() -> None:
             while not replicas.seen:
                 await asyncio.sleep(0.01)
         await asyncio.wait_for(replicas.left.wait(), 30)
+
+
+async def test_a_caller_that_does_not_read_is_given_up(keys: Keys, tmp_path: Path) -> None:
+    """Its connection is closed, and the replica learns that it has left, as if it had closed it itself."""
+    unread = Keys(tmp_path / "keys", days=1)
+    unread.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
+    policy = yaml.safe_load(unread.policy.read_text())
+    unread.policy.write_text(yaml.safe_dump(policy | {"limits": {"unread_s": 0.2}}))
+
+    async def without_end(send: Send) -> None:
+        kind = (b"content-type", b"text/event-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        while True:
+            await send({"type": "http.response.body", "body": b"data: {}\n\n" * 10_000, "more_body": True})
+            await asyncio.sleep(0)
+
+    async with http_door(guarded(unread)) as (port, replicas):
+        replicas.answer = without_end
+        name, value = proof(unread, "client")
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=30)) as caller:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            caller.sendall(f"{head}{name}: {value}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            await asyncio.wait_for(replicas.left.wait(), 30)
+            await asyncio.to_thread(_read_to_the_end, caller)
+
+
+def _read_to_the_end(caller: socket.socket) -> None:
+    """Reads what a connection had on the way when it was closed; fails if it is not."""
+    with suppress(ConnectionError):
+        while caller.recv(1 << 20):
+            pass
 
 
 async def test_other_machines_never_reach_it() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.input_processor import InputProcessor
 
+from protos import rollout_pb2 as pb
 from quartet.config.limits import LimitsConfig
 from quartet.serving.admission import Admission
 from quartet.serving.share import Share
@@ -25,22 +26,25 @@ from quartet.wire.errors import InvalidArgument, NotFound, ResourceExhausted, Se
 from services.rollout.config import RolloutConfig
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
+from services.rollout.session_holder import OpenSession
 from services.rollout.vllm import openai as module
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
 from services.rollout.vllm.requests import Requests
 from services.rollout.vllm.scheduler import AT_ONCE_KEY
+from tests.cluster import TEMPLATE
 from tests.http_requests import Answer
-from tests.models import BOS, MAX_LENGTH, ROWS, make_tokenizer
+from tests.models import BOS, EOS, MAX_LENGTH, ROWS, make_tokenizer
+from tests.unit.local_sessions import LocalSessions
 
 ME = Share("me", Purpose.FOREIGN)
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 
 def noted(length: int) -> list[Any]:
     """vLLM's note: the first two tokens are of version 3, the others of version 4."""
-    spans = [SimpleNamespace(version="3", start=0, end=min(length, 2))]
-    return spans + ([SimpleNamespace(version="4", start=2, end=length)] if length > 2 else [])
+    spans = [WeightVersionSpan("3", 0, min(length, 2))]
+    return spans + ([WeightVersionSpan("4", 2, length)] if length > 2 else [])
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Script:
     renderer: Any
     input_processor: Any
     end: str = "length"
+    say: str = "w{} "
+    """What a token is as text."""
     asked: list[Any] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,7 +89,7 @@ class Script:
     def _output(self, prompt: Any, params: Any, length: int) -> RequestOutput:
         last = length == params.max_tokens
         tokens = [9 + length] if params.output_kind.name == "DELTA" else list(range(10, 10 + length))
-        text = "".join(f"w{token} " for token in tokens)
+        text = "".join(self.say.format(token) for token in tokens)
         logprobs: Any = [{token: Logprob(-0.5, decoded_token=f"w{token}")} for token in tokens]
         output = CompletionOutput(0, text, tokens, -0.5, logprobs, finish_reason=self.end if last else None)
         output.weight_versions = noted(length) if last else None
@@ -99,9 +105,15 @@ class Replica:
     engine: Any
     admission: Admission
     still: list[ServiceError] = field(default_factory=list)
+    sessions: LocalSessions = field(default_factory=LocalSessions)
 
-    async def ask(self, path: str, **body: Any) -> Answer:
-        return await heard(await self.completions.answer(path, json.dumps(body).encode(), ME))
+    async def ask(self, path: str, session: str = "", **body: Any) -> Answer:
+        held = OpenSession(self.sessions, ME.name, session) if session else None
+        return await heard(await self.completions.answer(path, json.dumps(body).encode(), ME, held))
+
+    def prompts(self) -> list[list[int]]:
+        """Those that the engine was asked for."""
+        return [list(prompt["prompt_token_ids"]) for prompt, _ in self.llm.asked]
 
     def beat(self) -> None:
         if self.still:
@@ -143,14 +155,16 @@ async def replica(vllm_config: Any, renderer: Any, policy_folder: Path) -> Repli
     llm: Any = Script(vllm_config, renderer, InputProcessor(vllm_config, renderer))
     engine: Any = SimpleNamespace(
         **{"llm": llm, "requests": Requests(llm), "version": 4, "checksum": "c", "end_ids": (2,)},
+        checksums={3: "b", 4: "c"},
         tokenizer=make_tokenizer(),
         **{"vocab_size": ROWS, "max_length": MAX_LENGTH},
     )
     limits = LimitsConfig(max_waiting_calls=8, max_call_rows=8, max_waiting_rows=16)
     admission, slots = Admission(limits), EngineSlots(8, limits, quantum=MAX_LENGTH)
     made: list[Replica] = []
-    served = Served(engine, admission, slots, lambda: "mine", lambda: made[0].beat())
-    config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1)
+    proof = pb.Proof(policy_version=2, difference=0.25)
+    served = Served(engine, admission, slots, lambda: "mine", lambda: made[0].beat(), lambda: proof)
+    config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, tool_parser="hermes")
     made.append(Replica(llm, VLLMCompletions(config, served), engine, admission))
     return made[0]
 
@@ -162,7 +176,8 @@ def spans(length: int) -> list[Any]:
 async def test_an_answer_names_the_versions_of_its_tokens(replica: Replica) -> None:
     got = await replica.ask(TEXT, prompt=[[5], [6, 7]], max_tokens=5, logprobs=0, return_token_ids=True)
     assert got.status == 200
-    assert (got.json["model"], got.json["policy_version"]) == ("mine", 4)
+    assert (got.json["model"], got.json["policy_version"], got.json["weights_checksum"]) == ("mine", 4, "c")
+    assert got.json["proved"] == {"version": 2, "difference": 0.25}
     for choice, prompt in zip(got.json["choices"], ([5], [6, 7]), strict=True):
         assert choice["prompt_token_ids"] == prompt
         assert choice["token_ids"] == [10, 11, 12, 13, 14]
@@ -329,7 +344,7 @@ async def test_weights_that_are_incomplete_answer_nothing(replica: Replica) -> N
 
 async def test_a_client_that_leaves_ends_its_requests(replica: Replica) -> None:
     body = json.dumps({"prompt": [[5], [6]], "max_tokens": 50, "stream": True}).encode()
-    response = await replica.completions.answer(TEXT, body, ME)
+    response = await replica.completions.answer(TEXT, body, ME, None)
     replica.llm.gate.clear()
     await asyncio.wait_for(heard(response, leave=lambda body: b"w10" in body), 30)
     assert len(replica.llm.ended) == 2
@@ -341,3 +356,223 @@ async def test_a_client_that_leaves_ends_its_requests(replica: Replica) -> None:
     await asyncio.wait([asking])
     assert len(replica.llm.ended) == 3
     assert replica.admission.waiting_rows == 0
+
+
+async def test_tokens_in_and_tokens_out(replica: Replica) -> None:
+    sampling = {"max_tokens": 3, "logprobs": 1, "stop_token_ids": [2], "skip_special_tokens": False}
+    body: dict[str, Any] = {"token_ids": [5, 6], "sampling_params": sampling, "model": "mine"}
+    got = await replica.ask(GENERATE, **body, return_token_ids=True)
+    assert got.status == 200, got.body
+    [choice] = got.json["choices"]
+    assert (choice["token_ids"], got.json["prompt_token_ids"]) == ([10, 11, 12], [5, 6])
+    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-0.5] * 3
+    assert (choice["version_spans"], got.json["policy_version"]) == (spans(3), 4)
+    events = (await replica.ask(GENERATE, **body, stream=True, cache_salt="mine")).events
+    assert [event["choices"][0]["token_ids"] for event in events] == [[10], [11], [12]]
+    assert events[-1]["choices"][0]["version_spans"] == spans(3)
+    assert [prompt["cache_salt"] for prompt, _ in replica.llm.asked] == ["0", "0-mine"]
+    assert all(params.detokenize is False for _, params in replica.llm.asked)
+    await replica.ask(GENERATE, token_ids=[5], sampling_params={"max_tokens": None})
+    assert replica.llm.asked[-1][1].max_tokens == MAX_LENGTH - 1
+    for wrong, reason in (
+        ({"token_ids": [ROWS]}, "outside the vocabulary"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5], "sampling_params": {"logit_bias": {}}}, "logit_bias: not a field of sampling_params"),
+        ({"token_ids": [5], "sampling_params": 5}, "sampling_params: should be an object"),
+        ({"token_ids": [5], "features": {}}, "features: not a field"),
+    ):
+        with pytest.raises(InvalidArgument, match=reason):
+            await replica.ask(GENERATE, **{"sampling_params": {"max_tokens": 1}} | wrong)
+
+
+USER = {"role": "user", "content": "w8 w9"}
+RENDERED = [8, 9, EOS, 5]
+"""Tokens of a first message, by the template of the tests."""
+
+
+@pytest.fixture
+def talking(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Replica:
+    """A model with a chat template, whose sampled tokens are not those that their text would be tokenised to, with a
+    session."""
+    monkeypatch.setattr(replica.llm.renderer.tokenizer, "chat_template", TEMPLATE)
+    replica.llm.say = "z{} "
+    replica.sessions.held.start(ME.name, "s", "", 1.0)
+    return replica
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_sampled_is_not_rendered_again(talking: Replica, stream: bool) -> None:
+    def said(got: Answer) -> Any:
+        if not stream:
+            return got.json["choices"][0]["message"]
+        return {
+            "role": "assistant",
+            "content": "".join(e["choices"][0]["delta"].get("content") or "" for e in got.events),
+        }
+
+    first = await talking.ask(CHAT, "s", messages=[USER], max_tokens=3, stream=stream)
+    history = [USER, said(first), {"role": "user", "content": "w7"}]
+    second = await talking.ask(CHAT, "s", messages=history, max_tokens=2, stream=stream)
+    assert "z10" in said(second)["content"]
+    third = await talking.ask(CHAT, "s", messages=[*history, said(second), USER], max_tokens=1, stream=stream)
+    assert third.status == 200
+    begun = [*RENDERED, 10, 11, 12, EOS, 7, EOS, 5]
+    assert talking.prompts() == [RENDERED, begun, [*begun, 10, 11, EOS, 8, 9, EOS, 5]]
+    told = talking.sessions.held.trajectory(ME.name, "s", False)
+    [sequence] = told["sequences"]
+    assert sequence["ids"] == [*begun, 10, 11, EOS, 8, 9, EOS, 5, 10]
+    assert [(each["length"], each["sampled"]) for each in sequence["segments"]] == [
+        *((4, False), (3, True), (4, False), (2, True), (5, False), (1, True)),
+    ]
+    assert [each["logprobs"] for each in sequence["segments"] if each["sampled"]] == [[-0.5] * 3, [-0.5] * 2, [-0.5]]
+    assert sequence["segments"][1]["version_spans"] == spans(3)
+    if not stream:
+        assert second.json["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
+        assert [each["id"] for each in told["interactions"]] == [got.json["id"] for got in (first, second, third)]
+
+
+async def test_a_history_that_was_changed_is_a_fork(talking: Replica) -> None:
+    await talking.ask(CHAT, "s", messages=[USER], max_tokens=3)
+    changed = [USER, {"role": "assistant", "content": "w4"}, USER]
+    got = await talking.ask(CHAT, "s", messages=changed, max_tokens=1)
+    assert got.json["session"] == {"session_id": "s", "sequence": 1, "forks": 1}
+    assert talking.prompts()[1] == [8, 9, EOS, 4, EOS, 8, 9, EOS, 5]
+
+
+async def test_tokens_go_on_in_a_session_too(talking: Replica) -> None:
+    first = await talking.ask(TEXT, "s", prompt=[5], max_tokens=2)
+    assert first.json["session"]["sequence"] == 0
+    second = await talking.ask(GENERATE, "s", token_ids=[5, 10, 11, 6], sampling_params={"max_tokens": 1})
+    assert second.json["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
+    # Tokens and messages of one conversation are the same conversation.
+    await talking.ask(CHAT, "s", messages=[USER], max_tokens=1)
+    last = await talking.ask(GENERATE, "s", token_ids=[*RENDERED, 10, 6], sampling_params={"max_tokens": 1})
+    assert last.json["session"] == {"session_id": "s", "sequence": 1, "forks": 1}
+    told = talking.sessions.held.trajectory(ME.name, "s", False)
+    assert [sequence["ids"] for sequence in told["sequences"]] == [[5, 10, 11, 6, 10], [*RENDERED, 10, 6, 10]]
+    with pytest.raises(InvalidArgument, match="prompt: several; should be one in a session"):
+        await talking.ask(TEXT, "s", prompt=[[5], [6]], max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"presence_penalty": 1}, {"min_tokens": 1}),
+        *({"frequency_penalty": 0.1}, {"continue_final_message": True}, {"add_generation_prompt": False}),
+    ],
+)
+async def test_settings_that_would_train_on_another_distribution_are_refused(
+    talking: Replica, more: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"{next(iter(more))}: .*; should be .* in a session"):
+        await talking.ask(CHAT, "s", messages=[USER], max_tokens=1, **more)
+    assert talking.llm.asked == []
+    assert (await talking.ask(CHAT, "s", messages=[USER], max_tokens=1, temperature=1, top_p=1.0)).status == 200
+
+
+async def test_the_temperature_is_the_sessions(talking: Replica) -> None:
+    talking.sessions.held.start(ME.name, "hot", "", 1.5)
+    await talking.ask(CHAT, "hot", messages=[USER], max_tokens=1)
+    await talking.ask(GENERATE, "hot", token_ids=[5], sampling_params={"max_tokens": 1})
+    assert [params.temperature for _, params in talking.llm.asked] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_no_session_holds_is_an_error(talking: Replica, stream: bool) -> None:
+    body: dict[str, Any] = {"messages": [USER], "max_tokens": 2, "stream": stream}
+    talking.llm.end = "abort"
+    await talking.ask(CHAT, "s", **body)
+    talking.llm.end = "length"
+    assert talking.sessions.held.trajectory(ME.name, "s", False)["interactions"] == []
+    talking.llm.gate.clear()
+    asking = asyncio.create_task(talking.ask(CHAT, "s", **body))
+    while len(talking.llm.asked) < 2:
+        await asyncio.sleep(0)
+    talking.sessions.failure = Unavailable("their tokens are lost")
+    talking.llm.gate.set()
+    if stream:
+        error = (await asking).events[-1]["error"]
+        assert (error["code"], error["message"]) == (503, "their tokens are lost")
+    else:
+        with pytest.raises(Unavailable, match="their tokens are lost"):
+            await asking
+    with pytest.raises(Unavailable):
+        await talking.ask(CHAT, "s", **body)
+    assert talking.admission.waiting_rows == 0
+
+
+async def test_messages_bring_their_own_tokens(talking: Replica) -> None:
+    """The form of NeMo-Gym, without a session."""
+    first = (await talking.ask(CHAT, messages=[USER], max_tokens=2, return_token_ids=True)).json["choices"][0][
+        "message"
+    ]
+    assert (first["prompt_token_ids"], first["generation_token_ids"]) == (RENDERED, [10, 11])
+    assert first["generation_log_probs"] == [-0.5, -0.5]
+    assert (
+        "prompt_token_ids"
+        not in (await talking.ask(CHAT, messages=[USER], max_tokens=2)).json["choices"][0]["message"]
+    )
+    got = await talking.ask(CHAT, messages=[USER, first, USER], max_tokens=1, return_token_ids=True)
+    assert got.json["prompt_token_ids"] == [*RENDERED, 10, 11, EOS, 8, 9, EOS, 5]
+    rendered = {"role": "assistant", "content": first["content"]}
+    await talking.ask(CHAT, messages=[USER, rendered, USER], max_tokens=1)
+    assert talking.prompts()[-1][: len(RENDERED) + 2] == [*RENDERED[:3], 3, 3, EOS]
+    for wrong, reason in (
+        ({"generation_token_ids": [ROWS]}, "vocabulary"),
+        ({"role": "user"}, "only an assistant's"),
+    ):
+        with pytest.raises(InvalidArgument, match=reason):
+            await talking.ask(CHAT, messages=[USER, first | wrong, USER], max_tokens=1)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def test_calls_of_tools_are_found_by_vllms_parser_and_their_answers_go_on(talking: Replica) -> None:
+    talking.llm.say = '<tool_call>{{"name": "look", "arguments": {{"at": {}}}}}</tool_call>'
+    got = await talking.ask(CHAT, "s", messages=[USER], tools=[TOOL], max_tokens=1)
+    [choice] = got.json["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": 10})
+    answer = {"role": "tool", "content": "w7", "tool_call_id": call["id"]}
+    again = await talking.ask(CHAT, "s", messages=[USER, choice["message"], answer], tools=[TOOL], max_tokens=1)
+    assert again.json["session"]["forks"] == 0
+    assert talking.prompts()[1] == [*RENDERED, 10, EOS, 7, EOS, 5]
+    with pytest.raises(InvalidArgument, match="tool_choice: should be auto or none"):
+        await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="required", max_tokens=1)
+
+
+async def test_without_a_parser_tools_are_refused(talking: Replica) -> None:
+    talking.completions._calls_tools = False
+    with pytest.raises(InvalidArgument, match="tools: this application has no tool_parser"):
+        await talking.ask(CHAT, messages=[USER], tools=[TOOL], max_tokens=1)
+    assert (await talking.ask(CHAT, messages=[USER], tools=[TOOL], tool_choice="none", max_tokens=1)).status == 200
+
+
+async def test_log_probs_that_are_listed_count_as_tokens(replica: Replica) -> None:
+    replica.admission._limits = replica.admission._limits.model_copy(update={"max_call_tokens": 60})
+    assert (await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=1)).status == 200
+    with pytest.raises(ResourceExhausted, match="prompt: 64 tokens, but a call may hold 60"):
+        await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20)
+
+
+async def test_a_template_without_end_keeps_no_thread_and_no_caller(
+    talking: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = "{% for a in range(99999) %}{% for b in range(99999) %}"
+    endless = f"{many}{{% if messages[0]['content'] == 'w4' %}}{{% endif %}}{{% endfor %}}{{% endfor %}}"
+    monkeypatch.setenv("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "0.2")
+    renderer = talking.llm.renderer
+    renderer.tokenizer.chat_template = endless
+    for session in ("", "s"):
+        pool = renderer._executor._inner
+        with pytest.raises(InvalidArgument, match="did not render them in time"):
+            await talking.ask(CHAT, session, messages=[USER], max_tokens=1)
+        assert pool is not renderer._executor._inner
+        for thread in pool._threads:
+            await asyncio.wait_for(asyncio.to_thread(thread.join), 30)
+    monkeypatch.setenv("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "30")
+    renderer.tokenizer.chat_template = TEMPLATE
+    assert (await talking.ask(CHAT, messages=[USER], max_tokens=1)).status == 200
+    assert talking.admission.waiting_rows == 0

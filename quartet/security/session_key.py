@@ -1,0 +1,48 @@
+"""Keys of sessions: each is good for the requests of one session, in the name of the caller that started it."""
+
+import hashlib
+import hmac
+import re
+import secrets
+
+from quartet.wire.errors import Unauthenticated
+
+SESSION = re.compile(r"session-[0-9a-f]{32}")
+"""Form of a session's number, which the door chooses."""
+_KEY, _BETWEEN = "qs", "~"
+
+
+def new_session() -> str:
+    """The number of another session."""
+    return f"session-{secrets.token_hex(16)}"
+
+
+class SessionKeys:
+    """The keys that one door gives out, and takes until its process ends. Each is sealed by a secret."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def make(self, caller: str, session: str) -> str:
+        """The key of a session that the caller of this name has started."""
+        return _BETWEEN.join((_KEY, caller, session, self._seal(caller, session)))
+
+    def read(self, token: str) -> tuple[str, str] | None:
+        """Name of the caller and number of the session whose key this is; None for a token that is no such key.
+
+        Raises:
+            Unauthenticated: it is one of another door, or forged.
+        """
+        kind, _, rest = token.partition(_BETWEEN)
+        if kind != _KEY:
+            return None
+        caller, session, seal = (*rest.split(_BETWEEN), "", "", "")[:3]
+        if not hmac.compare_digest(seal.encode(), self._seal(caller, session).encode()):
+            raise Unauthenticated(
+                "this session's key is not one of this proxy's, which may have been restarted: its owner gets "
+                "another by POST /rl/start_session with the number in X-Session-ID"
+            )
+        return caller, session
+
+    def _seal(self, caller: str, session: str) -> str:
+        return hmac.new(self._secret, f"{caller}{_BETWEEN}{session}".encode(), hashlib.sha256).hexdigest()

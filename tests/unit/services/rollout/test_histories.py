@@ -1,0 +1,76 @@
+"""Histories of messages: what counts as the same, and what a stream adds up to."""
+
+from typing import Any
+
+import pytest
+
+from services.rollout.histories import Told, answered, carried, digests
+
+USER: dict[str, Any] = {"role": "user", "content": "w5"}
+CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1, "b": 2}'}}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "w6", "reasoning": "w7", "tool_calls": [CALL]}
+
+
+def of(*messages: Any, **more: Any) -> list[bytes]:
+    return digests({"messages": list(messages)} | more)
+
+
+def test_a_history_is_known_by_each_of_its_beginnings() -> None:
+    one, two = of(USER), of(USER, ANSWER)
+    assert two[0] == one[0]
+    assert answered({"messages": [USER]}, ANSWER) == two[1]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"reasoning": None},
+        {"content": [{"type": "text", "text": "w"}, {"type": "text", "text": "6"}]},
+        {"tool_calls": [CALL | {"id": "another", "function": {"name": "look", "arguments": '{"b":2,"a":1}'}}]},
+        {"prompt_token_ids": [1], "generation_token_ids": [2]},
+    ],
+)
+def test_what_a_client_may_write_otherwise_does_not_count(same: dict[str, Any]) -> None:
+    assert of(USER, ANSWER | same) == of(USER, ANSWER)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"content": "w6 "},
+        {"content": None},
+        {"role": "user"},
+        {"name": "n"},
+        {"tool_calls": []},
+        {"tool_calls": [CALL, CALL]},
+        {"tool_calls": [CALL | {"function": {"name": "look", "arguments": "{"}}]},
+    ],
+)
+def test_what_the_template_would_write_otherwise_counts(other: dict[str, Any]) -> None:
+    assert of(USER, ANSWER | other)[1] != of(USER, ANSWER)[1]
+    assert of(USER, tools=[1]) != of(USER) != of(USER, chat_template_kwargs={"a": 1})
+
+
+def test_a_stream_adds_up_to_the_message() -> None:
+    told = Told()
+    for delta in (
+        {"role": "assistant", "content": ""},
+        {"reasoning": "w7"},
+        {"content": "w"},
+        {"content": "6"},
+        {"tool_calls": [{"index": 0, "id": "call-1", "function": {"name": "look"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1,'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "b": 2}'}}]},
+        {},
+    ):
+        told.add(delta)
+    assert of(USER, told.message) == of(USER, ANSWER)
+
+
+def test_messages_bring_the_tokens_of_the_last_that_has_some() -> None:
+    first = ANSWER | {"prompt_token_ids": [5, 6], "generation_token_ids": [7]}
+    last = ANSWER | {"prompt_token_ids": [5, 6, 7, 8], "generation_token_ids": [9]}
+    begun = carried([USER, first, USER, last, USER])
+    assert (begun.ids.tolist(), str(begun.ids.dtype), begun.messages) == ([5, 6, 7, 8, 9], "int32", 4)
+    assert carried([USER, first, USER, ANSWER, USER]).messages == 2
+    assert carried([USER, ANSWER]).messages == 0

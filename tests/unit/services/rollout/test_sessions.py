@@ -1,0 +1,176 @@
+"""Sessions: which tokens go on which, which carry loss, and their bounds."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet.trajectory import Segment, columns_of
+from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from services.rollout import sessions as module
+from services.rollout.sessions import KEPT_S, NOTHING, Sessions, check_reward, trajectories_of
+from tests.unit.fake_clock import Clock
+
+ME, S = "me", "session-1"
+
+
+def ids(*tokens: int) -> Any:
+    return np.asarray(tokens, np.int32)
+
+
+def sampled(*tokens: int, version: int = 7) -> Segment:
+    return Segment(ids(*tokens), -np.arange(1, len(tokens) + 1, dtype=np.float32), ((version, 0, len(tokens)),))
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    made = Sessions()
+    made.start(ME, S, "task", 1.0)
+    return made
+
+
+def record(sessions: Sessions, prompt: Any, response: Segment, digest: bytes = b"", name: str = "c1") -> Any:
+    return sessions.record(ME, S, name, prompt, response, digest)
+
+
+def test_a_request_that_begins_with_all_tokens_goes_on_and_what_it_adds_is_given(sessions: Sessions) -> None:
+    assert record(sessions, ids(5, 6), sampled(10, 11)) == (0, 0)
+    assert record(sessions, ids(5, 6, 10, 11, 7), sampled(12, version=8)) == (0, 0)
+    told = sessions.trajectory(ME, S, False)
+    assert json.loads(json.dumps(told)) == told
+    [sequence] = told["sequences"]
+    assert sequence["ids"] == [5, 6, 10, 11, 7, 12]
+    assert sequence["segments"] == [
+        {"length": 2, "sampled": False},
+        {"length": 2, "sampled": True, "logprobs": [-1, -2], "version_spans": [{"version": 7, "start": 0, "end": 2}]},
+        {"length": 1, "sampled": False},
+        {"length": 1, "sampled": True, "logprobs": [-1], "version_spans": [{"version": 8, "start": 0, "end": 1}]},
+    ]
+    assert [each["end"] for each in told["interactions"]] == [4, 6]
+
+
+@pytest.mark.parametrize("prompt", [ids(5, 6, 10), ids(5, 6, 10, 12), ids(9, 9, 9, 9, 9), ids(5, 6)])
+def test_another_prompt_is_a_fork_in_which_all_of_it_is_given(sessions: Sessions, prompt: Any) -> None:
+    record(sessions, ids(5, 6), sampled(10, 11))
+    assert record(sessions, prompt, sampled(20)) == (1, 1)
+    told = sessions.trajectory(ME, S, False)
+    assert (told["forks"], sessions.counts["session_forks"]) == (1, 1)
+    assert [segment["sampled"] for segment in told["sequences"][1]["segments"]] == [False, True]
+    # Both go on, each with its own.
+    assert record(sessions, ids(5, 6, 10, 11, 1), sampled(21)) == (0, 1)
+    assert record(sessions, np.concatenate([prompt, ids(20, 2)]), sampled(22)) == (1, 1)
+
+
+def test_of_two_sequences_that_begin_alike_the_longer_goes_on(sessions: Sessions) -> None:
+    record(sessions, ids(5), sampled(10))
+    record(sessions, ids(5, 10, 6), sampled(11))
+    record(sessions, ids(5), sampled(10, 6, 11, 12))
+    assert record(sessions, ids(5, 10, 6, 11, 12, 7), sampled(13)) == (1, 1)
+
+
+def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> None:
+    assert sessions.begun(ME, S, [b"a"]) == (NOTHING, 1.0)
+    record(sessions, ids(5), sampled(10), b"ab")
+    record(sessions, ids(5, 10, 6), sampled(11), b"abcd")
+    for digests, tokens, messages in (
+        ([b"a", b"ab", b"abx"], [5, 10], 2),
+        ([b"a", b"ab", b"abc", b"abcd", b"abcde"], [5, 10, 6, 11], 4),
+        ([b"x"], [], 0),
+        ([], [], 0),
+    ):
+        begun, _ = sessions.begun(ME, S, digests)
+        assert (begun.ids.tolist(), begun.messages) == (tokens, messages)
+
+
+def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
+    record(sessions, ids(5, 6), sampled(10, 11))
+    record(sessions, ids(5, 6, 10, 11, 7), sampled(12, version=8))
+    record(sessions, ids(9), sampled(13))
+    sessions.set_reward(ME, S, 0.5, "")
+    told = json.loads(json.dumps(sessions.trajectory(ME, S, False)))
+    assert (told["reward"], told["task_id"]) == (0.5, "task")
+    first, second = trajectories_of(told, 40, 40, 3)
+    assert (first.number, second.number, second.group, second.row) == (40, 41, 40, 3)
+    columns = columns_of([first, second])
+    assert columns.ids.tolist() == [5, 6, 10, 11, 7, 12, 9, 13]
+    assert columns.sampled.tolist() == [False, False, True, True, False, True, False, True]
+    told["sequences"][0]["ids"].pop()
+    with pytest.raises(ValueError, match=r"sequences\[0\]: 5 ids, but segments of 6"):
+        trajectories_of(told, 0, 0, 0)
+
+
+def test_rewards_of_responses(sessions: Sessions) -> None:
+    record(sessions, ids(5), sampled(10), name="c1")
+    record(sessions, ids(5, 10, 6), sampled(11), name="c2")
+    sessions.set_reward(ME, S, 1.0, "c2")
+    told = sessions.trajectory(ME, S, False)
+    assert ([each["reward"] for each in told["interactions"]], told["reward"]) == ([None, 1.0], None)
+    with pytest.raises(InvalidArgument, match="interaction_id: 'c3' is no response"):
+        sessions.set_reward(ME, S, 1.0, "c3")
+    wrong: list[Any] = [float("nan"), float("inf"), True, "1", None, []]
+    for value in wrong:
+        with pytest.raises(InvalidArgument, match="reward: should be a finite number"):
+            check_reward(value)
+
+
+def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -> None:
+    record(sessions, ids(5), sampled(10))
+    assert sessions.end(ME, S) == sessions.end(ME, S) == 1
+    for refused in (
+        lambda: sessions.begun(ME, S, []),
+        lambda: record(sessions, ids(5, 10), sampled(1)),
+        lambda: sessions.set_reward(ME, S, 1.0, ""),
+    ):
+        with pytest.raises(FailedPrecondition, match="has ended"):
+            refused()
+    assert sessions.trajectory(ME, S, True)["ended"]
+    with pytest.raises(NotFound, match="its tokens are lost"):
+        sessions.trajectory(ME, S, False)
+    assert sessions.counts == {"sessions": 0, "session_bytes": 0, "session_forks": 0}
+
+
+def test_anothers_session_is_none(sessions: Sessions) -> None:
+    record(sessions, ids(5), sampled(10))
+    for asked in (
+        lambda: sessions.begun("other", S, []),
+        lambda: sessions.trajectory("other", S, True),
+        lambda: sessions.start("other", S, "", 1.0),
+        lambda: sessions.end("other", S),
+    ):
+        with pytest.raises(NotFound):
+            asked()
+    sessions.start(ME, S, "again", 1.0)
+    assert len(sessions.trajectory(ME, S, False)["interactions"]) == 1
+
+
+def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    sessions = Sessions(clock)
+    monkeypatch.setattr(module, "MOST_SESSIONS", 3)
+    monkeypatch.setattr(module, "MOST_OF_ONE", 2)
+    for name in ("s1", "s2"):
+        sessions.start(ME, name, "", 1.0)
+    with pytest.raises(ResourceExhausted, match="me has 2 sessions, and the most is 2") as full:
+        sessions.start(ME, "s3", "", 1.0)
+    assert full.value.retry_after_s
+    sessions.start("other", "s3", "", 1.0)
+    with pytest.raises(ResourceExhausted, match="all have 3 sessions"):
+        sessions.start("third", "s4", "", 1.0)
+    clock.now += KEPT_S - 1
+    sessions.begun(ME, "s1", [])
+    clock.now += 2
+    with pytest.raises(NotFound, match="nothing was heard of it for 60 minutes"):
+        sessions.begun(ME, "s2", [])
+    assert sessions.counts["sessions"] == 1
+    monkeypatch.setattr(module, "MOST_TURNS", 1)
+    sessions.record(ME, "s1", "c", ids(5), sampled(10), b"")
+    with pytest.raises(ResourceExhausted, match="s1 has 1 responses") as never:
+        sessions.begun(ME, "s1", [])
+    assert never.value.retry_after_s is None
+    monkeypatch.setattr(module, "MOST_BYTES", sessions.counts["session_bytes"])
+    for refused in (lambda: sessions.start(ME, "s5", "", 1.0), lambda: sessions.begun("other", "s3", [])):
+        with pytest.raises((ResourceExhausted, NotFound)):
+            refused()
+    sessions.trajectory(ME, "s1", True)
+    sessions.start(ME, "s5", "", 1.0)
