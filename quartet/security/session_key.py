@@ -28,7 +28,7 @@ class SessionKeys:
         return _BETWEEN.join((_KEY, caller, session, self._seal(caller, session)))
 
     def read(self, token: str) -> tuple[str, str] | None:
-        """Name of the caller and number of the session whose key this is; None for a token that is no such key.
+        """Name of the caller and number of the session whose key this is; None for another token.
 
         Raises:
             Unauthenticated: it is one of another door, or forged.

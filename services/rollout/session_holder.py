@@ -22,7 +22,9 @@ from services.rollout.sessions import Begun, Recorded, Sessions
 ANSWER_S = 10.0
 """Longest wait for the holder's answer, in seconds."""
 START_S = 60.0
-"""Longest wait for its start, in seconds."""
+"""Longest wait for the answer where it may have to be started first."""
+PAUSE_S = 0.2
+"""Seconds between two tries to start it in the place of one that has died, whose name Ray keeps for a moment."""
 _Refusal = tuple[type[ServiceError], str, float | None]
 
 
@@ -46,12 +48,12 @@ class OpenSession:
     name: str
 
     async def begun(self, digests: Sequence[bytes]) -> tuple[Begun, float]:
-        """See Sessions.begun."""
+        """The tokens on which a request goes on. See Sessions.begun."""
         begun: tuple[Begun, float] = await self.store.ask("begun", self.owner, self.name, digests)
         return begun
 
     async def record(self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes) -> Recorded:
-        """See Sessions.record."""
+        """Has the session hold a response. See Sessions.record."""
         args = self.owner, self.name, interaction, prompt_ids, response, digest
         recorded: Recorded = await self.store.ask("record", *args)
         return recorded
@@ -86,43 +88,50 @@ class HeldSessions:
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of Sessions. See SessionStore."""
-        holder = await self._found(start=method == "start")
-        if holder is None:
-            raise NotFound("no session was started here, or the process that held them has died, with their tokens")
+        starts = method == "start"
         try:
-            async with asyncio.timeout(ANSWER_S):
-                refusal, value = await holder.ask.remote(method, *args)
+            async with asyncio.timeout(START_S if starts else ANSWER_S):
+                refusal, value = await self._asked(method, args, starts=starts)
         except TimeoutError:
-            raise Unavailable(f"the process that holds the sessions did not answer within {ANSWER_S:g} s") from None
+            raise Unavailable("the process that holds the sessions did not answer in time") from None
         except RayActorError:
-            self._holder = None
             raise Unavailable("the process that held the sessions has died, and their tokens are lost") from None
         if refusal is not None:
             kind, message, retry_after_s = refusal
             raise ResourceExhausted(message, retry_after_s) if kind is ResourceExhausted else kind(message)
         return value
 
+    async def _asked(self, method: str, args: tuple[Any, ...], *, starts: bool) -> tuple[_Refusal | None, Any]:
+        """The holder's answer. A session may be started by another holder, if one has died."""
+        while True:
+            if self._holder is None:
+                self._holder = await asyncio.to_thread(self._started if starts else self._existing)
+            if self._holder is None:
+                raise NotFound(
+                    "no session was started here, or the process that held them has died, with their tokens"
+                )
+            try:
+                answer: tuple[_Refusal | None, Any] = await self._holder.ask.remote(method, *args)
+                return answer
+            except RayActorError:
+                self._holder = None
+                if not starts:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
     async def counts(self) -> dict[str, int]:
         """`Sessions.counts`; empty if there have been no sessions, or their holder does not answer."""
-        holder = await self._found(start=False)
-        if holder is None:
-            return {}
         try:
+            if self._holder is None:
+                self._holder = await asyncio.to_thread(self._existing)
+            if self._holder is None:
+                return {}
             async with asyncio.timeout(ANSWER_S):
-                counted: dict[str, int] = await holder.counts.remote()
+                counted: dict[str, int] = await self._holder.counts.remote()
                 return counted
         except (TimeoutError, RayActorError):
             self._holder = None
             return {}
-
-    async def _found(self, *, start: bool) -> Any:
-        """The actor, started if need be; None if there is none."""
-        if self._holder is None:
-            self._holder = await asyncio.to_thread(self._started if start else self._existing)
-            if start:
-                async with asyncio.timeout(START_S):
-                    await self._holder.__ray_ready__.remote()
-        return self._holder
 
     def _existing(self) -> Any:
         try:

@@ -43,11 +43,11 @@ class Begun(NamedTuple):
 
 
 NOTHING = Begun(np.empty(0, np.int32), 0)
-"""Of a request that begins a conversation."""
+"""The tokens before a request that begins a conversation: none."""
 
 
 class Recorded(NamedTuple):
-    """What became of a response in its session."""
+    """The place of a response in its session."""
 
     sequence: int
     """Number of its sequence, from 0."""
@@ -61,7 +61,7 @@ class _Sequence:
 
     segments: list[Segment] = field(default_factory=list)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    """Those of all segments, [T]."""
+    """Token ids of all segments, [T]."""
 
     def add(self, *segments: Segment) -> None:
         """Appends segments, of which an empty one is left out."""
@@ -80,7 +80,7 @@ class _Turn:
     end: int
     """Number of tokens of its sequence up to its own end."""
     digest: bytes
-    """Of the messages up to its own; empty if none were sent."""
+    """Digest of the messages up to its own; empty if none were sent."""
     reward: float | None = None
 
 

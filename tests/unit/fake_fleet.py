@@ -129,6 +129,7 @@ class Fleet:
     def __init__(self, source: FakeSource, **workers: int) -> None:
         self.source = source
         self.lease = common_pb2.Lease(run_id="ours", number=1)
+        self.proved: pb.Proof | None = None
         self.engines: dict[str, NoteTaker] = {}
         self.members: dict[str, WeightMember] = {}
         self.phases: list[str] = []
@@ -161,7 +162,7 @@ class Fleet:
         if name in self.down:
             self.down.remove(name)
             raise Unavailable(f"rollout.UpdateWeights({name}): the proxy is gone")
-        message = pb.WeightPhase(timeout_s=timeout_s, lease=self.lease, **phase)
+        message = pb.WeightPhase(timeout_s=timeout_s, lease=self.lease, proved=self.proved, **phase)
         assert message.prepare.stall_s <= timeout_s  # replicas refuse it otherwise
         answering = [member for key, member in self.members.items() if (key, name) not in self.mute]
         reports = list(await asyncio.gather(*(member.carry_out(message) for member in answering)))

@@ -44,7 +44,7 @@ def open_port(
         number: of the port; 0 for any free one.
         port: address and policy.
         reuse: whether another process of this user may listen on it as well, as Serve's proxies may.
-        calls: those that are open at the other ports of this process; None if there is no other.
+        calls: those that are open at the other ports of this process; None without others.
         clock: returns seconds; by it the policy's files are looked at again.
 
     Raises:

@@ -1,7 +1,7 @@
 """Code that runs inside vLLM or drives it.
 
-May import config, histories, http, interface, openai_fields, quartet, sample, session_holder and sessions. Nothing
-imports it; engines names it.
+May import config, histories, http, interface, openai_fields, quartet, sample, session_holder and sessions.
+Nothing imports it; engines names it.
 """
 
 import os

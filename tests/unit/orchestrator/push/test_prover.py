@@ -119,6 +119,9 @@ async def test_a_push_reports_what_its_proof_measured(source: FakeSource) -> Non
     pusher = make_pusher(fleet, prover=make_prover(source, every=0))
     measured = [(await pusher.push(version)).difference for version in (1, 2, 3)]
     assert measured == [pytest.approx(5e-4, rel=1e-3)] * 2 + [None]
+    for member in fleet.members.values():  # of the second push, as the third was not proved
+        assert member.proved
+        assert (member.proved.policy_version, member.proved.difference) == (2, measured[1])
 
 
 def test_the_unit_of_differences_is_the_spread_of_the_log_probs() -> None:

@@ -151,6 +151,21 @@ async def test_the_group_of_a_run_is_left_when_its_lease_is_over(engine: FakeEng
     assert names(engine)[-3:] == ["leave", "join", "pause"]
 
 
+async def test_the_last_proof_comes_with_any_phase_and_goes_with_its_run(member: WeightMember) -> None:
+    first, second = (pb.Proof(policy_version=version, difference=1e-5) for version in (1, 2))
+    renewed = pb.WeightPhase(timeout_s=5, lease=LEASE, claim=common_pb2.Claim(ttl_s=60), proved=first)
+    assert (await member.carry_out(renewed)).ok
+    assert member.proved == first
+    await play(member, {"proved": second, "abort": pb.Abort()})
+    await play(member, {"discover": pb.Discover()})
+    assert member.proved == second
+    forged = pb.WeightPhase(timeout_s=5, lease=NEWER, abort=pb.Abort(), proved=first)
+    assert not (await member.carry_out(forged)).ok
+    assert member.proved == second
+    assert (await claim(member, NEWER, take_over=True)).ok
+    assert member.proved is None
+
+
 async def test_the_group_of_a_run_is_left_at_its_end_and_at_the_claim_of_another(
     engine: FakeEngine, member: WeightMember
 ) -> None:

@@ -377,7 +377,7 @@ async def test_a_caller_that_leaves_is_known_to_the_replica() -> None:
 
 
 async def test_a_caller_that_does_not_read_is_given_up(keys: Keys, tmp_path: Path) -> None:
-    """Its connection is closed, and the replica learns that it has left, as if it had closed it itself."""
+    """The connection is closed, and the replica learns that it has left, as if it had closed it itself."""
     unread = Keys(tmp_path / "keys", days=1)
     unread.make(["127.0.0.1"], {"client": "sampler"}, tokens=True)
     policy = yaml.safe_load(unread.policy.read_text())

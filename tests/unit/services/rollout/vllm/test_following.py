@@ -1,4 +1,4 @@
-"""What follows a response, by templates in the forms of Qwen, Llama 3 and Gemma: tokens of before stay as they are.
+"""The tokens after a response, by templates in the forms of Qwen, Llama 3 and Gemma: those before stay as they are.
 
 Tokens are drawn at random, so that hardly any response is what its own text would be tokenised to.
 """

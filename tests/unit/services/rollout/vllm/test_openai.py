@@ -57,7 +57,7 @@ class Script:
     input_processor: Any
     end: str = "length"
     say: str = "w{} "
-    """What a token is as text."""
+    """Text of a token."""
     asked: list[Any] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,7 +112,7 @@ class Replica:
         return await heard(await self.completions.answer(path, json.dumps(body).encode(), ME, held))
 
     def prompts(self) -> list[list[int]]:
-        """Those that the engine was asked for."""
+        """Prompts that the engine was asked for."""
         return [list(prompt["prompt_token_ids"]) for prompt, _ in self.llm.asked]
 
     def beat(self) -> None:
