@@ -111,10 +111,10 @@ class Judges:
     def __init__(self, chance: Chance) -> None:
         self.chance = chance
 
-    async def score(self, columns: Columns, **options: Any) -> Scores:
+    async def score(self, trajectories: Columns, **options: Any) -> Scores:
         """A score for each response."""
         await self.chance.spend("score")
-        scores = np.asarray([float(row[0] % 7) for row in columns.responses], np.float32)
+        scores = np.asarray([float(row[0] % 7) for row in trajectories.responses], np.float32)
         return Scores({"score": scores}, "model:fake", "hash")
 
     async def logprobs(self, columns: Columns, **options: Any) -> Any:

@@ -36,6 +36,9 @@ class PromptsConfig(SplitsConfig):
 
     label_key: str | None = None
     """Column whose value function scorers get as the pair's label."""
+    columns: tuple[str, ...] = ()
+    """Further columns whose values function scorers get as the pair's `columns`, such as tests that a program has to
+    pass."""
     task_key: str | None = None
     """Column whose value names the prompt's task, such as its data set or difficulty: scores and lengths are measured
     for each task too, of which there may be 64."""

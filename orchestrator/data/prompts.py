@@ -1,8 +1,9 @@
 """Prompts: read from disk, checked, tokenised, and numbered in the order in which a run takes them."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ class Prompt:
     """Label for function scorers; empty if there is none."""
     task: str = ""
     """Task by which scores and lengths are measured too; empty if there is none."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Values of further columns for function scorers, as JSON has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
     table = open_split(config.path, name)
     where = f"data.path {config.path}, split {name!r}"
     keys = {"input_key": config.input_key, "label_key": config.label_key, "task_key": config.task_key}
-    check_columns(keys, table, where)
+    check_columns(keys | {f"columns.{index}": key for index, key in enumerate(config.columns)}, table, where)
     indices = selected(len(table.rows), start, stop, split, config.split_seed)
     rows = [table.rows[index] for index in indices]
     texts = _texts([row[config.input_key] for row in rows], tokenizer, config, [f"{where}, row {i}" for i in indices])
@@ -87,14 +90,20 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, split: str, *, vocab_
         [_text_in(row, key, place) for row, place in zip(rows, places, strict=True)]
         for key in (config.label_key, config.task_key)
     )
+    further = [
+        {key: _plain(row[key], f"{place}: column {key!r}") for key in config.columns}
+        for row, place in zip(rows, places, strict=True)
+    ]
     if len(different := {*tasks} - {""}) > MOST_TASKS:
         raise ConfigError(
             f"data.task_key: column {config.task_key!r} of {where} has {len(different)} different values, each of "
             f"which would be measured by itself; {MOST_TASKS} are the most"
         )
     prompts = [
-        Prompt(index, np.asarray(ids, np.int32), text, label, task)
-        for index, text, ids, label, task in zip(indices, texts, token_ids, labels, tasks, strict=True)
+        Prompt(index, np.asarray(ids, np.int32), text, label, task, columns)
+        for index, text, ids, label, task, columns in zip(
+            indices, texts, token_ids, labels, tasks, further, strict=True
+        )
     ]
     for prompt in prompts:
         _check_ids(prompt, vocab_size, where)
@@ -197,10 +206,10 @@ def check_columns(keys: Mapping[str, str | None], table: Table, where: str) -> N
     """Raises ConfigError unless there are rows and all of these columns: field of `data:` -> column, or None."""
     if not len(table.rows):
         raise ConfigError(f"{where}: holds no rows")
-    for field, key in keys.items():
+    for name, key in keys.items():
         if key is not None and key not in table.columns:
             columns = ", ".join(table.columns)
-            raise ConfigError(f"data.{field}: no column {key!r} in {where}; the columns are {columns}")
+            raise ConfigError(f"data.{name}: no column {key!r} in {where}; the columns are {columns}")
 
 
 def _texts(values: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, where: Sequence[str]) -> list[str]:
@@ -240,6 +249,15 @@ def _text_in(row: Mapping[str, Any], key: str | None, where: str) -> str:
     """The value in a column as text; empty where there is none."""
     value = None if key is None else row[key]
     return "" if value is None else sound(str(value), f"{where}: column {key!r}")
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value as JSON has it. ConfigError if it cannot hold it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} holds what JSON cannot: {error}") from None
+    return json.loads(sound(text, where))
 
 
 def sound(text: str, where: str) -> str:

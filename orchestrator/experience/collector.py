@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.unscored import PAUSE_S
+from orchestrator.data.prompts import Prompt
 from orchestrator.experience.answers import Answers
 from orchestrator.experience.checks import (
     check_own_logprobs,
@@ -238,9 +239,9 @@ class Collector:
         """The conversations with the columns of SCHEMA, NaN for scores of those that have none, and the reasons for
         which these have none."""
         columns = trajectories(conversations)
-        labels = [each.request.prompt.label for each in conversations]
+        prompts = [each.request.prompt for each in conversations]
         async with asyncio.TaskGroup() as group:
-            scores = group.create_task(self._scores(columns, labels))
+            scores = group.create_task(self._scores(columns, prompts))
             per_token = {
                 "ref_logprobs": group.create_task(self._references(columns)),
                 "values": group.create_task(self._values(columns, critic_step)),
@@ -251,13 +252,16 @@ class Collector:
         return columns.with_rows(**by_column).with_sampled(**come), unscored
 
     async def _scores(
-        self, columns: Columns, labels: Sequence[str]
+        self, columns: Columns, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, Floats], Mapping[int, Unscored]]:
         """Column -> scores, [B], and the reasons for which some have none."""
+        further = [prompt.columns for prompt in prompts]
         with self.stages("score", columns["number"].tolist()), within(SCORING):
             scores = await self._services.reward.score(
                 columns,
-                labels=labels,
+                labels=[prompt.label for prompt in prompts],
+                columns=further if any(further) else (),
+                groups=columns["group"].tolist(),
                 ended=(~columns["truncated"]).tolist(),
                 timeout_s=self._config.timeouts.score_s,
             )

@@ -115,10 +115,10 @@ class FakeAsk:
     hangs: bool = False
     cancelled: int = 0
 
-    async def ask(self, columns: Columns, **options: Any) -> list[Any]:
+    async def ask(self, trajectories: Columns, **options: Any) -> list[Any]:
         self.journal.note(self.name)
-        responses = columns.responses
-        self.calls.append({"prompts": columns.prompts, "responses": responses, **options})
+        responses = trajectories.responses
+        self.calls.append({"prompts": trajectories.prompts, "responses": responses, **options})
         if self.hangs:
             try:
                 await asyncio.Event().wait()
@@ -141,8 +141,8 @@ class FakeReward(FakeAsk):
     scorer = "model:fake"
     names: tuple[str, ...] = ("score",)
 
-    async def score(self, columns: Columns, *, labels: Any, ended: Any, timeout_s: float) -> Scores:
-        scores = await self.ask(columns, labels=labels, ended=ended, timeout_s=timeout_s)
+    async def score(self, trajectories: Columns, **known: Any) -> Scores:
+        scores = await self.ask(trajectories, **known)
         unscored = {index: each for index, each in enumerate(scores) if isinstance(each, Unscored)}
         nothing = [np.nan] * len(self.names)
         rows = [nothing if index in unscored else each for index, each in enumerate(scores)]
