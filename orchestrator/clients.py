@@ -31,7 +31,8 @@ class Infos:
     """The models and scorers behind the services."""
 
     rollout: rollout_pb2.RolloutInfo
-    reward: reward_pb2.RewardInfo
+    reward: reward_pb2.ScorerInfo
+    """The scorer that scores the run's samples."""
     reference: reference_pb2.ReferenceInfo | None
     """The reference's Info; None if the run has no reference."""
     critic: critic_pb2.CriticInfo | None
@@ -82,7 +83,8 @@ class Services:
 
         reference = make(ReferenceClient) if config.services.reference is not None else None
         critic = make(CriticClient) if config.services.critic is not None else None
-        return cls(make(RolloutClient), make(RewardClient), reference, critic)
+        reward = make(RewardClient).named(config.services.reward.scorer)
+        return cls(make(RolloutClient), reward, reference, critic)
 
     def declaring(self, run: str, purpose: Purpose) -> Self:
         """Copies of the clients, on the same channels, for another run name and purpose."""
@@ -188,9 +190,9 @@ def check_compatible(infos: Infos, tokenizer: Any, config: OrchestratorConfig) -
         )
 
 
-def check_scores(info: reward_pb2.RewardInfo, config: OrchestratorConfig) -> None:
+def check_scores(info: reward_pb2.ScorerInfo, config: OrchestratorConfig) -> None:
     """Raises ConfigError unless the reward service gives scores of the names that the algorithm weighs."""
-    if problems := [*config.algorithm.misfits(info.scorer.names, f"the reward service's {info.scorer.name}")]:
+    if problems := [*config.algorithm.misfits(info.identity.names, f"the reward service's {info.identity.name}")]:
         raise ConfigError("\n".join(problems))
 
 

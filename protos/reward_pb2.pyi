@@ -31,17 +31,33 @@ class TextPairs(_message.Message):
     responses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, prompts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Conversations(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, messages: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ScoreRequest(_message.Message):
-    __slots__ = ("tokens", "texts", "labels", "ended")
+    __slots__ = ("tokens", "texts", "conversations", "scorer", "labels", "columns", "groups", "pair_timeout_s", "ended")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     texts: TextPairs
+    conversations: Conversations
+    scorer: str
     labels: _containers.RepeatedScalarFieldContainer[str]
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    groups: bytes
+    pair_timeout_s: float
     ended: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, tokens: _Optional[bytes] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., labels: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., texts: _Optional[_Union[TextPairs, _Mapping]] = ..., conversations: _Optional[_Union[Conversations, _Mapping]] = ..., scorer: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., columns: _Optional[_Iterable[str]] = ..., groups: _Optional[bytes] = ..., pair_timeout_s: _Optional[float] = ..., ended: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("scores", "scorer", "outcomes", "reasons")
@@ -68,9 +84,17 @@ class ScorerIdentity(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model_hash: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[ScorerIdentity, _Mapping]]] = ...) -> None: ...
 
 class RewardInfo(_message.Message):
-    __slots__ = ("model", "scorer")
+    __slots__ = ("scorers",)
+    SCORERS_FIELD_NUMBER: _ClassVar[int]
+    scorers: _containers.RepeatedCompositeFieldContainer[ScorerInfo]
+    def __init__(self, scorers: _Optional[_Iterable[_Union[ScorerInfo, _Mapping]]] = ...) -> None: ...
+
+class ScorerInfo(_message.Message):
+    __slots__ = ("name", "model", "identity")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    SCORER_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    name: str
     model: _common_pb2.ModelInfo
-    scorer: ScorerIdentity
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., scorer: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...
+    identity: ScorerIdentity
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., identity: _Optional[_Union[ScorerIdentity, _Mapping]] = ...) -> None: ...

@@ -25,7 +25,7 @@ from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
 from services.reference.model import Frozen, Question
 from services.reference.replica import Reference
-from services.reward.config import FunctionScorerConfig, RewardConfig
+from services.reward.config import FunctionScorerConfig, Hosted
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Result, Scored, Scorer
 from services.rollout.config import RolloutConfig
@@ -247,7 +247,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         return _bound(Rollout, rollout, partial(start_engine, sleep))
     if args["service"] == "reward":
         scorer = FunctionScorerConfig(kind="function", function="emulated:score")
-        return _bound(Reward, RewardConfig(tokenizer=folder, scorer=scorer), partial(make_scorer, sleep))
+        return _bound(Reward, Hosted(scorer, folder), partial(make_scorer, sleep))
     if args["service"] == "reference":
         reference = ReferenceConfig(model=folder, dtype="float32", batch_tokens=sleep.tokens)
         return _bound(Reference, reference, partial(load_model, sleep))

@@ -135,7 +135,7 @@ async def evaluate_model(
     rows = await evaluate_samples(scored, tokenizer, judges, config.evaluation.judge_s)
     path = output or RUNS / config.name / f"evaluate-{Path(model).name}-{_plain(split)}.jsonl"
     write_rows(path, rows)
-    return Evaluation(f"{model} on {split}", infos["reward"].scorer.name, rows, path)
+    return Evaluation(f"{model} on {split}", infos["reward"].identity.name, rows, path)
 
 
 async def served(rollout: RolloutClient, config: OrchestratorConfig, alike_s: float = ALIKE_S) -> int:

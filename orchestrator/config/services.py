@@ -26,13 +26,20 @@ class ServiceConfig(Config):
     """Name of the service's application. Null: the default, such as `reward`."""
 
 
+class RewardServiceConfig(ServiceConfig):
+    """Target, application name and scorer of the reward service."""
+
+    scorer: str = ""
+    """Name of the scorer in the application's `scorers:`. Empty: the only one."""
+
+
 class ServicesConfig(Config):
     """The services with another target or name, for instance a reward service that another team deployed. A service
     with its own target need not be in this file's `applications:`."""
 
     rollout: ServiceConfig = ServiceConfig()
     """The rollout service. Since its weights are pushed, it has to be in the Ray cluster in which the run trains."""
-    reward: ServiceConfig = ServiceConfig()
+    reward: RewardServiceConfig = RewardServiceConfig()
     """The reward service."""
     reference: ServiceConfig | None = ServiceConfig()
     """The reference service. Null, or without such an application in a file whose algorithm.kl.coef is 0: the run has

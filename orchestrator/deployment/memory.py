@@ -185,7 +185,8 @@ def frozen_models(section: Config) -> Sequence[FrozenConfig]:
     """The models of a service that are never trained."""
     if isinstance(section, ReferenceConfig):
         return [section]
-    return _models(section.scorer) if isinstance(section, RewardConfig) else []
+    hosted = section.hosted.values() if isinstance(section, RewardConfig) else []
+    return [model for each in hosted for model in _models(each.scorer)]
 
 
 def _models(scorer: ScorerConfig) -> list[ModelScorerConfig]:

@@ -37,7 +37,7 @@ def identities(infos: Infos) -> dict[str, PartIdentity]:
         known[f"{service}.tokenizer"] = PartIdentity(name=model.name, digest=model.tokenizer_hash)
         if service != "reward":  # its scorers have their own identities
             known[f"{service}.model"] = PartIdentity(name=model.name, digest=model.model_hash)
-    return known | dict(_scorers("reward.scorer", infos.reward.scorer))
+    return known | dict(_scorers("reward.scorer", infos.reward.identity))
 
 
 def _scorers(where: str, scorer: reward_pb2.ScorerIdentity) -> Iterator[tuple[str, PartIdentity]]:

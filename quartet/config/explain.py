@@ -154,10 +154,16 @@ def _kind_at(kind: Any, path: _Path) -> Any:
             kind = field.annotation if field else None
         else:
             kind = get_args(kind)[-1] if get_origin(kind) in (list, dict) else None
-        if get_origin(kind) is Annotated:
-            kind = get_args(kind)[0]
-        if _is_union(kind) and len(certain := [choice for choice in get_args(kind) if choice is not NoneType]) == 1:
-            kind = certain[0]
+        kind = _certain(kind)
+    return kind
+
+
+def _certain(kind: Any) -> Any:
+    """The type without its annotations, and without null as the other choice."""
+    if get_origin(kind) is Annotated:
+        return _certain(get_args(kind)[0])
+    if _is_union(kind) and len(certain := [choice for choice in get_args(kind) if choice is not NoneType]) == 1:
+        return _certain(certain[0])
     return kind
 
 

@@ -85,6 +85,11 @@ class Port:
         }
 
     @property
+    def everywhere(self) -> bool:
+        """True if the port listens on every address of this machine."""
+        return self.host.strip("[]") in ("0.0.0.0", "::")
+
+    @property
     def wants_token(self) -> bool:
         """True if only the user who called `quartet up` is to be let in, without a policy that says how."""
         return self.policy is None and self.local == "token" and on_loopback(self.host)

@@ -1,6 +1,8 @@
 """A prompt and its response as text, the input of function scorers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 SCORE = "score"
 """Name of the score of a pair where it has one alone."""
@@ -25,6 +27,17 @@ class Pair:
     """The response ended with an end-of-sequence or stop token, and was not cut off by the length limit."""
     texts: tuple[str, ...] = ()
     """The parts of `response` where an environment answered: a response, the answer, another response."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation as chat messages, each with `role` and `content`, the response last, where the caller sent
+    such."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the caller sent of the pair, such as the other columns of the data set's row: values of JSON."""
+    group: int | None = None
+    """The same number for all responses to one prompt; None where the caller sent none. Pairs of a group may come in
+    several calls of the function."""
+    timeout_s: float | None = None
+    """The longest time, in seconds, that the caller wants to be spent on the pair; None: as long as the scorer may
+    take."""
 
     @property
     def last(self) -> str:

@@ -1,4 +1,4 @@
 """Reward: scores pairs of prompt and response, also without a training run.
 
-May import quartet. orchestrator imports it: client and config.
+May import quartet. orchestrator imports it: client, config and names.
 """

@@ -1,8 +1,11 @@
 """Client of the reward service. It needs neither Ray nor torch, and works without a training run."""
 
-from collections.abc import Mapping, Sequence
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,12 +15,13 @@ from protos.reward_pb2_grpc import RewardStub
 from quartet.columns import Columns
 from quartet.wire.backoff import Deadline
 from quartet.wire.client import ServiceClient
-from quartet.wire.codec import Floats, unpack_floats
-from quartet.wire.errors import InvalidArgument, InvalidReply
+from quartet.wire.codec import Floats, pack_longs, unpack_floats
+from quartet.wire.errors import InvalidArgument, InvalidReply, Unavailable
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import SCORE
 from quartet.wire.replies import one_each, reading
 from quartet.wire.splitting import in_parts, some
+from services.reward.names import chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,24 @@ class Scores:
 
 
 class RewardClient(ServiceClient[RewardStub]):
-    """Asks for the scores of pairs."""
+    """Asks for the scores of pairs.
+
+    Whatever is known of pairs beside their texts is for scorers that ask for it (quartet/wire/pairs.py), and is one
+    for each pair, or empty: `labels`; `columns`, mappings of names to values of JSON; `groups`, the same number for
+    all responses to one prompt. `pair_timeout_s` is the longest time that the scorer should spend on a pair, in
+    seconds; 0: what the scorer allows.
+    """
 
     SERVICE = "reward"
     STUB = RewardStub
+    scorer = ""
+    """Name of the scorer that is asked; empty: the only one of the service."""
+
+    def named(self, scorer: str) -> Self:
+        """A copy of this client, on the same channel, that asks the scorer of this name."""
+        other = copy.copy(self)
+        other.scorer = scorer
+        return other
 
     async def score(
         self,
@@ -54,43 +72,88 @@ class RewardClient(ServiceClient[RewardStub]):
         *,
         labels: Sequence[str] = (),
         ended: Sequence[bool] = (),
+        columns: Sequence[Mapping[str, Any]] = (),
+        groups: Sequence[int] = (),
+        pair_timeout_s: float = 0.0,
         timeout_s: float,
     ) -> Scores:
         """Scores of B trajectories in ids of the service's tokenizer. Large calls are sent in parts.
 
         Args:
             trajectories: prompts and responses (`Columns.of_pairs`); further columns stay here.
-            labels: one per trajectory, or empty; passed to function scorers.
+            labels: labels of the trajectories.
             ended: True for each response that is complete; empty: judged by the response's last token.
+            columns: further values.
+            groups: numbers of prompts.
+            pair_timeout_s: time for a pair.
             timeout_s: deadline in seconds.
 
         Raises:
             ServiceError: the service's error; DeadlineExceeded after `timeout_s`; InvalidReply if the answer has
                 another length, or its parts come from different scorers.
         """
-        deadline, bare = Deadline(timeout_s), trajectories.select()
+        bare, known = trajectories.select(), _Known(labels, columns, groups, pair_timeout_s)
 
         def request(rows: range) -> pb.ScoreRequest:
-            return pb.ScoreRequest(tokens=bare.take(rows).pack(), labels=some(labels, rows), ended=some(ended, rows))
+            return pb.ScoreRequest(tokens=bare.take(rows).pack(), ended=some(ended, rows))
 
-        sizes = trajectories.lengths.tolist()
-        return self._joined(await in_parts(sizes, lambda rows: self._part(rows, request(rows), deadline)))
+        return await self._scored(trajectories.lengths.tolist(), request, known, timeout_s)
 
     async def score_texts(
-        self, prompts: Sequence[str], responses: Sequence[str], *, labels: Sequence[str] = (), timeout_s: float
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        *,
+        labels: Sequence[str] = (),
+        columns: Sequence[Mapping[str, Any]] = (),
+        groups: Sequence[int] = (),
+        pair_timeout_s: float = 0.0,
+        timeout_s: float,
     ) -> Scores:
         """Scores of pairs given as texts; all responses count as complete. Raises as `score` does."""
         if len(prompts) != len(responses):
             raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
-        deadline = Deadline(timeout_s)
 
         def request(rows: range) -> pb.ScoreRequest:
             texts = pb.TextPairs(prompts=some(prompts, rows), responses=some(responses, rows))
-            return pb.ScoreRequest(texts=texts, labels=some(labels, rows))
+            return pb.ScoreRequest(texts=texts)
 
-        # An English token has three bytes or more; in other scripts a letter may take several tokens.
-        sizes = [1 + (len(a.encode()) + len(b.encode())) // 3 for a, b in zip(prompts, responses, strict=True)]
-        return self._joined(await in_parts(sizes, lambda rows: self._part(rows, request(rows), deadline)))
+        sizes = [_tokens(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        return await self._scored(sizes, request, _Known(labels, columns, groups, pair_timeout_s), timeout_s)
+
+    async def score_conversations(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        labels: Sequence[str] = (),
+        columns: Sequence[Mapping[str, Any]] = (),
+        groups: Sequence[int] = (),
+        pair_timeout_s: float = 0.0,
+        timeout_s: float,
+    ) -> Scores:
+        """Scores of conversations: chat messages with `role` and `content`, of which the last one is the response, of
+        role assistant. The scorer renders them by its own chat template. Raises as `score` does."""
+        texts = [json.dumps(messages) for messages in conversations]
+
+        def request(rows: range) -> pb.ScoreRequest:
+            return pb.ScoreRequest(conversations=pb.Conversations(messages=some(texts, rows)))
+
+        known = _Known(labels, columns, groups, pair_timeout_s)
+        return await self._scored([*map(_tokens, texts)], request, known, timeout_s)
+
+    async def _scored(
+        self, sizes: Sequence[int], request: Callable[[range], pb.ScoreRequest], known: "_Known", timeout_s: float
+    ) -> Scores:
+        """The scores of rows of these sizes in tokens, by requests that hold the pairs of some of them."""
+        deadline = Deadline(timeout_s)
+
+        async def part(rows: range) -> Scores:
+            made = request(rows)
+            made.scorer = self.scorer
+            known.tell(made, rows)
+            return await self._part(rows, made, deadline)
+
+        return self._joined(await in_parts(sizes, part))
 
     async def _part(self, rows: range, request: pb.ScoreRequest, deadline: Deadline) -> Scores:
         """The scores of these rows, which the request holds."""
@@ -124,12 +187,49 @@ class RewardClient(ServiceClient[RewardStub]):
         }
         return Scores(columns, first.scorer, first.model_hash, unscored)
 
-    async def info(self, timeout_s: float) -> pb.RewardInfo:
-        """The scorer behind the service."""
-        info: pb.RewardInfo = await self._call(
+    async def info(self, timeout_s: float) -> pb.ScorerInfo:
+        """The scorer that is asked.
+
+        Raises:
+            InvalidArgument: there is none of its name, or several and it has no name; names those that there are.
+            Unavailable: it has not started yet.
+        """
+        scorers = {each.name: each for each in await self.scorers(timeout_s)}
+        found = scorers[chosen(self.scorer, scorers)]
+        if not found.identity.name:
+            raise Unavailable(f"{self.application}.Info: scorer {found.name} has not started yet")
+        return found
+
+    async def scorers(self, timeout_s: float) -> Sequence[pb.ScorerInfo]:
+        """All scorers of the service, one or more; those that have not started yet have a name alone."""
+        reply: pb.RewardInfo = await self._call(
             self._stub.Info, common_pb2.InfoRequest(), timeout_s, "Info", anywhere=True
         )
-        return info
+        if not reply.scorers:
+            raise InvalidReply(f"{self.application}.Info: scorers: empty; there must be one or more")
+        return reply.scorers
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Whatever is known of the pairs of a call beside their texts."""
+
+    labels: Sequence[str]
+    columns: Sequence[Mapping[str, Any]]
+    groups: Sequence[int]
+    pair_timeout_s: float
+
+    def tell(self, request: pb.ScoreRequest, rows: range) -> None:
+        """Adds to a request what is known of its pairs, which are these rows."""
+        request.labels.extend(some(self.labels, rows))
+        request.columns.extend(map(json.dumps, some(self.columns, rows)))
+        request.groups = pack_longs(some(self.groups, rows))
+        request.pair_timeout_s = self.pair_timeout_s
+
+
+def _tokens(*texts: str) -> int:
+    # An English token has three bytes or more; in other scripts a letter may take several tokens.
+    return 1 + sum(len(text.encode()) for text in texts) // 3
 
 
 def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:

@@ -1,5 +1,7 @@
 """Configuration of the reward service: the `args:` of its application in the YAML file."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self, Union
 
 from pydantic import Field, model_validator
@@ -10,8 +12,30 @@ from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
 from quartet.config.scores import ScoreName
 
+INGRESS = "Reward"
+"""Name of the deployment that takes an application's calls."""
+MAX_LENGTH = 4096
+"""Longest pair in tokens, by default."""
+DEFAULT_LIMITS = LimitsConfig()
+ScorerName = Annotated[
+    str,
+    matching(rf"(?!{INGRESS}$)[A-Za-z][\w.-]*", f"letters, digits, `_`, `-` and `.`, a letter first; not {INGRESS}"),
+]
+"""A name by which requests choose a scorer, and that of its deployment."""
 
-class ModelScorerConfig(FrozenConfig):
+
+class OwnConfig(Config):
+    """Settings that a scorer may have of its own; null: as in the application's args."""
+
+    tokenizer: ModelPath | None = None
+    """Folder of the tokenizer of the requests' token ids."""
+    max_length: Count | None = None
+    """Longest prompt + response, in tokens."""
+    limits: LimitsConfig | None = None
+    """Limits on waiting calls, their shares among callers, and the time of a pass."""
+
+
+class ModelScorerConfig(FrozenConfig, OwnConfig):
     """A Hugging Face sequence-classification model with one label."""
 
     kind: Literal["model"]
@@ -27,7 +51,7 @@ class ModelScorerConfig(FrozenConfig):
         return ()
 
 
-class FunctionScorerConfig(Config):
+class FunctionScorerConfig(OwnConfig):
     """A Python function of texts."""
 
     kind: Literal["function"]
@@ -48,14 +72,21 @@ class FunctionScorerConfig(Config):
         return self
 
 
-class SeveralScorerConfig(Config):
-    """Several scorers, each of which gives a score of its own; what each counts is the caller's to say
+class SeveralScorerConfig(OwnConfig):
+    """Several scorers as one, each of which gives a score of its own; what each counts is the caller's to say
     (orchestrator.algorithm.rewards)."""
 
     kind: Literal["several"]
     """Kind of the scorer."""
     scorers: Annotated[dict[ScoreName, "ScorerConfig"], Field(min_length=1)]
     """Name -> scorer. The scores of one that has names itself are called `name.its name`."""
+
+    @model_validator(mode="after")
+    def _parts_own_nothing(self) -> Self:
+        for name, part in self.scorers.items():
+            if given := sorted(part.model_fields_set & OwnConfig.model_fields.keys()):
+                raise ValueError(f"scorers.{name}.{given[0]}: belongs to the whole; set it beside `kind: several`")
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,17 +101,69 @@ ScorerConfig = Annotated[
 ]
 
 
-class RewardConfig(Config):
-    """The scorer, and the tokenizer of the requests' token ids."""
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A scorer with all that holds for it."""
 
-    tokenizer: ModelPath
-    """Folder of the tokenizer of the requests' token ids, usually the policy's."""
     scorer: ScorerConfig
-    """The scorer; its `kind` is model, function or several."""
-    max_length: Count = 4096
+    tokenizer: str | None
+    """Folder of its tokenizer; None for one that takes no token ids."""
+    max_length: int = MAX_LENGTH
+    limits: LimitsConfig = DEFAULT_LIMITS
+
+
+class RewardConfig(Config):
+    """One scorer, or several by name; and what holds for those that do not say it themselves."""
+
+    scorer: ScorerConfig | None = None
+    """The only scorer; its `kind` is model, function or several."""
+    scorers: dict[ScorerName, ScorerConfig] = Field(default_factory=dict)
+    """Name -> scorer, in the place of `scorer`: requests choose one by its name. Each of several is a deployment of
+    its name, whose replicas and resources `deployments:` sets, beside `Reward`, which takes the calls. A scorer's own
+    `tokenizer`, `max_length` and `limits` count before those below."""
+    tokenizer: ModelPath | None = None
+    """Folder of the tokenizer of the requests' token ids, usually the policy's. Null: a model scorer's own; other
+    scorers then take texts and conversations alone."""
+    max_length: Count = MAX_LENGTH
     """Longest prompt + response, in tokens; a model's own limit applies as well."""
     limits: LimitsConfig = LimitsConfig()
     """Limits on waiting calls, their shares among callers, and the time of a pass."""
+
+    @model_validator(mode="after")
+    def _scorer_or_scorers(self) -> Self:
+        if bool(self.scorer) == bool(self.scorers):
+            raise ValueError("scorer: give this or scorers, one of them")
+        return self
+
+    @property
+    def hosted(self) -> Mapping[str, Hosted]:
+        """Name -> scorer; the only one of `scorer` has an empty name."""
+        named = self.scorers if self.scorer is None else {"": self.scorer}
+        return {
+            name: Hosted(
+                scorer,
+                scorer.tokenizer or self.tokenizer or _own_tokenizer(scorer),
+                scorer.max_length or self.max_length,
+                scorer.limits or self.limits,
+            )
+            for name, scorer in named.items()
+        }
+
+    def only(self, name: str) -> Self:
+        """The section with one of its scorers."""
+        return self.model_copy(update={"scorers": {name: self.scorers[name]}})
+
+
+def field_of(name: str) -> str:
+    """The key of `args:` at which the scorer of this name stands."""
+    return f"scorers.{name}" if name else "scorer"
+
+
+def _own_tokenizer(scorer: ScorerConfig) -> str | None:
+    """The folder of the scorer's first model, which has a tokenizer; None if it has no model."""
+    if isinstance(scorer, SeveralScorerConfig):
+        return next(filter(None, map(_own_tokenizer, scorer.scorers.values())), None)
+    return scorer.model if isinstance(scorer, ModelScorerConfig) else None
 
 
 SeveralScorerConfig.model_rebuild()

@@ -1,7 +1,10 @@
-"""Conversion of calls, given as ids or as text, to the inputs of scorers: pass by pass, never a whole call at
-once."""
+"""Conversion of calls, given as ids, texts or conversations, to the inputs of scorers: pass by pass, never a whole
+call at once."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ from numpy.typing import NDArray
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
-from quartet.wire.codec import Floats, Ints, check_length, pack_floats
+from quartet.wire.codec import Floats, Ints, check_length, pack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
 from quartet.wire.pairs import Pair
@@ -17,7 +20,11 @@ from services.reward.scorers.scorer import Result, Scored
 
 NO_TEXT = Pair("", "")
 """Placeholder for the text of ids when no scorer reads texts."""
+NO_IDS = np.zeros(0, np.int32)
+"""Placeholder for the ids of texts when the scorer has no tokenizer."""
 _MOST_COST = 1 << 30
+_MOST_SAID = 200
+"""Most characters of a chat template's own error in a message."""
 
 
 class ScoreCall:
@@ -57,79 +64,96 @@ class Received:
     """A Score request that has been counted but not decoded."""
 
     def __init__(self, request: pb.ScoreRequest) -> None:
-        """Counts the rows. InvalidArgument if the request holds neither ids nor texts."""
+        """Counts the rows. InvalidArgument if the request holds no pairs of any kind."""
         kind = request.WhichOneof("pairs")
         if kind is None:
-            raise InvalidArgument("pairs: set tokens or texts")
+            raise InvalidArgument("pairs: set tokens, texts or conversations")
         self.request = request
         self.field = str(kind)
         self.packed = request.tokens if kind == "tokens" else None
         self._tokens = 0
-        if self.packed is None:
-            pairs = max(len(request.texts.prompts), len(request.texts.responses))
-        else:
+        if self.packed is not None:
             pairs, self._tokens = Columns.measure(self.packed, "tokens")
-        self.rows = max(pairs, len(request.labels))
-        """Number of pairs or of labels, the larger of the two."""
+        else:
+            texts = request.texts
+            pairs = max(len(texts.prompts), len(texts.responses), len(request.conversations.messages))
+        self.rows = max(pairs, len(request.labels), len(request.columns), len(request.groups) // 8)
+        """Number of pairs or of what belongs to them, the largest of these."""
 
     def tokens(self) -> int:
-        """Number of tokens; for texts and labels, bytes. Reads every text, so the number of rows is checked first."""
-        labels = sum(map(_size, self.request.labels))
-        if self.packed is not None:
-            return self._tokens + labels
-        texts = self.request.texts
-        return sum(map(_size, texts.prompts)) + sum(map(_size, texts.responses)) + labels
+        """Number of tokens; of all texts, bytes. Reads every text, so the number of rows is checked first."""
+        request = self.request
+        texts = (
+            *(request.texts.prompts, request.texts.responses, request.conversations.messages),
+            *(request.labels, request.columns),
+        )
+        return self._tokens + sum(sum(map(_size, each)) for each in texts)
 
 
 class Encoder:
-    """Turns ids into text and text into ids, by one tokenizer."""
+    """Turns ids into text, and texts and conversations into ids, by one tokenizer."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, max_length: int, *, texts: bool = True, each: int = 1
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_length: int,
+        *,
+        texts: bool = True,
+        ids: bool = True,
+        each: int = 1,
     ) -> None:
         """
         Args:
-            tokenizer: the tokenizer of the requests' ids.
+            tokenizer: the tokenizer of the requests' ids; None if the scorer has none.
             vocab_size: upper limit of ids.
             max_length: most tokens of a pair.
             texts: True if a scorer reads the text of ids.
+            ids: True if a scorer reads ids.
             each: number of scores of a pair.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._texts = texts
+        self._ids = ids
         self._each = each
 
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
-        if received.packed is None:
-            return self._of_texts(received.request)
-        trajectories = Columns.received(
-            received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
-        )
-        given = received.request
-        _check_labels(given, len(trajectories))
-        _check_ended(given, len(trajectories))
-        return ScoreCall(trajectories.lengths, lambda rows: self._from_tokens(trajectories, given, rows), self._each)
+        request = received.request
+        made: Callable[[_Known, Sequence[int]], list[Scored]]
+        if received.packed is not None:
+            if self._tokenizer is None:
+                raise InvalidArgument("tokens: the scorer has no tokenizer; send texts or conversations")
+            trajectories = Columns.received(
+                received.packed, {}, vocab_size=self._vocab_size, max_length=self._max_length, field="tokens"
+            )
+            costs, made = trajectories.lengths, partial(self._from_tokens, trajectories)
+        elif received.field == "texts":
+            costs, made = _of_texts(request), self._from_texts
+        else:
+            costs, made = _of_conversations(request), self._from_conversations
+        known = _Known(request, len(costs))
+        return ScoreCall(costs, lambda rows: made(known, rows), self._each)
 
-    def _from_tokens(self, trajectories: Columns, given: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
+    def _from_tokens(self, trajectories: Columns, known: "_Known", rows: Sequence[int]) -> list[Scored]:
         prompts, responses = trajectories.prompts, trajectories.responses
         asked, answers = [prompts[row] for row in rows], [responses[row] for row in rows]
         if not self._texts:
             return [Scored(p, r, NO_TEXT) for p, r in zip(asked, answers, strict=True)]
         texts = self._tokenizer.batch_decode([*asked, *answers], skip_special_tokens=True)
-        eos, several = self._tokenizer.eos_token_id, not trajectories.single_turn
+        eos, several, ended = self._tokenizer.eos_token_id, not trajectories.single_turn, known.request.ended
         pairs = zip(asked, answers, texts[: len(rows)], texts[len(rows) :], rows, strict=True)
         return [
             Scored(
                 p,
                 r,
-                Pair(
+                known.pair(
+                    row,
                     prompt=pt,
                     response=rt,
-                    label=given.labels[row] if given.labels else "",
-                    ended=given.ended[row] if given.ended else bool(r[-1] == eos),
+                    ended=ended[row] if ended else bool(r[-1] == eos),
                     texts=self._parts(trajectories, row) if several else (),
                 ),
             )
@@ -143,50 +167,166 @@ class Encoder:
             return ()
         return tuple(self._tokenizer.batch_decode(segments, skip_special_tokens=True))
 
-    def _of_texts(self, request: pb.ScoreRequest) -> ScoreCall:
-        prompts, responses = request.texts.prompts, request.texts.responses
-        if not prompts:
-            raise InvalidArgument("texts: empty; send at least one prompt and response")
-        if len(prompts) != len(responses):
-            raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
-        _check_labels(request, len(prompts))
-        # A text has at most one token per byte, plus a first and a last special token.
-        costs = [min(_size(p) + _size(r) + 2, _MOST_COST) for p, r in zip(prompts, responses, strict=True)]
-        return ScoreCall(np.asarray(costs, np.int32), lambda rows: self._from_texts(request, rows), self._each)
+    def _from_texts(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
+        texts = known.request.texts
+        prompts, responses = [texts.prompts[row] for row in rows], [texts.responses[row] for row in rows]
+        pairs = [known.pair(row, prompt=p, response=r) for p, r, row in zip(prompts, responses, rows, strict=True)]
+        return self._encoded(prompts, responses, pairs, rows, "texts")
 
-    def _from_texts(self, request: pb.ScoreRequest, rows: Sequence[int]) -> list[Scored]:
-        prompts = [request.texts.prompts[row] for row in rows]
-        responses = [request.texts.responses[row] for row in rows]
+    def _encoded(
+        self, prompts: Sequence[str], responses: Sequence[str], pairs: Sequence[Pair], rows: Sequence[int], field: str
+    ) -> list[Scored]:
+        """The pairs with the ids of these texts, which stand in these rows of a field."""
+        if self._tokenizer is None:
+            return [Scored(NO_IDS, NO_IDS, pair) for pair in pairs]
         eos = self._tokenizer.eos_token_id
         end = [] if eos is None else [eos]
-        prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer(prompts)["input_ids"]]
-        answers = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
+        prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
+        answers = self._tokenizer([*responses], add_special_tokens=False)["input_ids"]
         response_ids = [np.asarray([*ids, *end], np.int32) for ids in answers]
-        self._check_texts(prompt_ids, response_ids, rows)
-        return [
-            Scored(p, r, Pair(prompt=pt, response=rt, label=request.labels[row] if request.labels else ""))
-            for p, r, pt, rt, row in zip(prompt_ids, response_ids, prompts, responses, rows, strict=True)
-        ]
+        return self._checked(prompt_ids, response_ids, pairs, rows, field)
 
-    def _check_texts(self, prompts: Sequence[Ints], responses: Sequence[Ints], rows: Sequence[int]) -> None:
-        for name, sequences in (("prompts", prompts), ("responses", responses)):
-            for row, ids in zip(rows, sequences, strict=True):
-                if not len(ids):
-                    raise InvalidArgument(f"texts.{name}[{row}]: has no tokens")
+    def _checked(
+        self,
+        prompts: Sequence[Ints],
+        responses: Sequence[Ints],
+        pairs: Sequence[Pair],
+        rows: Sequence[int],
+        field: str,
+    ) -> list[Scored]:
         for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            check_length(len(prompt), len(response), self._max_length, f"texts[{row}]")
+            for side, ids in (("prompt", prompt), ("response", response)):
+                if not len(ids):
+                    raise InvalidArgument(f"{field}[{row}]: the {side} has no tokens")
+            check_length(len(prompt), len(response), self._max_length, f"{field}[{row}]")
+        return [Scored(p, r, pair) for p, r, pair in zip(prompts, responses, pairs, strict=True)]
+
+    def _from_conversations(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
+        talks = [_messages(known.request.conversations.messages[row], row) for row in rows]
+        responses = [str(messages[-1]["content"]) for messages in talks]
+        if getattr(self._tokenizer, "chat_template", None):
+            ids = [self._rendered(messages, row) for messages, row in zip(talks, rows, strict=True)]
+            prompts = self._tokenizer.batch_decode([prompt for prompt, _ in ids], skip_special_tokens=True)
+        elif self._ids:
+            raise InvalidArgument("conversations: the scorer's tokenizer has no chat template; send texts or tokens")
+        else:
+            ids = None
+            prompts = ["\n".join(_content(message) for message in messages[:-1]) for messages in talks]
+        pairs = [
+            known.pair(row, prompt=prompt, response=response, messages=tuple(messages))
+            for prompt, response, messages, row in zip(prompts, responses, talks, rows, strict=True)
+        ]
+        if ids is None:
+            return self._encoded(prompts, responses, pairs, rows, "conversations")
+        return self._checked([p for p, _ in ids], [r for _, r in ids], pairs, rows, "conversations")
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], row: int) -> tuple[Ints, Ints]:
+        """The ids of the conversation as the template renders it, up to the response and from there on."""
+        render = partial(self._tokenizer.apply_chat_template, return_dict=False)
+        try:
+            whole, prompt = render(messages), render(messages[:-1], add_generation_prompt=True)
+        except Exception as error:  # of the model's template, which may refuse roles and their order
+            raise InvalidArgument(
+                f"conversations[{row}]: the chat template of the scorer's tokenizer does not take it: "
+                f"{type(error).__name__}: {str(error)[:_MOST_SAID]}"
+            ) from None
+        # The prompt as it is asked may end otherwise than it goes on where the answer stands.
+        same = [a == b for a, b in zip(whole, prompt, strict=False)]
+        begin = same.index(False) if False in same else len(same)
+        return np.asarray(whole[:begin], np.int32), np.asarray(whole[begin:], np.int32)
+
+
+class _Known:
+    """All that a request says of its pairs beside their texts."""
+
+    def __init__(self, request: pb.ScoreRequest, pairs: int) -> None:
+        """InvalidArgument unless there is one for each of so many pairs, or none."""
+        self.request = request
+        self._groups = unpack_longs(request.groups, "groups").tolist()
+        given = {"labels": request.labels, "ended": request.ended, "columns": request.columns, "groups": self._groups}
+        for name, values in given.items():
+            if values and len(values) != pairs:
+                raise InvalidArgument(f"{name}: {len(values)} for {pairs} pairs; send one each, or none")
+        seconds = request.pair_timeout_s
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise InvalidArgument(f"pair_timeout_s: {seconds}; must be finite and not negative")
+        self._timeout_s = seconds or None
+
+    def pair(self, row: int, **fields: Any) -> Pair:
+        """A pair of these texts. InvalidArgument if its columns cannot be read."""
+        request = self.request
+        return Pair(
+            **fields,
+            label=request.labels[row] if request.labels else "",
+            columns=_object(request.columns[row], f"columns[{row}]") if request.columns else {},
+            group=self._groups[row] if self._groups else None,
+            timeout_s=self._timeout_s,
+        )
+
+
+def _of_texts(request: pb.ScoreRequest) -> NDArray[np.int32]:
+    """The costs of pairs of texts."""
+    prompts, responses = request.texts.prompts, request.texts.responses
+    if not prompts:
+        raise InvalidArgument("texts: empty; send at least one prompt and response")
+    if len(prompts) != len(responses):
+        raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
+    return _costs([_size(p) + _size(r) for p, r in zip(prompts, responses, strict=True)])
+
+
+def _of_conversations(request: pb.ScoreRequest) -> NDArray[np.int32]:
+    """The costs of conversations."""
+    if not request.conversations.messages:
+        raise InvalidArgument("conversations: empty; send at least one")
+    return _costs([_size(each) for each in request.conversations.messages])
+
+
+def _costs(sizes: Sequence[int]) -> NDArray[np.int32]:
+    # A text has at most one token per byte, plus a first and a last special token.
+    return np.asarray([min(size + 2, _MOST_COST) for size in sizes], np.int32)
+
+
+def _read(text: str, where: str) -> Any:
+    """The value of a JSON text. InvalidArgument if it has none, or one that no UTF-8 can hold."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a pair of surrogates is no character
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise InvalidArgument(f"{where}: is not JSON") from None
+    return value
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    value = _read(text, where)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{where}: should be a JSON object")
+    return value
+
+
+def _messages(text: str, row: int) -> list[dict[str, Any]]:
+    """The messages of a conversation, which ends with a response."""
+    where = f"conversations[{row}]"
+    messages = _read(text, where)
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise InvalidArgument(f"{where}: should be a JSON list of two messages or more")
+    for index, message in enumerate(messages):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise InvalidArgument(f"{where}[{index}]: should be an object with `role` and `content`")
+    last = messages[-1]
+    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
+        raise InvalidArgument(f"{where}[{len(messages) - 1}]: should be of role assistant, with text as its content")
+    return messages
+
+
+def _content(message: dict[str, Any]) -> str:
+    """The text of a message, whose content may be text or parts of it."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def _size(text: str) -> int:
     """Upper bound of the bytes of a text, without encoding it."""
     return len(text) if text.isascii() else 4 * len(text)
-
-
-def _check_ended(request: pb.ScoreRequest, pairs: int) -> None:
-    if request.ended and len(request.ended) != pairs:
-        raise InvalidArgument(f"ended: {len(request.ended)} for {pairs} pairs; send one each, or none")
-
-
-def _check_labels(request: pb.ScoreRequest, pairs: int) -> None:
-    if request.labels and len(request.labels) != pairs:
-        raise InvalidArgument(f"labels: {len(request.labels)} for {pairs} pairs; send one each, or none")

@@ -16,14 +16,16 @@ from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated
 from quartet.serving.share import Share
-from services.reward.config import RewardConfig
+from services.reward.config import INGRESS, Hosted, RewardConfig
+from services.reward.ingress import Ingress
+from services.reward.names import chosen
 
 if TYPE_CHECKING:
     from services.reward.scorers.scorer import Result, Scored, Scorer
 
 
 @serve.deployment(
-    name="Reward",
+    name=INGRESS,
     max_ongoing_requests=MOST_ONGOING,
     health_check_period_s=2,
     health_check_timeout_s=10,
@@ -32,37 +34,31 @@ if TYPE_CHECKING:
 class Reward(HealthMixin):
     """One replica, one scorer."""
 
-    def __init__(self, config: RewardConfig, make: "Callable[..., Scorer] | None" = None) -> None:
-        """Loads the scorer. `make` takes the place of `make_scorer`, for a scorer that is emulated."""
+    def __init__(self, hosted: Hosted, make: "Callable[..., Scorer] | None" = None, name: str = "") -> None:
+        """Loads the scorer, of which requests may say the name. `make` takes the place of `make_scorer`, for a scorer
+        that is emulated."""
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.models.device import default_device
         from quartet.models.loading import load_tokenizer
-        from quartet.wire.identity import describe_model, vocabulary_size
         from services.reward.encoding import Encoder, Received
         from services.reward.scorers.make import make_scorer
 
         prepare_replica()
-        tokenizer = load_tokenizer(config.tokenizer)
-        scorer = (make or make_scorer)(config.scorer, tokenizer, default_device())
-        self._scorer = scorer.identity
-        self._admission = Admission(config.limits)
+        tokenizer = None if hosted.tokenizer is None else load_tokenizer(hosted.tokenizer)
+        scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device())
+        self._info = _described(hosted, name, tokenizer, scorer)
+        self._admission = Admission(hosted.limits)
         self._batcher: Batcher[Scored, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
-            batch_s=config.limits.batch_s,
-        )
-        self._model = describe_model(
-            config.tokenizer,
-            tokenizer,
-            vocab_size=scorer.vocab_size or vocabulary_size(tokenizer),
-            max_length=min(config.max_length, scorer.max_length),
-            dtype=getattr(config.scorer, "dtype", "float32"),
+            batch_s=hosted.limits.batch_s,
         )
         self._encoder = Encoder(
             tokenizer,
-            self._model.vocab_size,
-            self._model.max_length,
+            self._info.model.vocab_size,
+            self._info.model.max_length,
             texts=scorer.texts,
+            ids=scorer.vocab_size is not None,
             each=len(scorer.names) or 1,
         )
         self._received = Received
@@ -74,19 +70,53 @@ class Reward(HealthMixin):
 
     @translated
     async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
-        """Scores pairs given as ids or as texts."""
+        """Scores pairs given as ids, texts or conversations."""
+        return await self.scored(request, share)
+
+    async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
+        """The answer to a request of Score, of a caller of this share."""
+        chosen(request.scorer, [self._info.name])
         received = self._received(request)
         with self._admission.admitted(share, received.rows, received.tokens, received.field):
             call = self._encoder.call(received)
             await self._batcher.submit(share, call)
-        return call.response(self._scorer)
+        return call.response(self._info.identity)
 
     @translated
     async def Info(self, request: common_pb2.InfoRequest) -> pb.RewardInfo:
         """Describes the scorer and the tokenizer."""
-        return pb.RewardInfo(model=self._model, scorer=self._scorer)
+        return await self.infos()
+
+    async def infos(self) -> pb.RewardInfo:
+        """The answer to a request of Info."""
+        return pb.RewardInfo(scorers=[self._info])
+
+
+def _described(hosted: Hosted, name: str, tokenizer: Any, scorer: "Scorer") -> pb.ScorerInfo:
+    from quartet.wire.identity import describe_model, vocabulary_size
+
+    length = min(hosted.max_length, scorer.max_length)
+    if tokenizer is None or hosted.tokenizer is None:
+        model = common_pb2.ModelInfo(max_length=length)
+    else:
+        model = describe_model(
+            hosted.tokenizer,
+            tokenizer,
+            vocab_size=scorer.vocab_size or vocabulary_size(tokenizer),
+            max_length=length,
+            dtype=getattr(hosted.scorer, "dtype", "float32"),
+        )
+    return pb.ScorerInfo(name=name, model=model, identity=scorer.identity)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Builds the application from the `args:` of the YAML file."""
-    return Reward.bind(RewardConfig.parse(args, "reward.args"))  # type: ignore[attr-defined, no-any-return]
+    """Builds the application from the `args:` of the YAML file: one deployment, or one for each of several scorers
+    and one that takes the calls."""
+    hosted = RewardConfig.parse(args, "reward.args").hosted
+    bound = {
+        name: Reward.options(name=name if len(hosted) > 1 else INGRESS).bind(each, name=name)  # type: ignore[attr-defined]
+        for name, each in hosted.items()
+    }
+    if len(bound) == 1:
+        return next(iter(bound.values()))  # type: ignore[no-any-return]
+    return Ingress.bind(bound)  # type: ignore[attr-defined, no-any-return]

@@ -31,8 +31,8 @@ async def ask(quartet: Quartet, application: str = "reward", **fields: Any) -> r
 async def test_info_describes_tokenizer_and_scorer(quartet: Quartet) -> None:
     info = await quartet.services.reward.info(30)
     assert (info.model.vocab_size, info.model.max_length) == (ROWS, MAX_LENGTH)
-    assert info.scorer.name == f"model:{quartet.reward.name}"
-    assert info.scorer.model_hash == model_hash(quartet.reward)
+    assert info.identity.name == f"model:{quartet.reward.name}"
+    assert info.identity.model_hash == model_hash(quartet.reward)
 
 
 async def test_scores_are_the_heads_output_at_the_last_token(quartet: Quartet) -> None:
@@ -191,9 +191,10 @@ async def test_several_scorers_give_a_column_each(quartet: Quartet) -> None:
     with pytest.raises(ValueError, match=r"several gives both\.right, both\.words, length, taste; take one"):
         _ = scores.values
     request = common_pb2.InfoRequest()
-    info = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "several")
-    assert [*info.scorer.names] == [*scores.columns]
-    assert [part.name for part in info.scorer.parts] == [
+    reply = await quartet.call("/quartet.v1.Reward/Info", request, reward_pb2.RewardInfo, "several")
+    [info] = reply.scorers
+    assert [*info.identity.names] == [*scores.columns]
+    assert [part.name for part in info.identity.parts] == [
         "function:tests.scorers:two",
         "function:tests.scorers:words",
         f"model:{quartet.reward.name}",

@@ -260,7 +260,7 @@ async def _replicas(policy: Path, reward: Path, folder: Path) -> dict[str, Any]:
     """The four replicas, by application."""
     scorer = {"kind": "model", "model": str(reward), "dtype": "float32"}
     scoring, reference = _made(Reward), _made(Reference)
-    scoring.__init__(RewardConfig.parse({"tokenizer": str(policy), "scorer": scorer}, "reward.args"))
+    scoring.__init__(RewardConfig.parse({"tokenizer": str(policy), "scorer": scorer}, "reward.args").hosted[""])
     reference.__init__(ReferenceConfig.parse({"model": str(policy), "dtype": "float32"}, "reference.args"))
     critic = await critic_calls.start(policy, folder)
     return {"rollout": await _rollout(policy), "reward": scoring, "reference": reference, "critic": critic}

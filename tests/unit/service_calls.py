@@ -78,7 +78,11 @@ CALLS = [
         reward_pb2.ScoreResponse(scores=pack_floats(np.asarray([0.5, -1])), scorer={"name": "n", "model_hash": "h"}),
         lambda c, t: RewardClient(c).score(PAIRS, labels=["a", "b"], timeout_s=t),
     ),
-    Call("reward.Info", reward_pb2.RewardInfo(), lambda c, t: RewardClient(c).info(t)),
+    Call(
+        "reward.Info",
+        reward_pb2.RewardInfo(scorers=[reward_pb2.ScorerInfo(identity={"name": "n"})]),
+        lambda c, t: RewardClient(c).info(t),
+    ),
     Call(
         "reference.Logprobs",
         reference_pb2.LogprobsResponse(ref_logprobs=THREE),

@@ -8,7 +8,7 @@ from orchestrator.algorithms.contract import BANDED
 from orchestrator.algorithms.registry import kinds
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.weights import WeightsConfig
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.config.learner import PolicyConfig
 from quartet.models.device import VISIBLE
@@ -19,7 +19,8 @@ from quartet.weight_transfer.expected import ExpectedWeights
 from quartet.weight_transfer.manifest import Manifest
 from quartet.wire.errors import InvalidArgument
 from services.critic.config import CriticConfig
-from services.reward.config import RewardConfig
+from services.reward.config import RewardConfig, field_of
+from services.reward.names import chosen
 from services.rollout.config import RolloutConfig
 
 
@@ -96,10 +97,19 @@ def misfits_of_critic(config: OrchestratorConfig, section: CriticConfig, name: s
 
 
 def misfits_of_reward(config: OrchestratorConfig, section: RewardConfig, name: str) -> Iterator[str]:
-    """Differences between the scores that the run weighs and those of its reward service, if that is this one."""
+    """Differences between the scores that the run weighs and those of its scorer, if that is of this application."""
     used = config.services.reward
-    if used.target in (None, config.target) and name == (used.application or "reward"):
-        yield from config.algorithm.misfits(section.scorer.names, f"applications.{name}.args.scorer")
+    if used.target not in (None, config.target) or name != (used.application or "reward"):
+        return
+    try:
+        scorer = chosen(used.scorer, section.hosted)
+    except InvalidArgument as error:
+        yield f"orchestrator.services.reward.{error}"
+        return
+    hosted, where = section.hosted[scorer], f"applications.{name}.args"
+    if hosted.tokenizer is None:
+        yield f"{where}.tokenizer: required, as a run sends token ids; set it to {config.policy.model}"
+    yield from config.algorithm.misfits(hosted.scorer.names, f"{where}.{field_of(scorer)}")
 
 
 def _other_root(ours: str, theirs: str, name: str) -> Iterator[str]:
@@ -143,7 +153,7 @@ def wrong_backend(deployment: Deployment) -> Iterator[str]:
         yield f"orchestrator.weights.backend: {backend}, but {problem}; set it to auto"
 
 
-def gpus_of_replicas(deployment: Deployment) -> float | None:
+def gpus_of_replicas(deployment: ServicesFile) -> float | None:
     """The share of a GPU that each worker of the rollout asks Ray for. None if the service is not in the file, or its
     GPUs are chosen by hand."""
     for placed in deployment.placed():

@@ -37,7 +37,7 @@ def make_infos(**changes: dict[str, Any]) -> Infos:
     }
     return Infos(
         rollout_pb2.RolloutInfo(model=models["rollout"], weight_backend="gloo"),
-        reward_pb2.RewardInfo(model=models["reward"]),
+        reward_pb2.ScorerInfo(model=models["reward"]),
         reference_pb2.ReferenceInfo(model=models["reference"]),
         critic_pb2.CriticInfo(model=models["critic"]),
     )
@@ -53,17 +53,17 @@ def test_scores_without_a_weight_and_weights_without_a_score_are_named(policy_fo
     algorithm = {"minibatch_size": 1, "rewards": {"right": {}}}
     config = make_config(policy_folder, **LENGTHS, algorithm=algorithm)
     infos = make_infos()
-    infos.reward.scorer.MergeFrom(reward_pb2.ScorerIdentity(name="function:a:b", names=["right", "brief"]))
+    infos.reward.identity.MergeFrom(reward_pb2.ScorerIdentity(name="function:a:b", names=["right", "brief"]))
     with pytest.raises(
         ConfigError, match=r"rewards: lacks brief, as the reward service's function:a:b gives right, "
     ):
         check_compatible(infos, make_tokenizer(), config)
-    del infos.reward.scorer.names[:]
+    del infos.reward.identity.names[:]
     with pytest.raises(
         ConfigError, match=r"rewards: has right, but .* gives one score without a name; leave out what"
     ):
         check_compatible(infos, make_tokenizer(), config)
-    infos.reward.scorer.names.append("right")
+    infos.reward.identity.names.append("right")
     check_compatible(infos, make_tokenizer(), config)
 
 

@@ -306,6 +306,37 @@ def test_every_score_has_a_weight_and_every_weight_a_score(raw: dict[str, Any], 
     checked(raw, tmp_path)
 
 
+def test_a_run_is_compared_with_the_scorer_that_it_asks_and_with_no_other(
+    raw: dict[str, Any], policy_folder: Path, tmp_path: Path
+) -> None:
+    """Others may have another tokenizer, or none, other names and other lengths."""
+    other = copytree(policy_folder, tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"w4"', '"v4"'))
+    function, section = {"kind": "function", "function": "tests.scorers:two"}, args(raw, "reward")
+    ours = function | {"names": ["right", "words"], "tokenizer": section.pop("tokenizer")}
+    foreign = function | {"tokenizer": str(other), "max_length": 4}
+    section["scorers"] = {"ours": ours, "foreign": foreign, "texts": function, "taste": section.pop("scorer")}
+    application(raw, "reward")["deployments"] = [{"name": "foreign", "num_replicas": 2}, {"name": "Reward"}]
+    raw["orchestrator"]["algorithm"]["rewards"] = {"right": {}, "words": {}}
+    named, where = "foreign, ours, taste, texts", "applications.reward.args"
+    for wrong, problem in (("", "required, as there are several"), ("our", "'our' is none of those there are")):
+        raw["orchestrator"]["services"] = {"reward": {"scorer": wrong}}
+        refused(raw, tmp_path, f"orchestrator.services.reward.scorer: {problem}: {named}")
+    raw["orchestrator"]["services"] = {"reward": {"scorer": "ours"}}
+    checked(raw, tmp_path)
+    ours["max_length"] = 8
+    refused(raw, tmp_path, f"{where}.scorers.ours.max_length: 8, but {SUM} is 48")
+    del ours["max_length"], ours["tokenizer"]
+    refused(raw, tmp_path, f"{where}.tokenizer: required, as a run sends token ids; set it to {policy_folder}")
+    ours["tokenizer"] = str(other)
+    refused(raw, tmp_path, f"{where}.scorers.ours.tokenizer: the tokenizer of {other} is not that of orchestrator.p")
+    raw["orchestrator"]["services"] = {"reward": {"scorer": "texts"}}
+    weights = "orchestrator.algorithm.rewards: has right, words, but "
+    refused(
+        raw, tmp_path, f"{where}.tokenizer: required, as a run", f"{weights}{where}.scorers.texts gives one score"
+    )
+
+
 def test_another_tokenizer_is_named_and_all_problems_are_told_at_once(
     raw: dict[str, Any], policy_folder: Path, tmp_path: Path
 ) -> None:

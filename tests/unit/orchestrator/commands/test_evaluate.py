@@ -115,7 +115,7 @@ async def test_a_service_with_another_tokenizer_is_named(name: str, policy_folde
     models[name].tokenizer_hash = "?"
     clients = [
         FakeInfo(rollout_pb2.RolloutInfo(model=models["rollout"])),
-        FakeInfo(reward_pb2.RewardInfo(model=models["reward"])),
+        FakeInfo(reward_pb2.ScorerInfo(model=models["reward"])),
         FakeInfo(reference_pb2.ReferenceInfo(model=models["reference"])),
         FakeInfo(None),
     ]

@@ -29,7 +29,7 @@ def infos(
 ) -> Infos:
     return Infos(
         rollout_pb2.RolloutInfo(model=model("policy"), policy_version=6),
-        reward_pb2.RewardInfo(model=model("policy"), scorer=reward or scorer("judge", "abc")),
+        reward_pb2.ScorerInfo(model=model("policy"), identity=reward or scorer("judge", "abc")),
         reference_pb2.ReferenceInfo(model=model(reference)),
         critic_pb2.CriticInfo(model=model("critic"), last_step=4) if with_critic else None,
     )

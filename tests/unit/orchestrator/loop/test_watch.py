@@ -21,9 +21,9 @@ def model(name: str) -> common_pb2.ModelInfo:
     return common_pb2.ModelInfo(name=name, model_hash=f"{name}-{'0' * 40}", tokenizer_hash="words" + "0" * 40)
 
 
-def scored_by(name: str) -> reward_pb2.RewardInfo:
+def scored_by(name: str) -> reward_pb2.ScorerInfo:
     scorer = reward_pb2.ScorerIdentity(name=f"model:{name}", model_hash=name + "0" * 40)
-    return reward_pb2.RewardInfo(model=model("policy"), scorer=scorer)
+    return reward_pb2.ScorerInfo(model=model("policy"), identity=scorer)
 
 
 BEGAN = Infos(

@@ -148,7 +148,7 @@ def test_scorers_nest(model: str) -> None:
     outer = {"kind": "several", "scorers": {"rules": rules, "taste": function}}
     config = RewardConfig.parse({"tokenizer": model, "scorer": outer}, "reward.args")
     assert config.model_dump(exclude_unset=True)["scorer"] == outer
-    assert config.scorer.names == ("rules.right", "rules.form.brief", "rules.form.plain", "taste")
+    assert config.hosted[""].scorer.names == ("rules.right", "rules.form.brief", "rules.form.plain", "taste")
     assert problems(RewardConfig, {"tokenizer": model, "scorer": {"kind": "several", "scorers": {}}})[0].startswith(
         "root.scorer.scorers: should have 1 or more items"
     )
@@ -157,8 +157,45 @@ def test_scorers_nest(model: str) -> None:
     inner = "reward.args.scorer.scorers.rules.scorers.right"
     assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
     assert lines[1:] == [
-        f"{inner}.funktion: unknown field; known: batch_tokens, function, kind, names; did you mean function?"
+        f"{inner}.funktion: unknown field; known: batch_tokens, function, kind, limits, max_length, names, "
+        "tokenizer; did you mean function?"
     ]
+
+
+def test_scorers_by_name_have_settings_of_their_own_or_those_of_all(model: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    rules = {"kind": "function", "function": "a.b:c"}
+    taste = {"kind": "model", "model": other}
+    scorers: dict[str, Any] = {"rules": rules | {"max_length": 9, "limits": {"batch_s": 1}}, "taste": taste}
+
+    def hosted(**section: Any) -> dict[str, Any]:
+        named = RewardConfig.parse(section, "args").hosted
+        return {name: (each.tokenizer, each.max_length, each.limits.batch_s) for name, each in named.items()}
+
+    assert hosted(scorers=scorers, max_length=99) == {"rules": (None, 9, 1), "taste": (other, 99, 20)}
+    assert hosted(scorers=scorers, tokenizer=model)["taste"] == (model, 4096, 20)
+    several = {"kind": "several", "scorers": {"rules": rules, "taste": taste}, "max_length": 7}
+    assert hosted(scorer=several) == {"": (other, 7, 20)}
+    several["scorers"] = scorers
+    for section, problem in (
+        (
+            {"scorer": several},
+            "args.scorer: scorers.rules.limits: belongs to the whole; set it beside `kind: several`",
+        ),
+        ({"scorer": rules, "scorers": scorers}, "args: scorer: give this or scorers, one of them"),
+        ({}, "args: scorer: give this or scorers, one of them"),
+        (
+            {"scorers": {"Reward": rules}},
+            "args.scorers.Reward: should be letters, digits, `_`, `-` and `.`, a letter",
+        ),
+        ({"scorers": {"a": {"kind": "oracle"}}}, "args.scorers.a.kind: should be one of"),
+        ({"scorer": {"kind": "oracle"}}, "args.scorer.kind: should be one of"),
+        ({"scorer": rules | {"funktion": 1}}, "args.scorer.funktion: unknown field; known: batch_tokens, function"),
+    ):
+        [line] = problems(RewardConfig, section, "args")
+        assert line.startswith(problem)
 
 
 @pytest.mark.parametrize("name", ["score", "right_low", "a.b", "", "7", "with space", "ends-"])

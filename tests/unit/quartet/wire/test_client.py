@@ -97,8 +97,11 @@ async def test_cancelling_the_caller_ends_the_call_on_the_server() -> None:
             await script.cancelled.wait()
 
 
+INFO = reward_pb2.RewardInfo(scorers=[reward_pb2.ScorerInfo(identity={"name": "n"})])
+
+
 async def test_the_application_can_have_another_name() -> None:
-    call, script = BY_NAME["reward.Info"], Script(reward_pb2.RewardInfo())
+    call, script = BY_NAME["reward.Info"], Script(INFO)
     async with call.serve(script) as channel, RewardClient(channel, "reward-b") as client:
         await client.info(5)
     assert script.applications == ["reward-b"]
@@ -108,7 +111,7 @@ async def test_calls_go_straight_to_their_target(monkeypatch: pytest.MonkeyPatch
     """A proxy of the environment would be sent what a token on loopback is meant to keep from others."""
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    call, script = BY_NAME["reward.Info"], Script(reward_pb2.RewardInfo())
+    call, script = BY_NAME["reward.Info"], Script(INFO)
     async with call.serve(script) as channel, RewardClient(channel) as client:
         await client.info(5)
     assert len(script.requests) == 1

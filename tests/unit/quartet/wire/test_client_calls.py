@@ -1,5 +1,6 @@
 """The request that each call of the clients sends, and the answer that it returns."""
 
+import json
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ from protos import common_pb2, critic_pb2, reward_pb2
 from protos.critic_pb2_grpc import CriticServicer, add_CriticServicer_to_server
 from quartet.columns import Columns
 from quartet.wire.codec import pack_floats, pack_longs, pack_metrics
-from quartet.wire.errors import DeadlineExceeded, InvalidReply, LeaseLost
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, LeaseLost, Unavailable
 from services.critic.client import BATCH, CriticClient, CriticReset
 from services.reward.client import RewardClient
 from tests import trajectories
@@ -22,6 +23,45 @@ async def test_score_texts() -> None:
     async with call.serve(script) as channel:
         await RewardClient(channel).score_texts(["p", "q"], ["r", "s"], timeout_s=5)
     assert script.requests[0] == reward_pb2.ScoreRequest(texts={"prompts": ["p", "q"], "responses": ["r", "s"]})
+
+
+async def test_all_that_is_known_of_pairs_goes_to_the_scorer_of_a_name() -> None:
+    call, script = BY_NAME["reward.Score"], Script(BY_NAME["reward.Score"].reply)
+    known: dict[str, Any] = {"columns": [{"task": "sums"}, {}], "groups": [7, 8], "pair_timeout_s": 2.5}
+    talks = [[{"role": "user", "content": "p"}, {"role": "assistant", "content": each}] for each in "rs"]
+    async with call.serve(script) as channel:
+        plain = RewardClient(channel)
+        client = plain.named("taste")
+        await client.score(PAIRS, labels=["a", "b"], ended=[True, False], timeout_s=5, **known)
+        await client.score_texts(["p", "q"], ["r", "s"], timeout_s=5, **known)
+        await client.score_conversations(talks, timeout_s=5, **known)
+    sent = {"scorer": "taste", "columns": ['{"task": "sums"}', "{}"], "groups": pack_longs([7, 8])}
+    tokens, texts, conversations = script.requests
+    assert plain.scorer == ""
+    assert {request.pair_timeout_s for request in script.requests} == {2.5}
+    for request in script.requests:
+        assert {name: getattr(request, name) for name in sent} == sent
+    assert (tokens.labels, tokens.ended) == (["a", "b"], [True, False])
+    assert texts.texts.responses == ["r", "s"]
+    assert [json.loads(each) for each in conversations.conversations.messages] == talks
+
+
+async def test_the_scorer_of_a_name_is_found_among_all() -> None:
+    reply = reward_pb2.RewardInfo(
+        scorers=[{"name": name, "identity": {"name": f"model:{name}"}} for name in ("taste", "rules")]
+        + [{"name": "starts"}]
+    )
+    async with BY_NAME["reward.Info"].serve(Script(reply)) as channel:
+        client = RewardClient(channel)
+        assert [each.name for each in await client.scorers(5)] == ["taste", "rules", "starts"]
+        assert (await client.named("rules").info(5)).identity.name == "model:rules"
+        with pytest.raises(InvalidArgument, match=r"^scorer: required, as there are several: rules, starts, taste$"):
+            await client.info(5)
+        with pytest.raises(Unavailable, match=r"^reward.Info: scorer starts has not started yet$"):
+            await client.named("starts").info(5)
+    async with BY_NAME["reward.Info"].serve(Script(reward_pb2.RewardInfo())) as channel:
+        with pytest.raises(InvalidReply, match=r"^reward.Info: scorers: empty"):
+            await RewardClient(channel).info(5)
 
 
 async def test_logprobs() -> None:
@@ -61,8 +101,9 @@ async def test_train() -> None:
 async def test_save_and_infos() -> None:
     request, _ = await ask("critic.Save")
     assert request.name == "x"
-    for name in ("rollout.Info", "reward.Info", "reference.Info", "critic.Info"):
+    for name in ("rollout.Info", "reference.Info", "critic.Info"):
         assert await ask(name) == (common_pb2.InfoRequest(), BY_NAME[name].reply)
+    assert await ask("reward.Info") == (common_pb2.InfoRequest(), BY_NAME["reward.Info"].reply.scorers[0])
 
 
 async def test_calls_that_change_the_critic_carry_the_lease_that_was_claimed() -> None:

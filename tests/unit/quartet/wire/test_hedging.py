@@ -135,7 +135,7 @@ class Fleet(RewardServicer):  # type: ignore[misc]
         return await self._answer(reward_pb2.ScoreResponse(scores=pack_floats(np.asarray([0.5], np.float32))))
 
     async def Info(self, request: common_pb2.InfoRequest, context: Any) -> Any:
-        return await self._answer(reward_pb2.RewardInfo())
+        return await self._answer(reward_pb2.RewardInfo(scorers=[reward_pb2.ScorerInfo(identity={"name": "n"})]))
 
     async def _answer(self, reply: Any) -> Any:
         self.calls += 1

@@ -1,5 +1,6 @@
 """Requests of the reward service as what scorers take."""
 
+import json
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
+from quartet.wire.codec import pack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.pairs import Pair
 from services.reward.encoding import Encoder, Received
@@ -101,15 +103,15 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
     assert plain(decode(encoder, by_text(["w5"], ["w6"])))[0][:2] == ([5], [6])
     (scored,) = decode(encoder, by_ids(ids([5]), ids([EOS])))
     assert not scored.pair.ended
-    for prompts, responses, field in ((["w5", ""], ["w6", "w6"], "prompts"), (["w5"] * 2, ["w6", ""], "responses")):
-        with pytest.raises(InvalidArgument, match=re.escape(f"texts.{field}[1]: has no tokens")):
+    for prompts, responses, side in ((["w5", ""], ["w6", "w6"], "prompt"), (["w5"] * 2, ["w6", ""], "response")):
+        with pytest.raises(InvalidArgument, match=re.escape(f"texts[1]: the {side} has no tokens")):
             decode(encoder, by_text(prompts, responses))
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (pb.ScoreRequest(), "pairs: set tokens or texts"),
+        (pb.ScoreRequest(), "pairs: set tokens, texts or conversations"),
         (by_ids([], []), "tokens: empty; send at least one trajectory"),
         (by_text([], []), "texts: empty; send at least one prompt and response"),
         (by_text(["w5"], ["w6", "w7"]), "texts: 1 prompts but 2 responses; send one for one"),
@@ -125,11 +127,113 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
         ),
         (by_ids(ids([5]), ids([6]), labels=["a", "b"]), "labels: 2 for 1 pairs; send one each, or none"),
         (by_text(["w5"] * 2, ["w6"] * 2, labels=["a"]), "labels: 1 for 2 pairs; send one each, or none"),
+        (by_text(["w5"], ["w6"], columns=["{}"] * 2), "columns: 2 for 1 pairs; send one each, or none"),
+        (by_text(["w5"], ["w6"], columns=["[]"]), "columns[0]: should be a JSON object"),
+        (by_text(["w5"], ["w6"], columns=["{"]), "columns[0]: is not JSON"),
+        (by_text(["w5"], ["w6"], columns=["[" * 100_000]), "columns[0]: is not JSON"),
+        (by_text(["w5"], ["w6"], columns=[r'{"a": "\ud800"}']), "columns[0]: is not JSON"),
+        (by_text(["w5"], ["w6"], groups=b"1234"), "groups: 4 bytes are not a whole number"),
+        (by_text(["w5"], ["w6"], groups=pack_longs([1, 2])), "groups: 2 for 1 pairs; send one each, or none"),
+        (by_text(["w5"], ["w6"], pair_timeout_s=-1), "pair_timeout_s: -1.0; must be finite and not negative"),
+        (by_text(["w5"], ["w6"], pair_timeout_s=float("nan")), "pair_timeout_s: nan; must be finite and not"),
     ],
 )
 def test_malformed_requests(request_: pb.ScoreRequest, message: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         decode(ENCODER, request_)
+
+
+def test_all_that_is_known_of_a_pair_reaches_its_scorer() -> None:
+    known = {
+        "labels": ["a", "b"],
+        "columns": ['{"task": "sums", "tests": [1, null]}', '{"\u00e9": "\U0001f600"}'],
+        "groups": pack_longs([7, -1]),
+        "pair_timeout_s": 0.5,
+    }
+    for request in (by_text(["w5", "w6"], ["w7", "w8"], **known), by_ids(ids([5], [6]), ids([7, EOS], [8]), **known)):
+        one, two = (scored.pair for scored in decode(ENCODER, request))
+        assert (one.label, one.columns, one.group) == ("a", {"task": "sums", "tests": [1, None]}, 7)
+        assert (two.label, two.columns, two.group) == ("b", {"\u00e9": "\U0001f600"}, -1)
+        assert one.timeout_s == two.timeout_s == 0.5
+    (nothing,) = decode(ENCODER, by_text(["w5"], ["w6"]))
+    assert (nothing.pair.columns, nothing.pair.group, nothing.pair.timeout_s, nothing.pair.messages) == (
+        *({}, None),
+        *(None, ()),
+    )
+
+
+TALK = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w5 w6"}]
+ANSWERED = [*TALK, {"role": "assistant", "content": "w7 w8"}]
+PLAIN = "{% for m in messages %}{{ m['content'] + ' <eos> ' }}{% endfor %}"
+ASKS = PLAIN + "{% if add_generation_prompt %}w20 w21 {% endif %}"
+REFUSES = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('first comes the user') }}{% endif %}" + PLAIN
+
+
+def conversations(*of: Any, **fields: Any) -> pb.ScoreRequest:
+    messages = [each if isinstance(each, str) else json.dumps(each) for each in of]
+    return pb.ScoreRequest(conversations=pb.Conversations(messages=messages), **fields)
+
+
+def with_template(template: str | None, **settings: Any) -> Encoder:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return Encoder(tokenizer, 64, settings.pop("max_length", 32), **settings)
+
+
+@pytest.mark.parametrize("template", [PLAIN, ASKS])
+def test_a_conversation_is_scored_as_the_template_renders_it(template: str) -> None:
+    """The template may ask for the answer by words that it leaves out once the answer is there."""
+    (scored,) = decode(with_template(template), conversations(ANSWERED, labels=["a"]))
+    assert scored.prompt_ids.tolist() == [9, EOS, 5, 6, EOS]
+    assert scored.response_ids.tolist() == [7, 8, EOS]
+    assert scored.pair == Pair("w9 w5 w6", "w7 w8", label="a", messages=tuple(ANSWERED))
+
+
+def test_a_function_gets_messages_without_a_template_too() -> None:
+    parts = [{"type": "text", "text": "w5"}, {"type": "image"}]
+    asked = [{"role": "user", "content": parts}, {"role": "tool", "content": None}, ANSWERED[-1]]
+    request = conversations(ANSWERED, asked)
+    one, two = decode(with_template(None, ids=False), request)
+    assert (one.pair.prompt, one.pair.response, one.pair.messages) == ("w9\nw5 w6", "w7 w8", tuple(ANSWERED))
+    assert (two.pair.prompt, two.pair.messages) == ("w5\n", tuple(asked))
+    bare = Encoder(None, 0, 32, ids=False)
+    assert [scored.pair for scored in decode(bare, request)] == [one.pair, two.pair]
+    with pytest.raises(InvalidArgument, match=r"^conversations: the scorer's tokenizer has no chat template; send"):
+        decode(with_template(None), request)
+
+
+def test_a_scorer_without_a_tokenizer_takes_texts_and_no_ids() -> None:
+    encoder = Encoder(None, 0, 4, ids=False)
+    (scored,) = decode(encoder, by_text(["as many words as there are"], [""], labels=["a"]))
+    assert scored.pair == Pair("as many words as there are", "", label="a")
+    with pytest.raises(InvalidArgument, match=r"^tokens: the scorer has no tokenizer; send texts or conversations$"):
+        decode(encoder, by_ids(ids([5]), ids([6])))
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ("nothing", "conversations[0]: is not JSON"),
+        ("{}", "conversations[0]: should be a JSON list of two messages or more"),
+        ([ANSWERED[-1]], "conversations[0]: should be a JSON list of two messages or more"),
+        (["w5", ANSWERED[-1]], "conversations[0][0]: should be an object with `role` and `content`"),
+        ([{"role": 1}, ANSWERED[-1]], "conversations[0][0]: should be an object with `role` and `content`"),
+        (TALK, "conversations[0][1]: should be of role assistant, with text as its content"),
+        ([*TALK, {"role": "assistant"}], "conversations[0][2]: should be of role assistant, with text as its"),
+        (r'[{"role": "user", "content": "\ud800"}, {}]', "conversations[0]: is not JSON"),
+        (
+            ANSWERED,
+            "conversations[0]: the chat template of the scorer's tokenizer does not take it: TemplateError: fi",
+        ),
+        (
+            [TALK[1], {"role": "assistant", "content": "w5 " * 40}],
+            "conversations[0]: 3 prompt + 41 response tokens exc",
+        ),
+    ],
+)
+def test_conversations_that_no_scorer_takes(conversation: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        decode(with_template(REFUSES), conversations(conversation))
 
 
 def test_pairs_up_to_the_limit_are_fine() -> None:

@@ -16,7 +16,7 @@ from protos import reward_pb2 as pb
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
-from services.reward.config import FunctionScorerConfig, RewardConfig
+from services.reward.config import FunctionScorerConfig, Hosted
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Result, Scored
 from tests.trajectories import of
@@ -78,9 +78,8 @@ class TakesTime:
 def bare(folder: Path) -> Any:
     """A reward replica without Serve, with the tokenizer in the folder."""
     scorer = FunctionScorerConfig(kind="function", function="takes:time", batch_tokens=BATCH_TOKENS)
-    config = RewardConfig(tokenizer=str(folder), scorer=scorer)
     os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # a replica refuses to be unguarded; this one has no port
-    return Reward.func_or_class(config, lambda *_: TakesTime())  # type: ignore[attr-defined]
+    return Reward.func_or_class(Hosted(scorer, str(folder)), lambda *_: TakesTime())  # type: ignore[attr-defined]
 
 
 async def measured(seconds: float, load: int, folder: Path) -> tuple[Caller, Caller]:

@@ -52,9 +52,8 @@ def reward(policy_folder: Path) -> Iterator[Any]:
     scorer = {"kind": "function", "function": "tests.unit.services.reward.test_reward_replica:length"}
     limits = {"max_call_rows": 100, "max_call_tokens": 4000, "max_waiting_rows": 400, "batch_s": 1.0}
     made = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
-    made.__init__(
-        RewardConfig.parse({"tokenizer": str(policy_folder), "scorer": scorer, "limits": limits}, "reward.args")
-    )
+    args = {"tokenizer": str(policy_folder), "scorer": scorer, "limits": limits}
+    made.__init__(RewardConfig.parse(args, "reward.args").hosted[""])
     yield made
     as_imported().HANGS.set()
 
