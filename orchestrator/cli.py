@@ -115,20 +115,16 @@ def begin(
 def check(config: ConfigFile) -> None:
     """Validate the YAML file, the prompts, models and functions that it names, without starting anything."""
     from orchestrator.deployment import cluster
-    from orchestrator.deployment.file import Deployment
+    from orchestrator.deployment.file import load_file
 
-    written = Deployment.load(config, check_services=True)
+    written = load_file(config, check_services=True)
     # Imported here because they load torch, which takes seconds that an error in the file need not wait for.
-    from orchestrator.commands.checks.preflight import preflight
-    from orchestrator.commands.checks.startable import decided_here, sums_of
+    from orchestrator.commands.checks.preflight import checked
     from orchestrator.commands.up import consequences
-    from orchestrator.deployment.recomputation import choices
 
     with written.naming():
-        deployment = decided_here(written)
-        notes = preflight(deployment).notes
-    filled_in = [f"orchestrator.algorithm: {deployment.orchestrator.algorithm.filled_in()}"]
-    for note in itertools.chain(sums_of(deployment).lines(), choices(written, deployment), filled_in, notes):
+        deployment, notes = checked(written)
+    for note in notes:
         _say(written.worded(note))
     head = cluster.running()
     for line in itertools.chain(*consequences(head, deployment)) if head else []:

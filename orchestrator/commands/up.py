@@ -4,19 +4,24 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.clients import Services
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment import cluster, serving
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
 from orchestrator.deployment.redeployment import changes, kept
 from quartet.config.base import ConfigError
-from quartet.security import local
+from quartet.security import credentials, local
 from quartet.security.credentials import VARIABLE as CREDENTIALS
 from quartet.security.port import on_loopback
+from quartet.wire.errors import Unavailable, from_rpc
 from services.rollout.config import RolloutConfig
 
 _MEANWHILE = (
@@ -32,12 +37,12 @@ def up(config: Path, timeout_s: float, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError, PortError, ClusterError: the file, a port or a service is wrong; the message says how.
     """
-    written = Deployment.load(config, check_services=True)
+    written = load_file(config, check_services=True)
     with written.naming():
         _up(config, _decided(written), timeout_s, lambda text: say(written.worded(text)))
 
 
-def _up(config: Path, deployment: Deployment, timeout_s: float, say: Callable[[str], None]) -> None:
+def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[[str], None]) -> None:
     if deployment.port.policy and not os.environ.get(CREDENTIALS):
         raise ConfigError(
             f"{CREDENTIALS}: unset, and {deployment.port.policy} refuses callers without credentials; set it to the "
@@ -72,13 +77,10 @@ def _up(config: Path, deployment: Deployment, timeout_s: float, say: Callable[[s
             cluster.stop(ray)
         raise
     http = f"; OpenAI's protocol at {', '.join(openai_addresses(deployment))}" if port.http else ""
-    say(
-        f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.orchestrator.target}{http}; logs in "
-        f"{ray.logs}"
-    )
+    say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.target}{http}; logs in {ray.logs}")
 
 
-def openai_addresses(deployment: Deployment) -> list[str]:
+def openai_addresses(deployment: ServicesFile) -> list[str]:
     """The addresses at which clients of OpenAI's protocol reach the rollout applications."""
     port = deployment.ports["http_options.port"]
     return [
@@ -88,12 +90,12 @@ def openai_addresses(deployment: Deployment) -> list[str]:
     ]
 
 
-def _decided(deployment: Deployment) -> Deployment:
+def _decided(deployment: ServicesFile) -> ServicesFile:
     """The file with what it leaves to the sums of memory decided."""
     # Imported here because it loads torch, as below.
     from orchestrator.commands.checks.startable import decided_here
 
-    return decided_here(deployment)
+    return decided_here(deployment) if isinstance(deployment, Deployment) else deployment
 
 
 class Consequences(NamedTuple):
@@ -105,7 +107,7 @@ class Consequences(NamedTuple):
     """The changes, and the runs that notice them."""
 
 
-def consequences(ray: cluster.Cluster, deployment: Deployment) -> Consequences:
+def consequences(ray: cluster.Cluster, deployment: ServicesFile) -> Consequences:
     """The consequences of deploying the file on the head that runs."""
     try:
         described = cluster.serve(ray)
@@ -116,7 +118,7 @@ def consequences(ray: cluster.Cluster, deployment: Deployment) -> Consequences:
         return Consequences(refused, [])
     found = changes(described["applications"], deployment.raw.get("applications") or [])
     lines = [str(change) for change in found]
-    if any(change.restarts for change in found):
+    if any(change.restarts for change in found) and isinstance(deployment, Deployment):
         run = asyncio.run(_training(deployment.orchestrator))
         lines += [f"run {run} is training with these services; {_MEANWHILE}"] if run else []
     return Consequences([], lines)
@@ -133,7 +135,7 @@ async def _training(config: OrchestratorConfig) -> str:
         await services.close()
 
 
-def _check_place(config: Path, deployment: Deployment) -> None:
+def _check_place(config: Path, deployment: ServicesFile) -> None:
     """Raises ConfigError if a head may not be started here."""
     if os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
@@ -143,7 +145,7 @@ def _check_place(config: Path, deployment: Deployment) -> None:
     check_ports(deployment.ports)
 
 
-def _check_startable(deployment: Deployment) -> None:
+def _check_startable(deployment: ServicesFile) -> None:
     """Raises ConfigError if a service would not start on this machine, which it would say only a minute later."""
     # Imported here because it loads torch, which takes seconds that the other errors need not wait for.
     import torch
@@ -158,8 +160,8 @@ def _check_startable(deployment: Deployment) -> None:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s: float) -> None:
-    """Returns when each service has described itself.
+async def _ask_all(deployment: ServicesFile, say: Callable[[str], None], timeout_s: float) -> None:
+    """Returns when each service of a run has described itself; without a run, when each application is healthy.
 
     Raises:
         ConfigError: the port has TLS and the credentials have not, or the reverse.
@@ -168,6 +170,11 @@ async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s
     # Imported here because it loads torch, as above.
     from orchestrator.commands.patience import NOTE_EVERY_S, Patience
 
+    patience = Patience(timeout_s, NOTE_EVERY_S, say, "--timeout-s")
+    if not isinstance(deployment, Deployment):
+        async with credentials.connect(deployment.target) as channel:
+            await patience(partial(_healthy, deployment, channel))
+        return
     config = deployment.orchestrator
     services = Services.connect(config)
 
@@ -179,6 +186,19 @@ async def _ask_all(deployment: Deployment, say: Callable[[str], None], timeout_s
             raise
 
     try:
-        await Patience(timeout_s, NOTE_EVERY_S, say, "--timeout-s")(ask)
+        await patience(ask)
     finally:
         await services.close()
+
+
+async def _healthy(deployment: ServicesFile, channel: grpc.aio.Channel, timeout_s: float) -> None:
+    """Returns if each of Quartet's applications in the file is healthy; raises as `_ask_all` otherwise."""
+    ask = health_pb2_grpc.HealthStub(channel).Check
+    for name in deployment.services:
+        try:
+            reply = await ask(health_pb2.HealthCheckRequest(service=name), timeout=timeout_s)
+        except grpc.RpcError as error:
+            await credentials.check_tls(deployment.target)
+            raise from_rpc(error, f"{name}.Check") from None
+        if reply.status != health_pb2.HealthCheckResponse.SERVING:
+            raise Unavailable(f"{name}.Check: its model does not work; the services' logs say why")

@@ -23,7 +23,7 @@ class Service:
     config: type[Config]
     """Class of its `args:`."""
     deployment: str
-    """The name of its only deployment."""
+    """The name of the deployment that takes its calls, and of its only one unless it has several scorers."""
 
     @property
     def function(self) -> str:
@@ -70,6 +70,16 @@ def problems(applications: Sequence[Application], needed: Mapping[str, str]) -> 
 def service_of(application: Application) -> Service | None:
     """The service that an application runs; None for one that is not Quartet's."""
     return _BY_PATH.get(str(application.get("import_path")))
+
+
+def deployments_of(application: Application) -> tuple[str, ...]:
+    """Names of the deployments of one of Quartet's applications; that which takes the calls comes first."""
+    service, args = service_of(application), application.get("args")
+    if service is None:
+        return ()
+    scorers = args.get("scorers") if service.config is RewardConfig and isinstance(args, Mapping) else None
+    several = map(str, scorers) if isinstance(scorers, Mapping) and len(scorers) > 1 else ()
+    return (service.deployment, *several)
 
 
 def env_vars(application: Application, where: str) -> dict[str, str]:
@@ -123,19 +133,17 @@ def _wrong_args(application: Application, where: str) -> list[str]:
 
 
 def _wrong_deployments(application: Application, where: str) -> list[str]:
-    """Deployments with a wrong name, which Serve would ignore, and critics with more than one replica."""
+    """Deployments with a wrong name, which Serve would ignore, or named twice, and critics with more than one
+    replica."""
     service, deployments = service_of(application), application.get("deployments")
     if service is None or not isinstance(deployments, list):
         return []
-    where, name = f"{where}.deployments", service.deployment
+    where, name, names = f"{where}.deployments", service.deployment, deployments_of(application)
     entries = [entry for entry in deployments if isinstance(entry, Mapping)]
-    errors = [
-        f"{where}.{entry['name']}: no such deployment; the only one here is {name}"
-        for entry in entries
-        if entry.get("name", name) != name
-    ]
-    if len(entries) > 1 and not errors:
-        errors.append(f"{where}: should hold {name} once")
+    there = f"the only one here is {name}" if len(names) == 1 else f"those here are {', '.join(names)}"
+    given = [str(entry.get("name", name)) for entry in entries]
+    errors = [f"{where}.{each}: no such deployment; {there}" for each in given if each not in names]
+    errors += [f"{where}: should hold {each} once" for each in names if given.count(each) > 1]
     if service.config is RolloutConfig:
         errors += [line for entry in entries for line in _none_at_all(entry, f"{where}.{name}")]
     if service.config is CriticConfig:

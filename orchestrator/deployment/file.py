@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from orchestrator.algorithms.contract import Algorithm
 from orchestrator.algorithms.registry import kinds, parse
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.config.services import ServicesConfig
 from orchestrator.deployment import applications, guarded
+from orchestrator.deployment.facts import scorers
 from orchestrator.deployment.facts.derive import stated
 from orchestrator.deployment.facts.read import derived, states_facts
 from orchestrator.deployment.names import clashes
@@ -23,6 +24,7 @@ from quartet.config.explain import shown, unknown
 from quartet.config.learner import LearnerConfig
 from quartet.security.port import Port, SecurityConfig
 from services.critic.config import CriticConfig
+from services.reward.config import RewardConfig
 
 SERVE_KEYS = {
     "proxy_location",
@@ -54,9 +56,9 @@ class Placed:
     """A deployment of one of the services, as Serve gets it."""
 
     name: str
-    """The application's name."""
+    """The application's name; of several scorers in one each has its own behind it."""
     section: Config
-    """The application's `args:`."""
+    """The application's `args:`, of several scorers with this one alone."""
     application: Mapping[str, Any]
     entry: Mapping[str, Any]
     """Serve's options of the deployment."""
@@ -77,12 +79,11 @@ class Placed:
         return applications.env_vars(self.application, f"applications.{self.name}")
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """A deployment file, such as deploy/ppo.yaml, or what is derived from a file of facts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesFile:
+    """A file of services, such as deploy/reward.yaml, or what is derived from a file of facts."""
 
     path: Path
-    orchestrator: OrchestratorConfig
     applications: tuple[str, ...]
     services: Mapping[str, Config]
     """Application name -> its `args:`, without services whose models are on another machine."""
@@ -96,7 +97,7 @@ class Deployment:
 
     def worded(self, text: str) -> str:
         """A message about keys in the words of the file: with facts in place of keys that are derived from them."""
-        return stated(text) if self.facts else text
+        return scorers.stated(text) if self.facts else text
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -107,24 +108,36 @@ class Deployment:
             raise ConfigError(self.worded(str(error))) from None
 
     def placed(self) -> Iterator[Placed]:
-        """The deployments of the services in `services`."""
+        """The deployments of the services in `services`, but for those that only pass calls on to scorers."""
         for application in self.raw.get("applications") or []:
             name = str(application.get("name"))
-            if name in self.services:
-                for entry in application.get("deployments") or [{}]:
-                    yield Placed(name, self.services[name], application, entry)
+            if name not in self.services:
+                continue
+            section, entries = self.services[name], application.get("deployments") or [{}]
+            if not isinstance(section, RewardConfig) or len(section.scorers) < 2:
+                yield from (Placed(name, section, application, entry) for entry in entries)
+                continue
+            by_name = {entry.get("name"): entry for entry in entries}
+            for scorer in section.scorers:
+                yield Placed(f"{name}.{scorer}", section.only(scorer), application, by_name.get(scorer, {}))
 
-    def learners(self) -> dict[str, LearnerConfig]:
-        """Critics by the names of their applications, and the policy. GPUs, custom resources and environment are
-        those of each rank: of a critic with one rank its replica's, in whose place it computes."""
-        learners: dict[str, LearnerConfig] = {}
+    def critics(self) -> dict[str, CriticConfig]:
+        """Critics by the names of their applications. GPUs, custom resources and environment are those of each rank:
+        of a critic with one rank its replica's, in whose place it computes."""
+        critics: dict[str, CriticConfig] = {}
         for placed in self.placed():
             if isinstance(section := placed.section, CriticConfig):
                 given: dict[str, Any] = {"env_vars": placed.variables | section.env_vars}
                 if section.ranks == 1:
                     given |= {"num_gpus": placed.gpus, "resources": placed.actor.get("resources") or {}}
-                learners[placed.name] = section.model_copy(update=given)
-        return learners | {POLICY: self.orchestrator.policy}
+                critics[placed.name] = section.model_copy(update=given)
+        return critics
+
+    @property
+    def target(self) -> str:
+        """Host:port at which this machine reaches the services."""
+        host = "127.0.0.1" if self.port.everywhere else self.port.host
+        return f"{host}:{self.ports['grpc_options.port']}"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -136,59 +149,93 @@ class Deployment:
         """Key that sets a port -> the port on which Serve will listen, its default if the key is missing."""
         return _ports(self.raw)
 
-    @classmethod
-    def load(cls, path: str | Path, *, check_services: bool = False) -> Self:
-        """Reads and validates a file.
 
-        Args:
-            path: the YAML file, whole or of facts.
-            check_services: True to validate also the services' sections, which needs their models on this machine,
-                and Serve's sections, which needs seconds to import Serve.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment(ServicesFile):
+    """A file of a run, such as deploy/ppo.yaml: its services, and what trains with them."""
 
-        Raises:
-            ConfigError: every wrong field of every section, a line each.
-        """
-        raw = read_yaml(path)
-        if states_facts(raw, path):
-            whole = derived(raw, path)
-            try:
-                return replace(cls._whole(whole, path, check_services), facts=True)
-            except ConfigError as error:
-                raise ConfigError(stated(str(error))) from None
-        return cls._whole(raw, path, check_services)
+    orchestrator: OrchestratorConfig
+
+    def worded(self, text: str) -> str:
+        """A message about keys in the words of the file."""
+        return stated(text) if self.facts else text
+
+    def learners(self) -> dict[str, LearnerConfig]:
+        """The critics, and the policy."""
+        return {**self.critics(), POLICY: self.orchestrator.policy}
 
     @classmethod
-    def _whole(cls, raw: dict[str, Any], path: str | Path, check_services: bool) -> Self:
-        """The deployment of a whole file's contents."""
-        known = SERVE_KEYS | _OTHER_KEYS
-        problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
-        problems += [*clashes(), *_wrong_ports(raw, path)] + [f"{path}: {gap}" for gap in gaps(raw)]
-        listed = raw.get("applications") or []
-        if not (isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)):
-            problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
-            listed = []
-        port = Port.of()
+    def load(cls, path: str | Path, *, check_services: bool = False) -> "Deployment":
+        """Reads and validates a file of a run, as `load_file` does. ConfigError also if it has services alone."""
+        loaded = load_file(path, check_services=check_services)
+        if not isinstance(loaded, Deployment):
+            raise ConfigError(
+                f"{path}: has services alone, which `quartet up` starts; a run needs the section orchestrator, or "
+                "facts"
+            )
+        return loaded
+
+
+def load_file(path: str | Path, *, check_services: bool = False) -> ServicesFile:
+    """Reads and validates a file: of a run, or of services alone where it has no section `orchestrator`.
+
+    Args:
+        path: the YAML file, whole or of facts.
+        check_services: True to validate also the services' sections, which needs their models on this machine, and
+            Serve's sections, which needs seconds to import Serve.
+
+    Raises:
+        ConfigError: every wrong field of every section, a line each.
+    """
+    raw = read_yaml(path)
+    if states_facts(raw, path):
+        whole = derived(raw, path)
         try:
-            if "security" in raw:
-                port = SecurityConfig.parse(raw["security"] or {}, "security").port
-            if check_services:
-                port.checked()
+            return replace(_whole(whole, path, check_services), facts=True)
         except ConfigError as error:
-            problems.append(str(error))
-        orchestrator, wrong = _orchestrator(raw)
-        orchestrator = orchestrator and _with_services_used(
-            orchestrator, [str(entry.get("name")) for entry in listed]
-        )
+            words = stated if "orchestrator" in whole else scorers.stated
+            raise ConfigError(words(str(error))) from None
+    return _whole(raw, path, check_services)
+
+
+def _whole(raw: dict[str, Any], path: str | Path, check_services: bool) -> ServicesFile:
+    """A whole file's contents."""
+    known = SERVE_KEYS | _OTHER_KEYS
+    problems = [f"{path}: {key}: {unknown(str(key), known, 'section')}" for key in raw if key not in known]
+    problems += [*clashes(), *_wrong_ports(raw, path)] + [f"{path}: {gap}" for gap in gaps(raw)]
+    listed = raw.get("applications") or []
+    if not (isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)):
+        problems.append(f"{path}: applications: should be a list, each with a name and an import_path")
+        listed = []
+    port = Port.of()
+    try:
+        if "security" in raw:
+            port = SecurityConfig.parse(raw["security"] or {}, "security").port
         if check_services:
-            problems += applications.problems(listed, _needed(raw, orchestrator))
-            problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
-        problems += wrong
-        if orchestrator and not problems:
-            problems += _wrong_target(orchestrator.target, raw)
-        if problems or orchestrator is None:
-            raise ConfigError("\n".join(problems))
-        names = tuple(str(application.get("name")) for application in listed)
-        return cls(Path(path), orchestrator, names, applications.parse(listed), raw, port)
+            port.checked()
+    except ConfigError as error:
+        problems.append(str(error))
+    runs = "orchestrator" in raw
+    if not (runs or listed):
+        problems.append(f"{path}: applications: empty; a file of services holds one or more")
+    orchestrator, wrong = _orchestrator(raw) if runs else (None, [])
+    orchestrator = orchestrator and _with_services_used(orchestrator, [str(entry.get("name")) for entry in listed])
+    if check_services:
+        problems += applications.problems(listed, _needed(raw, orchestrator) if runs else {})
+        problems += _wrong_for_serve(raw | {"applications": listed}, problems) + guarded.problems(raw, listed)
+    problems += wrong
+    if orchestrator and not problems:
+        problems += _wrong_target(orchestrator.target, raw)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    given: dict[str, Any] = {
+        "path": Path(path),
+        "applications": tuple(str(application.get("name")) for application in listed),
+        "services": applications.parse(listed),
+        "raw": raw,
+        "port": port,
+    }
+    return Deployment(**given, orchestrator=orchestrator) if orchestrator else ServicesFile(**given)
 
 
 def _orchestrator(raw: Mapping[str, Any]) -> tuple[OrchestratorConfig | None, list[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.deployment.applications import Application, service_of
+from orchestrator.deployment.applications import Application, deployments_of, service_of
 from quartet.config.explain import shown
 from services.critic.config import CriticConfig
 
@@ -33,7 +33,8 @@ def scalable(application: Application) -> dict[str, Any]:
     service, deployments = service_of(application), application.get("deployments", [])
     if service is None or service.config is CriticConfig or not isinstance(deployments, list):
         return dict(application)
-    entries = deployments or [{"name": service.deployment}]
+    listed = {str(entry.get("name")) for entry in deployments}
+    entries = [*deployments, *({"name": name} for name in deployments_of(application) if name not in listed)]
     return {**application, "deployments": [_bounded(entry) for entry in entries]}
 
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.applications import SERVICES
 from orchestrator.deployment.facts.facts import Facts
+from orchestrator.deployment.facts.scorers import ScorersFacts
 from orchestrator.supervised.registry import TRAININGS
 from quartet.config.base import Config
 from quartet.config.explain import shown
@@ -26,10 +27,11 @@ INTRODUCTION = """\
 A run is described by one YAML file of either kind, and every command takes both:
 
 - **A file of facts** states what a person decides, each once. Five facts are required: `name`, `model`, `reward`,
-  `prompts` and `algorithm`. Everything else has a default that fits them. `quartet init` writes such a file.
-- **A whole file** holds Serve's own sections, one application for each service, and `orchestrator:`. `quartet render
-  FILE` prints the whole file that follows from facts, for `serve deploy` or to read. It is a file of this kind if it
-  has `applications:`.
+  `prompts` and `algorithm`. Everything else has a default that fits them. `quartet init` writes such a file. A file
+  with `scorers` in their place serves these alone, without a run.
+- **A whole file** holds Serve's own sections, one application for each service, and for a run `orchestrator:`.
+  `quartet render FILE` prints the whole file that follows from facts, for `serve deploy` or to read. It is a file of
+  this kind if it has `applications:`.
 
 ```yaml
 name: mine
@@ -65,6 +67,7 @@ node needs the files, so give it a folder that all nodes see as `HF_HOME`, or as
 """
 PARTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Facts", "", Facts),
+    ("Facts of scorers alone", "", ScorersFacts),
     ("Orchestrator", "orchestrator", OrchestratorConfig),
     *((f"Service {name}", f"services.{name}", service.config) for name, service in SERVICES.items()),
     ("Security", "security", SecurityConfig),

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 import pytest
 import yaml
 
 from orchestrator.deployment.cluster import STATE, TOKEN
 from orchestrator.deployment.listeners import free_ports
-from protos import rollout_pb2
-from protos.rollout_pb2_grpc import RolloutServicer, add_RolloutServicer_to_server
 from quartet.security.local import FOLDER
 from tests.configuration import configuration, write_prompts
 from tests.models import make_policy
@@ -38,7 +34,7 @@ async def main():
         try:
             info = await reward.info(20)
             scores = await reward.score_texts(["w5 w6"], ["w7 w8 w9"], timeout_s=20)
-            print(info.scorer.name, *(f"{score:.1f}" for score in scores.values))
+            print(info.identity.name, *(f"{score:.1f}" for score in scores.values))
         except ServiceError as error:
             print(type(error).__name__)
 
@@ -69,24 +65,7 @@ class Place:
         return self.user.program(CALL, target).strip()
 
 
-class _Rollout(RolloutServicer):  # type: ignore[misc]
-    """Another team's rollout service, which only says that it is there: it takes no part here."""
-
-    async def Info(self, request: Any, context: Any) -> Any:
-        return rollout_pb2.RolloutInfo(replica="elsewhere")
-
-
-@pytest.fixture
-async def rollout() -> Any:
-    server = grpc.aio.server()
-    add_RolloutServicer_to_server(_Rollout(), server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
-
-
-def _write(user: User, rollout: str) -> Path:
+def _write(user: User) -> Path:
     """A file with the reward service alone; its scorer is a function, and its tokenizer the user's own."""
     model = make_policy(user.folder / "model", kind="llama", tied=False)
     http, port = free_ports(2)
@@ -94,8 +73,7 @@ def _write(user: User, rollout: str) -> Path:
     [reward] = [application for application in raw["applications"] if application["name"] == "reward"]
     reward["args"] = {"tokenizer": str(model), "scorer": {"kind": "function", "function": "tests.scorers:words"}}
     raw["applications"] = [reward]
-    raw["orchestrator"]["services"] = {"rollout": {"target": rollout}, "reference": None, "critic": None}
-    raw["orchestrator"]["algorithm"] |= {"kind": "reinforce++", "kl": {"coef": 0}}
+    del raw["orchestrator"]
     path = user.folder / "reward.yaml"
     path.write_text(yaml.safe_dump(raw))
     user.take()
@@ -108,11 +86,11 @@ def callers() -> Iterator[list[User]]:
         yield made
 
 
-async def test_each_has_a_quartet_and_neither_has_the_others(callers: list[User], rollout: str) -> None:
+async def test_each_has_a_quartet_and_neither_has_the_others(callers: list[User]) -> None:
     with ExitStack() as down:
         places = []
         for user in callers:
-            config = _write(user, rollout)
+            config = _write(user)
             down.callback(user.quartet, "down")
             up = await asyncio.to_thread(user.quartet, "up", str(config))
             assert up.returncode == 0, up.stdout + up.stderr

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.commands.checks.models import load_model_config, models, scorers
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.config.frozen import FrozenConfig
 from quartet.config.learner import LearnerConfig
@@ -18,7 +18,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engines import kind_of
 
 
-def untested(deployment: Deployment) -> Iterator[str]:
+def untested(deployment: ServicesFile) -> Iterator[str]:
     """Models of architectures that the tests do not cover."""
     for field, path in models(deployment):
         kind = getattr(load_model_config(path), "model_type", None)
@@ -62,7 +62,7 @@ def unfit_heads(section: RolloutConfig, name: str) -> Iterator[str]:
         )
 
 
-def unpackable(deployment: Deployment) -> Iterator[str]:
+def unpackable(deployment: ServicesFile) -> Iterator[str]:
     """Models that would compute something else if they were packed."""
     network = functools.cache(lambda path: shape_of_causal(path, "float32"))
     for where, section in _computing(deployment):
@@ -77,15 +77,16 @@ def unpackable(deployment: Deployment) -> Iterator[str]:
             yield f"{where}.packing: {problem}"
 
 
-def _computing(deployment: Deployment) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:
+def _computing(deployment: ServicesFile) -> Iterator[tuple[str, LearnerConfig | FrozenConfig]]:
     """(field, section) of each model outside the engine."""
-    yield "orchestrator.policy", deployment.orchestrator.policy
+    if isinstance(deployment, Deployment):
+        yield "orchestrator.policy", deployment.orchestrator.policy
     for name, section in deployment.services.items():
         where = f"applications.{name}.args"
         if isinstance(section, LearnerConfig | FrozenConfig):
             yield where, section
         elif isinstance(section, RewardConfig):
-            for field, scorer in scorers(section.scorer, f"{where}.scorer"):
+            for field, scorer in scorers(section.hosted, where):
                 if isinstance(scorer, ModelScorerConfig):
                     yield field, scorer
 

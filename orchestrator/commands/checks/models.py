@@ -1,4 +1,8 @@
-"""Checks of the tokenizers, weights and scoring functions that a deployment names."""
+"""Checks of the tokenizers, weights and scoring functions that a deployment names.
+
+A run has the tokens of its policy in common with all models that it uses. Scorers that other callers ask by their
+names may have others.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
-from orchestrator.deployment.file import Deployment
+from orchestrator.config.run import OrchestratorConfig
+from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
 from quartet.config.functions import load_function, source_of
 from quartet.models.loading import check_whole, load_config, load_tokenizer
@@ -19,10 +24,12 @@ from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import (
     FunctionScorerConfig,
+    Hosted,
     ModelScorerConfig,
     RewardConfig,
     ScorerConfig,
     SeveralScorerConfig,
+    field_of,
 )
 from services.rollout.config import RolloutConfig
 
@@ -37,13 +44,14 @@ several parts instead."""
 def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
     """Models whose token ids differ in meaning from the policy's."""
     expected, vocabulary = tokenizer_hash(tokenizer), vocabulary_size(tokenizer)
-    for field, path in models(deployment):
+    of_run = partial(scorers_of_run, deployment.orchestrator)
+    for field, path in models_of_run(deployment):
         if (model := load_model_config(path)) is not None and (entries := _entries(model)) < vocabulary:
             yield (
                 f"{field}: {path} has {entries} entries in its vocabulary, but the tokenizer of {POLICY_FIELD} "
                 f"gives ids up to {vocabulary - 1}; resize the model's embeddings"
             )
-    for field, path in _with_tokenizer(deployment):
+    for field, path in [*models_of_run(deployment), *_tokenizers(deployment, of_run)]:
         try:
             digest = tokenizer_hash(load_tokenizer(path))
         except ConfigError as error:
@@ -56,14 +64,39 @@ def other_tokenizers(deployment: Deployment, tokenizer: Any) -> Iterator[str]:
             )
 
 
-def models(deployment: Deployment) -> Iterator[tuple[str, str]]:
+def models(deployment: ServicesFile) -> Iterator[tuple[str, str]]:
     """(field, folder) of every model in the file that reads or writes tokens."""
-    return ((field, path) for field, path, _ in _needed(deployment))
+    return ((field, path) for field, path, _ in _needed(deployment, all_scorers))
 
 
-def _needed(deployment: Deployment) -> Iterator[tuple[str, str, Callable[[str], object]]]:
-    """The same, each with the check of the weights that it needs."""
-    yield POLICY_FIELD, deployment.orchestrator.policy.model, _check_causal
+def models_of_run(deployment: Deployment) -> Iterator[tuple[str, str]]:
+    """The same without those of scorers that the run does not ask."""
+    return ((field, path) for field, path, _ in _needed(deployment, partial(scorers_of_run, deployment.orchestrator)))
+
+
+def all_scorers(name: str, section: RewardConfig) -> Mapping[str, Hosted]:
+    """The scorers of the reward application of this name."""
+    return section.hosted
+
+
+def scorers_of_run(config: OrchestratorConfig, name: str, section: RewardConfig) -> Mapping[str, Hosted]:
+    """The scorers of a reward application that the run may ask: that without a name, or that of the run's name."""
+    used, hosted = config.services.reward, section.hosted
+    ours = used.target in (None, config.target) and name == (used.application or "reward")
+    return {
+        scorer: each
+        for scorer, each in hosted.items()
+        if not scorer or (ours and (scorer == used.scorer or (not used.scorer and len(hosted) == 1)))
+    }
+
+
+_Scorers = Callable[[str, RewardConfig], Mapping[str, Hosted]]
+
+
+def _needed(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, str, Callable[[str], object]]]:
+    """The same, each with the check of the weights that it needs; of reward applications those of some scorers."""
+    if isinstance(deployment, Deployment):
+        yield POLICY_FIELD, deployment.orchestrator.policy.model, _check_causal
     for name, section in deployment.services.items():
         where = f"applications.{name}.args"
         if isinstance(section, RolloutConfig | ReferenceConfig):
@@ -71,7 +104,7 @@ def _needed(deployment: Deployment) -> Iterator[tuple[str, str, Callable[[str], 
         elif isinstance(section, CriticConfig):
             yield f"{where}.model", section.model, _check_body
         elif isinstance(section, RewardConfig):
-            for field, scorer in scorers(section.scorer, f"{where}.scorer"):
+            for field, scorer in scorers(which(name, section), where):
                 if isinstance(scorer, ModelScorerConfig):
                     yield f"{field}.model", scorer.model, check_scalar
 
@@ -80,11 +113,11 @@ _check_causal = partial(check_whole, AutoModelForCausalLM)
 _check_body = partial(check_whole, AutoModel)
 
 
-def broken_models(deployment: Deployment) -> Iterator[str]:
+def broken_models(deployment: ServicesFile) -> Iterator[str]:
     """Models whose configuration cannot be read, or whose weights are missing, incomplete, or those of a model for
     something else; each once."""
     seen = set()
-    for field, path, check in _needed(deployment):
+    for field, path, check in _needed(deployment, all_scorers):
         if (path, check) in seen:
             continue
         seen.add((path, check))
@@ -100,25 +133,27 @@ def broken_models(deployment: Deployment) -> Iterator[str]:
         yield from (f"{field}: {problem}" for problem in problems)
 
 
-def broken_tokenizers(deployment: Deployment) -> Iterator[str]:
+def broken_tokenizers(deployment: ServicesFile) -> Iterator[str]:
     """Tokenizers that do not load, each once; all services tell a run which one they have."""
-    for path, field in {path: field for field, path in reversed(_with_tokenizer(deployment))}.items():
+    every = [*models(deployment), *_tokenizers(deployment, all_scorers)]
+    for path, field in {path: field for field, path in reversed(every)}.items():
         try:
             load_tokenizer(path)
         except ConfigError as error:
             yield f"{field}: {error}"
 
 
-def _with_tokenizer(deployment: Deployment) -> list[tuple[str, str]]:
-    """(field, folder) of every tokenizer in the file."""
-    return [*models(deployment), *_tokenizers(deployment)]
-
-
-def _tokenizers(deployment: Deployment) -> Iterator[tuple[str, str]]:
-    """(field, folder) of folders of which only the tokenizer is used."""
+def _tokenizers(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, str]]:
+    """(field, folder) of folders of which only the tokenizer is used, by some scorers."""
     for name, section in deployment.services.items():
-        if isinstance(section, RewardConfig):
-            yield f"applications.{name}.args.tokenizer", section.tokenizer
+        if not isinstance(section, RewardConfig):
+            continue
+        where = f"applications.{name}.args"
+        for scorer, hosted in which(name, section).items():
+            if hosted.scorer.tokenizer:
+                yield f"{where}.{field_of(scorer)}.tokenizer", hosted.scorer.tokenizer
+            elif section.tokenizer:
+                yield f"{where}.tokenizer", section.tokenizer
 
 
 def load_model_config(path: str) -> Any:
@@ -143,14 +178,14 @@ def _entries(model: Any) -> int:
     return int(model.get_text_config().vocab_size)
 
 
-def missing_functions(deployment: Deployment) -> Iterator[str]:
+def missing_functions(deployment: ServicesFile) -> Iterator[str]:
     """Scoring functions that cannot be imported here, except those of services with their own environment."""
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
         section = deployment.services.get(name)
         if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
             continue
-        for field, scorer in scorers(section.scorer, f"applications.{name}.args.scorer"):
+        for field, scorer in scorers(section.hosted, f"applications.{name}.args"):
             if isinstance(scorer, FunctionScorerConfig):
                 try:
                     where = f"{field}.function"
@@ -167,11 +202,16 @@ def _brings_code(runtime_env: Any) -> bool:
     return bool(_OWN_CODE & runtime_env.keys()) or (isinstance(variables, Mapping) and "PYTHONPATH" in variables)
 
 
-def scorers(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
-    """(field, scorer) of the scorer or, where it is several, of each of them."""
+def scorers(hosted: Mapping[str, Hosted], where: str) -> Iterator[tuple[str, ScorerConfig]]:
+    """(field, scorer) of each scorer and, where it is several, of each of these. `where` is the place of the args."""
+    for name, each in hosted.items():
+        yield from _parts_of(each.scorer, f"{where}.{field_of(name)}")
+
+
+def _parts_of(scorer: ScorerConfig, where: str) -> Iterator[tuple[str, ScorerConfig]]:
     if isinstance(scorer, SeveralScorerConfig):
         for name, each in scorer.scorers.items():
-            yield from scorers(each, f"{where}.scorers.{name}")
+            yield from _parts_of(each, f"{where}.scorers.{name}")
     else:
         yield where, scorer
 

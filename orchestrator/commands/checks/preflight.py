@@ -1,6 +1,6 @@
 """Checks of a run before anything is started or called; `quartet check` and `train` share them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,16 +22,18 @@ from orchestrator.commands.checks.fitting import (
 from orchestrator.commands.checks.models import (
     POLICY_FIELD,
     load_model_config,
-    models,
+    models_of_run,
     other_tokenizers,
+    scorers_of_run,
     unreadable,
 )
-from orchestrator.commands.checks.startable import unfit_policy, unstartable
+from orchestrator.commands.checks.startable import decided_here, sums_of, unfit_policy, unstartable
 from orchestrator.config.data import EVAL
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import Prompt, PromptSet, check_disjoint, load_prompts
 from orchestrator.data.tables import split_names
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
+from orchestrator.deployment.recomputation import choices
 from orchestrator.environments.contract import Environment, load_environment
 from orchestrator.evaluation.judges import Judge
 from orchestrator.policy.sampled import sampled_from
@@ -42,7 +44,7 @@ from quartet.models.loading import load_tokenizer
 from quartet.wire.identity import vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
-from services.reward.config import RewardConfig
+from services.reward.config import RewardConfig, field_of
 from services.rollout.config import DEFAULT_LENGTH, RolloutConfig
 
 Result = TypeVar("Result")
@@ -74,6 +76,19 @@ class Inputs:
             for part in sets
             if part.too_long
         ]
+
+
+def checked(written: ServicesFile) -> tuple[ServicesFile, Sequence[str]]:
+    """The file with what it leaves to the sums of memory decided, and remarks for the user: all that `quartet check`
+    finds without the machine. ConfigError has a line for each error."""
+    if not isinstance(written, Deployment):
+        if problems := list(dict.fromkeys(unstartable(written))):
+            raise ConfigError("\n".join(problems))
+        return written, [*untested(written), f"services alone, without a run: {', '.join(written.applications)}"]
+    deployment = decided_here(written)
+    notes = preflight(deployment).notes
+    filled_in = f"orchestrator.algorithm: {deployment.orchestrator.algorithm.filled_in()}"
+    return deployment, [*sums_of(deployment).lines(), *choices(written, deployment), filled_in, *notes]
 
 
 def preflight(deployment: Deployment) -> Inputs:
@@ -167,8 +182,9 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
     yield from wrong_backend(deployment)
     needed, sum_of = config.longest_sequence
     for name, section in services.items():
-        if (length := _longest(section)) is not None and length < needed:
-            yield f"applications.{name}.args.max_length: {length}, but {sum_of}"
+        for field, length in _longest(config, name, section):
+            if length < needed:
+                yield f"applications.{name}.args.{field}: {length}, but {sum_of}"
         if isinstance(section, RolloutConfig) and section.dtype != config.policy.dtype:
             yield (
                 f"applications.{name}.args.dtype: {section.dtype}, but orchestrator.policy.dtype is "
@@ -186,7 +202,7 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield from misfits_of_reward(config, section, name)
         if isinstance(section, CriticConfig) and config.algorithm.needs_critic:
             yield from misfits_of_critic(config, section, name)
-    for field, path in models(deployment):
+    for field, path in models_of_run(deployment):
         model = load_model_config(path)
         if model is None:
             yield f"{field}: {unreadable(path)}"
@@ -194,8 +210,10 @@ def _disagreements(deployment: Deployment) -> Iterator[str]:
             yield f"{field}: {path} takes {limit(model)} tokens (its max_position_embeddings), but {sum_of}"
 
 
-def _longest(section: Config) -> int | None:
-    """Longest pair of a service with such a setting, whatever its model takes; None for others."""
+def _longest(config: OrchestratorConfig, name: str, section: Config) -> Iterator[tuple[str, int]]:
+    """Longest pair of a service with such a setting, whatever its model takes, and its key."""
     if isinstance(section, RolloutConfig):
-        return section.longest(DEFAULT_LENGTH)
-    return section.max_length if isinstance(section, RewardConfig) else None
+        yield "max_length", section.longest(DEFAULT_LENGTH)
+    elif isinstance(section, RewardConfig):
+        for scorer, hosted in scorers_of_run(config, name, section).items():
+            yield f"{field_of(scorer)}.max_length" if hosted.scorer.max_length else "max_length", hosted.max_length

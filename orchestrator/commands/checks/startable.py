@@ -19,7 +19,7 @@ from orchestrator.commands.checks.models import (
     models,
 )
 from orchestrator.config.run import OrchestratorConfig
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.memory_sums import MemorySums
 from orchestrator.deployment.recomputation import decided
 from quartet.config.base import MIB, ConfigError
@@ -40,12 +40,13 @@ with ACCELERATOR and is named after their kind."""
 ACCELERATOR = "accelerator_type:"
 
 
-def unstartable(deployment: Deployment) -> Iterator[str]:
+def unstartable(deployment: ServicesFile) -> Iterator[str]:
     """Reasons for which a service of the file would not start on a machine like this one."""
-    try:
-        yield from sums_of(deployment).problems()
-    except ConfigError as error:
-        yield str(error)
+    if isinstance(deployment, Deployment):
+        try:
+            yield from sums_of(deployment).problems()
+        except ConfigError as error:
+            yield str(error)
     yield from missing_functions(deployment)
     yield from broken_models(deployment)
     yield from broken_tokenizers(deployment)
@@ -61,7 +62,7 @@ def unstartable(deployment: Deployment) -> Iterator[str]:
         if isinstance(section, ReferenceConfig) and section.offload and gpus > 1:
             yield f"{where}.args.offload: for a model on one GPU; with num_gpus {gpus:g} set it to false"
         if isinstance(section, CriticConfig):
-            yield from _unfit_learner(deployment.learners()[name], f"{where}.args")
+            yield from _unfit_learner(deployment.critics()[name], f"{where}.args")
             if problem := unusable(Path(section.root)):
                 yield f"{where}.args.root: {problem}"
 
@@ -112,7 +113,7 @@ def _unfit_learner(section: LearnerConfig, where: str) -> Iterator[str]:
         )
 
 
-def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterator[str]:
+def beyond_this_machine(deployment: ServicesFile, cpus: int, gpus: int) -> Iterator[str]:
     """Resources that a head on this machine alone does not have, so that Ray would wait for them for ever.
 
     Args:
@@ -120,10 +121,10 @@ def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterato
         cpus: cores of the machine.
         gpus: its GPUs.
     """
-    policy = deployment.orchestrator.policy
-    asked: list[tuple[str, Any, Any, Any]] = [
-        ("orchestrator.policy", policy.num_cpus, policy.num_gpus, policy.resources)
-    ]
+    asked: list[tuple[str, Any, Any, Any]] = []
+    if isinstance(deployment, Deployment):
+        policy = deployment.orchestrator.policy
+        asked.append(("orchestrator.policy", policy.num_cpus, policy.num_gpus, policy.resources))
     for placed in deployment.placed():
         section, actor = placed.section, placed.actor
         cpus_of_one = actor.get("num_cpus")
@@ -149,7 +150,7 @@ def beyond_this_machine(deployment: Deployment, cpus: int, gpus: int) -> Iterato
                 )
 
 
-def _engine(deployment: Deployment, section: RolloutConfig, where: str, reserved: float) -> Iterator[str]:
+def _engine(deployment: ServicesFile, section: RolloutConfig, where: str, reserved: float) -> Iterator[str]:
     """Reasons for which vLLM would not start."""
     config = load_model_config(section.model)
     size, gpus = section.tensor_parallel_size, gpus_of_replicas(deployment)

@@ -1,4 +1,5 @@
-"""A file that states each fact of a run once, and what is derived from it: the whole file that Serve deploys.
+"""A file that states each fact of a run, or of scorers alone, once; and the whole file for Serve that is derived
+from it.
 
-May import algorithms, applications, config, environments and quartet. cli, commands and file import it.
+May import algorithms, applications, config, environments, quartet and services. cli, commands and file import it.
 """

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -133,8 +133,8 @@ class _Derivation:
             "applications": [self._application(name) for name in names],
             "orchestrator": _merged(self._orchestrator(), facts.orchestrator, "orchestrator"),
         }
-        resolved: dict[str, Any] = _resolved(file)
-        return resolved
+        whole: dict[str, Any] = resolved(file)
+        return whole
 
     @property
     def _names(self) -> list[str]:
@@ -240,19 +240,7 @@ class _Derivation:
 
     @cached_property
     def _environment(self) -> dict[str, str]:
-        """Environment of each process that computes."""
-        threads = self._facts.machine.threads or (None if self._gpus else 1)
-        if threads is None:
-            return {}
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        if threads > 1:
-            environment |= IDLE_THREADS_SLEEP
-        if not self._gpus:
-            environment["TORCHDYNAMO_DISABLE"] = "1"
-            # glibc would give back tensors of more than 32 MiB after each use, and the next one would have to be
-            # mapped and cleared again.
-            environment["MALLOC_MMAP_MAX_"] = "0"
-        return environment
+        return environment_of(self._gpus, self._facts.machine.threads)
 
     def _application(self, name: str) -> dict[str, Any]:
         service, layout = SERVICES[name], self._layout
@@ -267,7 +255,7 @@ class _Derivation:
         elif "autoscaling_config" not in given:
             # From the start: a file that gains it later would restart every replica.
             deployment["autoscaling_config"] = {"min_replicas": replicas, "max_replicas": replicas}
-        deployment["ray_actor_options"] = _shares(layout.cpus, gpus[name])
+        deployment["ray_actor_options"] = shares(layout.cpus, gpus[name])
         application: dict[str, Any] = {
             "name": name,
             "route_prefix": given.pop("route_prefix", f"/{name}"),
@@ -317,7 +305,7 @@ class _Derivation:
         args = self._learner(self._critic_model, "critic" if facts.critic else "reward", given)
         args["optimizer"] = {"learning_rate": rate}
         if given != 1:
-            args |= _shares(self._layout.cpus, self._layout.critic)
+            args |= shares(self._layout.cpus, self._layout.critic)
             args |= {"env_vars": self._environment} if self._environment else {}
         return args
 
@@ -380,7 +368,24 @@ class _Derivation:
         return model is None or not self._model_at(model, "reward").normalises
 
 
-def _shares(cpus: float, gpus: float) -> dict[str, float]:
+def environment_of(gpus: int, threads: int | None) -> dict[str, str]:
+    """Environment of each process that computes, on a machine with so many GPUs."""
+    threads = threads or (None if gpus else 1)
+    if threads is None:
+        return {}
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    if threads > 1:
+        environment |= IDLE_THREADS_SLEEP
+    if not gpus:
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        # glibc would give back tensors of more than 32 MiB after each use, and the next one would have to be mapped
+        # and cleared again.
+        environment["MALLOC_MMAP_MAX_"] = "0"
+    return environment
+
+
+def shares(cpus: float, gpus: float) -> dict[str, float]:
+    """A process's share of the machine, as options of Ray's."""
     return {"num_cpus": cpus} | ({"num_gpus": gpus} if gpus else {})
 
 
@@ -400,12 +405,12 @@ def _merged(derived: Any, given: Any, where: str) -> Any:
     return both
 
 
-def _resolved(value: Any) -> Any:
+def resolved(value: Any) -> Any:
     """The value with its functions called."""
     if isinstance(value, Mapping):
-        return {key: _resolved(inner) for key, inner in value.items()}
+        return {key: resolved(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_resolved(inner) for inner in value]
+        return [resolved(inner) for inner in value]
     return value() if callable(value) else copy.deepcopy(value)
 
 
@@ -418,7 +423,7 @@ _NAMES = (
     (r"orchestrator\.policy\.(model|dtype)\b", r"\1"),
     (r"orchestrator\.algorithm\b", "algorithm"),
     (r"orchestrator\.data\b", "prompts"),
-    (r"(?<![\w./])data\.(path|\w+_key|\w+_split|chat_template)\b", r"prompts.\1"),
+    (r"(?<![\w./])data\.(path|\w+_key|\w+_split|chat_template|columns)\b", r"prompts.\1"),
     (r"orchestrator\.sampling\.max_new_tokens\b", "max_new_tokens"),
     (r"orchestrator\.(gpu_gib|host_gib)\b", r"machine.\1"),
     (r"orchestrator\.(name|seed|steps|batch_size|environment)\b", r"\1"),
@@ -430,6 +435,11 @@ _NAMES = (
 
 def stated(text: str) -> str:
     """The text, of one line or several, with the names of facts in place of those of derived keys, each line once."""
-    for pattern, name in _NAMES:
+    return in_words(text, _NAMES)
+
+
+def in_words(text: str, names: Sequence[tuple[str, str]]) -> str:
+    """The text with other names for keys, each line once; `names` has pattern and name of each."""
+    for pattern, name in names:
         text = re.sub(pattern, name, text)
     return "\n".join(dict.fromkeys(text.splitlines()))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.deployment.facts import scorers
 from orchestrator.deployment.facts.derive import FUNCTION, TARGET, Model, derive, stated
 from orchestrator.deployment.facts.facts import TELLING, Facts
 from orchestrator.deployment.facts.hub import Pinned
@@ -28,12 +29,12 @@ def states_facts(raw: Mapping[str, Any], path: str | Path) -> bool:
             f"{path}: is a file of `quartet sft` or `quartet reward-model`, by its key {_OF_A_TRAINING}; these check "
             f"it as they start. A run of PPO has the facts {', '.join(_REQUIRED)}"
         )
-    if not (stating := TELLING & raw.keys()):
+    if not (stating := {*TELLING, scorers.TELLING} & raw.keys()):
         if not raw.keys() & {_WHOLE, "orchestrator"}:
             holds = ", ".join(map(str, raw)) or "nothing"
             raise ConfigError(
-                f"{path}: should state the facts {', '.join(_REQUIRED)}, or be a whole file with {_WHOLE} and "
-                f"orchestrator; it holds {holds}"
+                f"{path}: should state the facts {', '.join(_REQUIRED)}, or {scorers.TELLING} alone, or be a whole "
+                f"file with {_WHOLE}, and for a run orchestrator; it holds {holds}"
             )
         return False
     if _WHOLE in raw:
@@ -55,7 +56,14 @@ def derived(raw: Mapping[str, Any], path: str | Path, pinned: Pinned | None = No
     Raises:
         ConfigError: a line for each wrong fact.
     """
-    facts = fetched(Facts.of(raw), pinned or Pinned.beside(Path(path)))
+    pinned = pinned or Pinned.beside(Path(path))
+    if not TELLING & raw.keys():
+        alone = scorers.ScorersFacts.parse({key: value for key, value in raw.items() if key != "shared"}, "")
+        try:
+            return scorers.derive(_fetched_scorers(alone, pinned), _model_at)
+        except ConfigError as error:
+            raise ConfigError(scorers.stated(str(error))) from None
+    facts = fetched(Facts.of(raw), pinned)
     try:
         return derive(facts, _model_at)
     except ConfigError as error:
@@ -64,35 +72,49 @@ def derived(raw: Mapping[str, Any], path: str | Path, pinned: Pinned | None = No
 
 def fetched(facts: Facts, pinned: Pinned) -> Facts:
     """The facts with folders in the place of ORG/NAME@REVISION and ORG/NAME@REVISION/FOLDER."""
-
-    def model(place: str, field: str) -> str:
-        known = Path(place).is_dir() or "@" not in place
-        return place if known else pinned.folder(place, "model", field)
-
-    def within(value: Any, field: str) -> Any:
-        if isinstance(value, Mapping):
-            return {key: within(inner, f"{field}.{key}") for key, inner in value.items()}
-        if isinstance(value, list):
-            return [within(inner, field) for inner in value]
-        is_model = isinstance(value, str) and field.rpartition(".")[2] in ("model", "tokenizer")
-        return model(value, field) if is_model else value
-
-    prompts, reward = facts.prompts, facts.reward
+    prompts = facts.prompts
     if "@" in prompts.path and not Path(prompts.path).exists():
         place = pinned.folder(prompts.path, "dataset", "prompts.path")
         prompts = prompts.model_copy(update={"path": place})
-    if isinstance(reward, str):
-        scores = FUNCTION.fullmatch(reward) or TARGET.fullmatch(reward)
-        reward = reward if scores else model(reward, "reward")
+    reward = facts.reward
+    if not isinstance(reward, str) or not TARGET.fullmatch(reward):
+        reward = _scorer(reward, "reward", pinned)
     return facts.model_copy(
         update={
-            "model": model(facts.model, "model"),
-            "reward": within(reward, "reward") if isinstance(reward, Mapping) else reward,
-            "critic": facts.critic and model(facts.critic, "critic"),
+            "model": _model(facts.model, "model", pinned),
+            "reward": reward,
+            "critic": facts.critic and _model(facts.critic, "critic", pinned),
             "prompts": prompts,
-            "services": within(facts.services, "services"),
+            "services": _within(facts.services, "services", pinned),
         }
     )
+
+
+def _fetched_scorers(facts: scorers.ScorersFacts, pinned: Pinned) -> scorers.ScorersFacts:
+    """The same of scorers without a run."""
+    found = {name: _scorer(given, f"scorers.{name}", pinned) for name, given in facts.scorers.items()}
+    tokenizer = facts.tokenizer and _model(facts.tokenizer, "tokenizer", pinned)
+    return facts.model_copy(update={"scorers": found, "tokenizer": tokenizer})
+
+
+def _scorer(given: Any, field: str, pinned: Pinned) -> Any:
+    if not isinstance(given, str):
+        return _within(given, field, pinned)
+    return given if FUNCTION.fullmatch(given) else _model(given, field, pinned)
+
+
+def _model(place: str, field: str, pinned: Pinned) -> str:
+    known = Path(place).is_dir() or "@" not in place
+    return place if known else pinned.folder(place, "model", field)
+
+
+def _within(value: Any, field: str, pinned: Pinned) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _within(inner, f"{field}.{key}", pinned) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_within(inner, field, pinned) for inner in value]
+    is_model = isinstance(value, str) and field.rpartition(".")[2] in ("model", "tokenizer")
+    return _model(value, field, pinned) if is_model else value
 
 
 @functools.cache

@@ -99,8 +99,11 @@ def test_applications_are_a_list_of_sections(tmp_path: Path, section: dict[str, 
 
 
 def test_a_file_without_an_orchestrator(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", {"applications": []})
+    with pytest.raises(ConfigError, match=r"a.yaml: applications: empty; a file of services holds one or more$"):
+        Deployment.load(path)
     with pytest.raises(ConfigError) as caught:
-        Deployment.load(write(tmp_path / "a.yaml", {"applications": []}))
+        Deployment.load(write(path, {"applications": [], "orchestrator": None}))
     assert str(caught.value).splitlines() == [
         "orchestrator.name: required",
         "orchestrator.data: required",

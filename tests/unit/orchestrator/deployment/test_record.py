@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.deployment.file import Deployment
+from orchestrator.deployment.file import Deployment, ServicesFile
 from orchestrator.deployment.record import HIDDEN, gaps, record
 from orchestrator.monitoring.metrics import MetricsLog
 from orchestrator.report.page import write_report
@@ -40,7 +40,7 @@ def test_names_of_variables_stay_and_their_values_do_not() -> None:
 
 def test_no_secret_is_in_the_folder_of_a_run(tmp_path: Path) -> None:
     raw = yaml.safe_load(FILE)
-    deployment = Deployment(tmp_path / "file.yaml", None, (), {}, raw, Port())  # type: ignore[arg-type]
+    deployment = ServicesFile(path=tmp_path / "file.yaml", applications=(), services={}, raw=raw, port=Port())
     sent: list[object] = []
 
     class Wandb:

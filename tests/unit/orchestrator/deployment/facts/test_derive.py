@@ -342,7 +342,7 @@ def test_what_a_fact_names_and_is_not_there_is_told_by_that_fact(
 @pytest.mark.parametrize(
     ("contents", "says"),
     [
-        ({"name": "x"}, "should state the facts name, model, reward, prompts, algorithm, or be a whole file with "),
+        ({"name": "x"}, "should state the facts name, model, reward, prompts, algorithm, or scorers alone, or be "),
         ({}, "should state the facts "),
         ({"model": "m", "applications": []}, "model are facts, from which applications are derived"),
         ({"name": "x", "model": "m", "data": {}}, "is a file of `quartet sft` or `quartet reward-model`, by its key"),
