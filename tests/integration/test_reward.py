@@ -72,7 +72,7 @@ _LONG = " ".join(["w5"] * MAX_LENGTH)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "pairs: set tokens or texts"),
+        ({}, "pairs: set tokens, texts or conversations"),
         ({"texts": Texts()}, "texts: empty; send at least one"),
         ({"texts": Texts(prompts=["w5"])}, "texts: 1 prompts but 0 responses"),
         ({"texts": Texts(prompts=["w5"], responses=[_LONG])}, "texts[0]: 2 prompt + 129 response tokens exceed"),

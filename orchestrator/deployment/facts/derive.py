@@ -131,7 +131,7 @@ class _Derivation:
                 "grpc_servicer_functions": [GUARD, *functions, "quartet.serving.proxy.add_health"],
             },
             "applications": [self._application(name) for name in names],
-            "orchestrator": _merged(self._orchestrator(), facts.orchestrator, "orchestrator"),
+            "orchestrator": merged(self._orchestrator(), facts.orchestrator, "orchestrator"),
         }
         whole: dict[str, Any] = resolved(file)
         return whole
@@ -262,7 +262,7 @@ class _Derivation:
             "import_path": service.import_path,
         }
         environment = {"env_vars": self._environment} if self._environment else {}
-        if environment := _merged(environment, given.pop("runtime_env", {}), f"services.{name}.runtime_env"):
+        if environment := merged(environment, given.pop("runtime_env", {}), f"services.{name}.runtime_env"):
             application["runtime_env"] = environment
         options = {key: given.pop(key) for key in list(given) if key in DEPLOYMENT_KEYS}
         args = {
@@ -271,8 +271,8 @@ class _Derivation:
             "reference": self._reference,
             "critic": self._critic,
         }
-        application["args"] = _merged(args[name](), given, f"services.{name}")
-        application["deployments"] = [_merged(deployment, options, f"services.{name}")]
+        application["args"] = merged(args[name](), given, f"services.{name}")
+        application["deployments"] = [merged(deployment, options, f"services.{name}")]
         return application
 
     def _rollout(self) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def shares(cpus: float, gpus: float) -> dict[str, float]:
     return {"num_cpus": cpus} | ({"num_gpus": gpus} if gpus else {})
 
 
-def _merged(derived: Any, given: Any, where: str) -> Any:
+def merged(derived: Any, given: Any, where: str) -> Any:
     """The derived section with the given keys in it, mappings merged.
 
     Raises:
@@ -401,7 +401,7 @@ def _merged(derived: Any, given: Any, where: str) -> Any:
         raise ConfigError(f"{where}: should be a mapping of fields to values, got {given!r}")
     both = dict(derived)
     for key, value in given.items():
-        both[key] = _merged(derived[key], value, f"{where}.{key}") if key in derived else copy.deepcopy(value)
+        both[key] = merged(derived[key], value, f"{where}.{key}") if key in derived else copy.deepcopy(value)
     return both
 
 

@@ -14,6 +14,7 @@ from orchestrator.deployment.facts.derive import (
     ModelAt,
     environment_of,
     in_words,
+    merged,
     resolved,
     shares,
 )
@@ -72,7 +73,7 @@ def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
         application["runtime_env"] = {"env_vars": environment}
     application["args"] = args | {"scorers": {name: scorer for name, (scorer, _) in made.items()}}
     # On each GPU as many models as are needed, so that all have a place; in ten-thousandths, as Ray counts.
-    models = sum(scorer.get("kind") == "model" for scorer, _ in made.values())
+    models = sum(_computes(scorer) for scorer, _ in made.values())
     share = 10_000 // -(-models // gpus) / 10_000 if gpus and models else 0
     names = deployments_of(application)
     entries = []
@@ -85,8 +86,8 @@ def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
             count = options.pop("num_replicas", 1)
             entry["autoscaling_config"] = {"min_replicas": count, "max_replicas": count}
         cpus = 0 if name == INGRESS and len(names) > 1 else 1 if gpus else SHARE_OF_CORE
-        entry["ray_actor_options"] = shares(cpus, share if scorer.get("kind") == "model" else 0)
-        entries.append(entry | options)
+        entry["ray_actor_options"] = shares(cpus, share if _computes(scorer) else 0)
+        entries.append(merged(entry, options, f"scorers.{name}"))
     file: dict[str, Any] = {} if facts.security is None else {"security": dict(facts.security)}
     file |= {
         "http_options": {"host": "127.0.0.1", "port": facts.http_port},
@@ -98,6 +99,13 @@ def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
     }
     whole: dict[str, Any] = resolved(file)
     return whole
+
+
+def _computes(scorer: Mapping[str, Any]) -> bool:
+    """True for a model, and for several scorers of which one is a model."""
+    parts = scorer.get("scorers")
+    inner = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
+    return scorer.get("kind") == "model" or any(map(_computes, inner))
 
 
 def stated(text: str) -> str:

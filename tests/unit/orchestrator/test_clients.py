@@ -161,10 +161,14 @@ async def test_one_channel_serves_all_clients(policy_folder: Path) -> None:
 
 
 async def test_a_service_may_be_elsewhere_under_another_name(policy_folder: Path) -> None:
-    elsewhere = {"reward": {"target": "b:2", "application": "judge"}, "reference": {"application": "frozen"}}
+    elsewhere = {
+        "reward": {"target": "b:2", "application": "judge", "scorer": "taste"},
+        "reference": {"application": "frozen"},
+    }
     services = Services.connect(make_config(policy_folder, target="a:1", services=elsewhere))
     clients = clients_of(services)
     assert [client.application for client in clients] == ["rollout", "judge", "frozen", "critic"]
+    assert services.reward.scorer == services.declaring("demo", Purpose.EVALUATION).reward.scorer == "taste"
     rollout, reward, reference, critic = (client._channel for client in clients)
     assert rollout is reference is critic
     assert reward is not rollout

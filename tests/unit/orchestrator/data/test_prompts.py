@@ -81,6 +81,24 @@ def test_without_a_label_key_labels_are_empty(tmp_path: Path) -> None:
     assert load_prompts(config(data), tokenizer(), "train").prompts[0].label == ""
 
 
+def test_further_columns_are_kept_as_json_has_them(tmp_path: Path) -> None:
+    tests = [{"in": "1", "out": [2.5, None]}, {}]
+    data = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "tests": each, "more": "x", "rest": 1} for each in tests])
+    loaded = load_prompts(config(data, columns=("tests", "more")), tokenizer(), "train")
+    assert [prompt.columns for prompt in loaded.prompts] == [{"tests": each, "more": "x"} for each in tests]
+    assert [prompt.columns for prompt in load_prompts(config(data), tokenizer(), "train").prompts] == [{}, {}]
+    with fails("data.columns.1: no column 'nothing' in"):
+        load_prompts(config(data, columns=("tests", "nothing")), tokenizer(), "train")
+    half = tmp_path / "half.jsonl"
+    half.write_text(r'{"prompt": "a", "tests": ["\ud800"]}')
+    with fails("row 0: column 'tests': character 2, \\ud800, is half of a character; remove it"):
+        load_prompts(config(half, columns=("tests",)), tokenizer(), "train")
+    parquet = tmp_path / "p.parquet"
+    Dataset.from_dict({"prompt": ["a"], "tests": [b"1"]}).to_parquet(parquet)
+    with fails("row 0: column 'tests' holds what JSON cannot: Object of type bytes is not JSON serializable"):
+        load_prompts(config(parquet, columns=("tests",)), tokenizer(), "train")
+
+
 def test_tasks_become_text_and_are_few(tmp_path: Path) -> None:
     kinds = ["sum", 7, None, "sum"]
     data = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "kind": kind} for kind in kinds])

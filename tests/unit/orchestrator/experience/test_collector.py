@@ -1,6 +1,7 @@
 """Collecting experience: each sample judged once, as soon as it is there, and no call left behind."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,23 @@ async def test_what_is_asked_for(fakes: Fakes, policy_folder: Path) -> None:
     assert sorted(label for call in fakes.reward.calls for label in call["labels"]) == ["0", "1", "2", "3", "4"]
     for call in fakes.reward.calls:
         assert call["labels"] == [str(response[0] - 10) for response in call["responses"]]
+        assert call["groups"] == [response[0] - 10 for response in call["responses"]]
+        assert not call["columns"]
         assert call["ended"] == [response[0] % 2 == 0 for response in call["responses"]]
     for call in fakes.reference.calls:
         assert (call["temperature"], call["min_new_tokens"], call["end_ids"]) == (0.5, 2, (2, 7))
     for service in (fakes.reward, fakes.reference, fakes.critic):
         assert {call["timeout_s"] for call in service.calls} == {12}
+
+
+async def test_a_scorer_gets_the_further_columns_of_the_prompts(fakes: Fakes, policy_folder: Path) -> None:
+    first, second = make_requests(2)
+    known = replace(second, prompt=replace(second.prompt, columns={"tests": [1]}))
+    await make_collector(fakes, policy_folder).collect([first, known], version=3, critic_step=0)
+    assert sorted(map(str, (each for call in fakes.reward.calls for each in call["columns"] or [{}]))) == [
+        "{'tests': [1]}",
+        "{}",
+    ]
 
 
 async def test_calls_for_several_batches_have_the_time_of_all_of_them(fakes: Fakes, policy_folder: Path) -> None:

@@ -74,11 +74,15 @@ def test_a_file_without_a_run_follows_from_scorers_alone(reward_folder: Path, tm
 )
 def test_models_share_the_gpus_so_that_all_have_a_place(gpus: int, models: int, share: float) -> None:
     scorers: dict[str, Any] = {f"model-{index}": {"kind": "model", "model": "."} for index in range(models)}
+    if models > 1:  # one of several in one counts as well
+        scorers["model-0"] = {"kind": "several", "scorers": {"a": scorers["model-0"]}}
+        scorers["model-1"]["ray_actor_options"] = {"resources": {"judges": 1}}
     facts = ScorersFacts.parse({"scorers": {"rules": FUNCTION} | scorers, "gpus": gpus}, "")
     [application] = derive(facts, lambda folder, field: None)["applications"]  # type: ignore[arg-type,return-value]
     asked = [entry["ray_actor_options"].get("num_gpus", 0) for entry in application["deployments"]]
     assert sorted(asked, reverse=True)[:models] == [share] * models
     assert sum(1 for each in asked if each) == (models if gpus else 0)
+    assert {entry["ray_actor_options"]["num_cpus"] for entry in application["deployments"]} <= {0, 1 if gpus else 0.2}
 
 
 def test_a_single_scorer_takes_its_calls_itself(tmp_path: Path) -> None:
