@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
@@ -221,24 +222,169 @@ for _name, _kind in TRAININGS.items():
     app.command(_name, help=_kind.about)(_training(_name))
 
 
+_ONE_RUN, _ROWS = "A run's file", "Rows"
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(help="JSONL with prompt or messages, and response; - is standard input.")],
+    hub: Annotated[str, typer.Option(help="HOST:PORT of the reward service that scores.")],
+    scorer: Annotated[list[str], typer.Option(help="A scorer there; may be repeated. Left out: the only one.")] = [],  # noqa: B006
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write the rows; one that exists is continued. Left out: printed.")
+    ] = None,
+    application: Annotated[str, typer.Option(help="Name of the reward service's application.")] = "reward",
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of a call of up to 256 rows.")] = 600,
+    overwrite: Annotated[bool, typer.Option(help="Begin again, though the output exists.")] = False,
+) -> None:
+    """Write the rows of a JSONL file or of standard input with the scores of a reward service, in order."""
+    from orchestrator.commands.score import score_file
+    from orchestrator.evaluation.hub import Hub as Service
+
+    try:
+        asyncio.run(
+            score_file(
+                None if str(file) == "-" else file,
+                output,
+                lambda: Service.at(hub, application, scorer, timeout_s),
+                _say,
+                overwrite=overwrite,
+            )
+        )
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _say("interrupted" + (f"; the same command goes on in {output}" if output else ""))
+        raise typer.Exit(_INTERRUPTED) from None
+
+
 @app.command()
 def evaluate(
-    config: ConfigFile,
-    model: Annotated[str, typer.Option(help="Folder of a model, or `current`: the rollout service's.")] = "current",
-    split: Annotated[
-        str | None, typer.Option(help="Split of the data set, such as train[:100]. Left out: the file's eval_split.")
+    file: Annotated[Path, typer.Argument(help="A run's YAML file; or JSONL of prompts, with responses or without.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of a model; with --endpoint its model's name. Of a run, left out: the deployed one."
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write the samples, as JSONL.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Of a run: where to write the samples. Of rows: the evaluation's folder.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split, such as train[:100]. Left out: the file's eval_split.", rich_help_panel=_ONE_RUN),
+    ] = None,
+    hub: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the reward service that scores.", rich_help_panel=_ROWS)
+    ] = None,
+    scorer: Annotated[
+        list[str],
+        typer.Option(help="A scorer there; may be repeated. Left out: the only one.", rich_help_panel=_ROWS),
+    ] = [],  # noqa: B006
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of OpenAI's protocol that answers, such as http://host/v1.", rich_help_panel=_ROWS
+        ),
+    ] = None,
+    key_variable: Annotated[
+        str, typer.Option(help="Environment variable with the endpoint's key.", rich_help_panel=_ROWS)
+    ] = "OPENAI_API_KEY",
+    chat: Annotated[bool, typer.Option(help="Send texts as a user's messages.", rich_help_panel=_ROWS)] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.", rich_help_panel=_ROWS)] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Left out: the endpoint's, or 1.", rich_help_panel=_ROWS)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Left out: the endpoint's, or 512.", rich_help_panel=_ROWS)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the first sample; the others have the next.", rich_help_panel=_ROWS)
+    ] = None,
+    setting: Annotated[
+        list[str],
+        typer.Option(
+            "--field", help="NAME=JSON, a field of each request or of a folder's engine.", rich_help_panel=_ROWS
+        ),
+    ] = [],  # noqa: B006
+    by: Annotated[
+        list[str], typer.Option(help="Column by whose values figures are divided.", rich_help_panel=_ROWS)
+    ] = [],  # noqa: B006
+    pass_at: Annotated[
+        list[int], typer.Option(min=1, help="k of pass@k; may be repeated.", rich_help_panel=_ROWS)
+    ] = [],  # noqa: B006
+    pass_score: Annotated[
+        float, typer.Option(help="Score from which on a response passes.", rich_help_panel=_ROWS)
+    ] = 1,
+    against: Annotated[
+        Path | None, typer.Option(help="Folder of another evaluation to compare with.", rich_help_panel=_ROWS)
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Responses asked for at a time.", rich_help_panel=_ROWS)] = 16,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Deadline of a response, repeats included.", rich_help_panel=_ROWS)
+    ] = 120,
+    application: Annotated[
+        str, typer.Option(help="Name of the reward service's application.", rich_help_panel=_ROWS)
+    ] = "reward",
+    overwrite: Annotated[
+        bool, typer.Option(help="Begin again, though the folder exists.", rich_help_panel=_ROWS)
+    ] = False,
 ) -> None:
-    """Generate on a split, have the deployed reward service score, and print a table."""
-    from orchestrator.deployment.file import Deployment
+    """Evaluate a run's model on its prompts; or any model or responses, by the scorers of a hub.
 
-    deployment = Deployment.load(config)
-    # Imported here for the same reason as in `check`.
-    from orchestrator.commands.evaluate import evaluate_model
+    A run's YAML file: generate on a split, have the run's reward service score, and print a table. JSONL: score its
+    responses, or those of a model's folder or of an endpoint, by the scorers of the reward service at --hub.
+    """
+    if file.suffix in (".yaml", ".yml"):
+        if hub or endpoint or scorer:
+            raise ConfigError(
+                f"{file}: a run is scored by its own reward service; --hub, --scorer, --endpoint are for JSONL"
+            )
+        from orchestrator.deployment.file import Deployment
 
-    evaluation = asyncio.run(evaluate_model(deployment, model, split, output, note=_say))
-    Console().print(evaluation.table())
+        deployment = Deployment.load(file)
+        # Imported here for the same reason as in `check`.
+        from orchestrator.commands.evaluate import CURRENT, evaluate_model
+
+        evaluation = asyncio.run(evaluate_model(deployment, model or CURRENT, split, output, note=_say))
+        Console().print(evaluation.table())
+        return
+    if hub is None:
+        raise ConfigError("--hub: required, HOST:PORT of the reward service that scores; or give a run's YAML file")
+    if split is not None:
+        raise ConfigError("--split: is for a run's YAML file; of JSONL all rows are taken")
+    from orchestrator.commands import evaluate_rows as rows
+    from orchestrator.evaluation.hub import Hub as Service
+    from orchestrator.report.evaluation import write_page
+
+    target, folder = hub, output or Path("evaluations") / file.stem
+    wanted = rows.Wanted(
+        file=file,
+        output=folder,
+        endpoint=endpoint,
+        model=model,
+        key=rows.key_in(key_variable),
+        chat=chat,
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        fields=rows.fields_of(setting),
+        at_once=at_once,
+        timeout_s=timeout_s,
+        by=by,
+        pass_at=pass_at,
+        pass_score=pass_score,
+        against=against,
+        overwrite=overwrite,
+    )
+    try:
+        results = asyncio.run(
+            rows.evaluate_rows(wanted, lambda: Service.at(target, application, scorer, timeout_s), _say)
+        )
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _say(f"interrupted; the same command goes on in {folder}")
+        raise typer.Exit(_INTERRUPTED) from None
+    Console().print(results.table())
+    _say(f"wrote {write_page(folder)}")
 
 
 @app.command()
@@ -311,7 +457,7 @@ def _guarded(command: Callable[[], Any]) -> int:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return reason(error) if _is_hidden(error) else str(error)
+    return reason(error) if _is_hidden(error) or _is_light(error) else str(error)
 
 
 def _is_hidden(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
@@ -319,8 +465,13 @@ def _is_hidden(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
     return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in OURS
 
 
+def _is_light(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
+    """True if the command needs the full install and this is another one."""
+    return isinstance(error, ModuleNotFoundError) and find_spec("ray") is None
+
+
 def _is_actionable(error: BaseException) -> bool:
-    if isinstance(error, ConfigError | ServiceError) or _is_hidden(error):
+    if isinstance(error, ConfigError | ServiceError) or _is_hidden(error) or _is_light(error):
         return True
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return True

@@ -4,8 +4,9 @@ import sys
 
 OURS = frozenset({"orchestrator", "protos", "quartet", "recipes", "services"})
 _INSTALL = (
-    "this is the light install, for clients of the services, and the command `quartet` needs the full one: in a "
-    "checkout of Quartet `make install`, with a GPU `make install EXTRA=gpu`"
+    "this is the light install, for clients of the services. `quartet score`, and `quartet evaluate` of rows, need its "
+    "extra `cli`, all other commands the full install: in a checkout of Quartet `make install`, with a GPU "
+    "`make install EXTRA=gpu`"
 )
 
 

@@ -7,12 +7,12 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.table import Table
 
@@ -107,7 +107,7 @@ async def evaluate_model(
     sampled = sampled_from(config, tokenizer)
     for problem in ends_without_token(config, sampled):
         raise ConfigError(problem)
-    offline = None if model == CURRENT else OfflineRollout(model, deployment, tokenizer)
+    offline = None if model == CURRENT else OfflineRollout.of(model, deployment, tokenizer)
     services = connected = connect(config, Purpose.EVALUATION)
     try:
         patience = patience_of(deployment, note)
@@ -192,18 +192,28 @@ def _plain(split: str) -> str:
 class OfflineRollout:
     """Replaces the rollout client: generates with a model folder, in a process of its own while it is `running`."""
 
-    def __init__(self, model: str, deployment: Deployment, tokenizer: Any) -> None:
-        self._config = rollout_config(deployment, model)
+    def __init__(self, config: RolloutConfig, env: Mapping[str, str]) -> None:
+        """
+        Args:
+            config: configuration of the engine.
+            env: variables of its process, beside those of this one.
+        """
+        self._config, self._env = config, env
+        self._seeds = itertools.count()
+        """Seeds of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[list[Sample]]] = {}
+
+    @classmethod
+    def of(cls, model: str, deployment: Deployment, tokenizer: Any) -> Self:
+        """The engine of a file's rollout service, for another model. ConfigError if its tokenizer is another one."""
+        config = rollout_config(deployment, model)
         if tokenizer_hash(load_tokenizer(model)) != tokenizer_hash(tokenizer):
             raise ConfigError(
                 f"--model {model}: its tokenizer is not that of orchestrator.policy.model "
                 f"({deployment.orchestrator.policy.model}), so the reward service would misread its tokens"
             )
-        self._env = env_vars(_rollout(deployment), "applications.rollout")
-        self._seeds = itertools.count()
-        """Seeds of samples without one, over all calls: no later turn draws the numbers of an earlier one again."""
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[list[Sample]]] = {}
+        return cls(config, env_vars(_rollout(deployment), "applications.rollout"))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -269,7 +279,7 @@ class OfflineRollout:
             raise Internal(f"generating with {self._config.model} failed:\n{said}")
         else:
             what = f"generating {len(prompts)} samples with {self._config.model}"
-            raise DeadlineExceeded(f"{what}: not done within {timeout_s:g} s (timeouts.generate_s)")
+            raise DeadlineExceeded(f"{what}: not done within {timeout_s:g} s (timeouts.generate_s, or --timeout-s)")
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Gives each call its samples; returns when the process has ended."""

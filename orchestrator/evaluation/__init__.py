@@ -1,4 +1,5 @@
-"""Held-out evaluation: sampling, judging, results on disk, confidence intervals.
+"""Evaluation, held-out of a run and of rows alone: sampling, scoring, judging, results on disk, statistics.
 
-May import algorithms, experience, monitoring and quartet. commands, loop, report and supervised import it.
+May import algorithms, experience, monitoring, quartet and services. cli, commands, loop, report and supervised
+import it.
 """

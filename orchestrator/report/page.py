@@ -17,6 +17,7 @@ from orchestrator.monitoring.metrics import FILE, TRACE, read_metrics
 from orchestrator.monitoring.progress import duration
 from orchestrator.report.charts import WAITING, sections
 from orchestrator.report.comparison import BeforeAfter, Comparison, Measure, measures_of_examples, read_comparison
+from orchestrator.report.frame import framed, number
 from orchestrator.report.last_steps import draw_last_steps
 from orchestrator.report.svg import Metrics, draw
 from orchestrator.tracing.shares import WALL
@@ -50,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
         "<footer>Written by Quartet from metrics.jsonl, trace.json and evaluations/ beside this page.</footer>",
     ]
     path = run_dir / "report.html"
-    path.write_text(_page(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
+    path.write_text(framed(run_dir.resolve().name, "\n".join(filter(None, parts))), encoding="utf-8")
     return path
 
 
@@ -90,25 +91,6 @@ def spread(pairs: list[BeforeAfter], n: int) -> list[BeforeAfter]:
     """`n` of the pairs at even distances, or all of them if they are fewer."""
     count = min(n, len(pairs))
     return [pairs[index * len(pairs) // count] for index in range(count)]
-
-
-def _page(title: str, body: str) -> str:
-    css = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(title)} · Quartet</title>
-<style>
-{css}</style>
-</head>
-<body><main>
-{body}
-</main></body>
-</html>
-"""
 
 
 def _header(name: str, metrics: Metrics) -> str:
@@ -172,10 +154,10 @@ def _samples(pairs: list[BeforeAfter]) -> str:
 
 
 def _response(heading: str, sample: EvaluatedSample) -> str:
-    facts = [f"score {_number(sample.score)}"]
-    facts += [f"{name} {_number(value)}" for name, value in sample.scores.items()]
-    facts += [f"{name} {_number(value)}" for name, value in sample.judges.items()]
-    facts += [f"KL {_number(sample.kl)}", f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]
+    facts = [f"score {number(sample.score)}"]
+    facts += [f"{name} {number(value)}" for name, value in sample.scores.items()]
+    facts += [f"{name} {number(value)}" for name, value in sample.judges.items()]
+    facts += [f"KL {number(sample.kl)}", f"{sample.length} tokens" + ("" if sample.ended else ", cut off")]
     return (
         f"<div><h3>{heading}</h3><p>{escape(sample.response)}</p>"
         f'<p class="note">{escape(" · ".join(facts))}</p></div>'
@@ -213,12 +195,6 @@ def _cells(measure: Measure) -> list[tuple[str, str]]:
 def _cell(interval: Interval | None, *, digits: int = 2, unit: str = "", signed: bool = False) -> tuple[str, str]:
     if interval is None:
         return "–", ""
-    low, high = _number(interval.low, digits), _number(interval.high, digits)
+    low, high = number(interval.low, digits), number(interval.high, digits)
     bounds = f"[{low}, {high}]" if interval.low == interval.low else ""
-    return _number(interval.mean, digits, signed) + unit, bounds
-
-
-def _number(value: float, digits: int = 2, signed: bool = False) -> str:
-    """The number as text, with a true minus sign, and without a sign before zero."""
-    rounded = round(value, digits) + 0.0
-    return format(rounded, f"{'+' if signed and rounded else ''},.{digits}f").replace("-", "−")
+    return number(interval.mean, digits, signed) + unit, bounds

@@ -1,6 +1,7 @@
 """The `quartet` command: what it refuses itself, and how it shows what went wrong."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from orchestrator.cli import _guarded, app
 from quartet.config.base import ConfigError
 from quartet.wire.errors import NotFound, Unavailable
 from tests.gpu_requests import load
+from tests.unit.scoring import InThread, length, right
 
 HINT = "are the services up? `serve status` shows them, `serve deploy FILE` starts them"
 
@@ -23,6 +25,71 @@ def test_a_number_of_samples_is_not_negative(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", "--samples", "-1", str(tmp_path)])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception) == "--samples: should be 0 or more, got -1"
+
+
+ROWS = '{"prompt": "2 + 2 =", "response": "four", "n": 1}\n{"prompt": "2 + 3 =", "response": "?"}\n'
+
+
+def test_rows_of_standard_input_are_printed_with_their_scores() -> None:
+    with InThread({"length": length}) as target:
+        done = CliRunner().invoke(app, ["score", "-", "--hub", target], input=ROWS)
+    assert done.exit_code == 0, done.output
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["n"], first["scores"]) == (1, {"length": 4.0})
+    assert (second["scores"], second["reasons"]) == ({"length": None}, {"length": "a question"})
+    assert "1 scored, 1 not applicable (line 2: a question)" in done.stderr
+
+
+def test_rows_of_a_file_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("answers.jsonl").write_text(ROWS)
+    with InThread({"length": length, "right": right}) as target:
+        options = ["--hub", target, "--scorer", "length", "--scorer", "right", "--pass-at", "1"]
+        done = CliRunner().invoke(app, ["evaluate", "answers.jsonl", *options])
+        assert done.exit_code == 0, done.output
+        again = CliRunner().invoke(app, ["evaluate", "answers.jsonl", *options])
+        assert again.exit_code == 0, again.output
+        refused = CliRunner().invoke(app, ["evaluate", "answers.jsonl", "--hub", target, "--scorer", "right"])
+    for said in ("length", "right", "pass@1", "4.000", "hhhhhhhhhhhh"):
+        assert said in done.stdout
+    assert {file.name for file in Path("evaluations/answers").iterdir()} == {
+        "rows.jsonl",
+        "journal.jsonl",
+        "summary.json",
+        "evaluation.html",
+    }
+    assert isinstance(refused.exception, ConfigError)
+    assert "--scorer length: was" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.yaml", "--hub", "127.0.0.1:1"], "a.yaml: a run is scored by its own reward service"),
+        (["a.jsonl"], "--hub: required"),
+        (["a.jsonl", "--hub", "127.0.0.1:1", "--split", "eval"], "--split: is for a run's YAML file"),
+        (["a.jsonl", "--hub", "127.0.0.1:1", "--field", "x"], "--field: should be NAME=JSON"),
+    ],
+)
+def test_an_option_for_the_other_kind_of_evaluation_is_refused(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["evaluate", *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(said)
+
+
+@pytest.mark.parametrize("command", ["score", "evaluate"])
+def test_work_on_rows_that_is_interrupted_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    async def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orchestrator.commands.score.score_file", interrupt)
+    monkeypatch.setattr("orchestrator.commands.evaluate_rows.evaluate_rows", interrupt)
+    output = str(tmp_path / "out")
+    done = CliRunner().invoke(app, [command, "a.jsonl", "--hub", "127.0.0.1:1", "--output", output])
+    assert done.exit_code == 130
+    assert f"the same command goes on in {output}" in done.stderr.replace("\n", "")
 
 
 def raising(error: Exception) -> Callable[[], None]:

@@ -16,6 +16,11 @@ ROOT = Path(__file__).parents[3]
 PROTOS = sorted((ROOT / "protos").glob("*.proto"))
 NAMES = ("orchestrator", "protos", "quartet", "services", "recipes")
 CLIENTS = ("services.rollout.client", "services.reward.client", "services.reference.client", "services.critic.client")
+CLIENT_ALONE = (
+    "import sys; before = {*sys.modules}; import services.reward.client; "
+    "print(*sorted({name.partition('.')[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names}))"
+)
+"""Prints what the client of the reward service loads."""
 HEAVY = ("ray", "vllm", "torch", "transformers", "deepspeed")
 
 
@@ -58,6 +63,28 @@ def test_clients_need_neither_ray_nor_a_model_library() -> None:
     loaded = set(done.stdout.split())
     assert {"grpc", "numpy", "services"} <= loaded
     assert loaded.isdisjoint(HEAVY)
+
+
+LIGHT = {"google", "grpc", "msgpack", "numpy", "protos", "quartet", "services", "typing_extensions"}
+"""Packages, beside Python's own, that a program loads which scores."""
+LOOKED_FOR = {"grpc_health", "grpc_reflection", "grpc_tools"}
+"""Packages that grpc itself loads if they are installed."""
+
+
+@pytest.mark.processes
+def test_a_program_that_scores_loads_grpc_and_numpy_and_nothing_else() -> None:
+    done = run(sys.executable, "-c", CLIENT_ALONE)
+    assert done.returncode == 0, done.stderr
+    assert {name for name in done.stdout.split() if "cython" not in name} - LOOKED_FOR == LIGHT
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", ["orchestrator.commands.score", "orchestrator.commands.evaluate_rows"])
+def test_scoring_and_evaluating_rows_load_no_model_library(module: str) -> None:
+    loaded = "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = run(sys.executable, "-c", f"import sys, orchestrator.report.evaluation, {module}; {loaded}")
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.split()}.isdisjoint({*HEAVY, "datasets", "matplotlib", "pyarrow", "tokenizers"})
 
 
 @pytest.mark.processes
