@@ -4,8 +4,8 @@ import sys
 
 OURS = frozenset({"orchestrator", "protos", "quartet", "recipes", "services"})
 _INSTALL = (
-    "this is the light install, for clients of the services. `quartet score`, and `quartet evaluate` of rows, need its "
-    "extra `cli`, all other commands the full install: in a checkout of Quartet `make install`, with a GPU "
+    "this is the light install, for clients of the services. `quartet score`, and `quartet evaluate` of rows, need "
+    "its extra `cli`, all other commands the full install: in a checkout of Quartet `make install`, with a GPU "
     "`make install EXTRA=gpu`"
 )
 

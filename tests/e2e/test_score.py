@@ -15,7 +15,7 @@ PROMPTS = [{"prompt": f"w{5 + number} w6", "source": "even" if number % 2 == 0 e
 
 
 def ran(quartet: Quartet, folder: Path, *arguments: str) -> str:
-    """What the command says, which must end well."""
+    """Output of the command, which must end well."""
     log = folder / "command.log"
     code = Command(folder, log, *arguments, "--hub", quartet.target, OPENAI_API_KEY=quartet.token).wait(PATIENCE_S)
     assert code == 0, log.read_text()
