@@ -9,36 +9,54 @@ from quartet.security.policy import Limits
 from quartet.wire.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 
 HEALTH = "/grpc.health.v1.Health/"
+
+
+def http_route(deployment: str, path: str) -> str:
+    """The name of a route over HTTP where gRPC has the name of a method, as `/http/Rollout/v1/models`.
+
+    Args:
+        deployment: that answers; empty for a path of no application.
+        path: below the application's route prefix.
+    """
+    return f"/http/{deployment}{path}"
+
+
+def _http(deployment: str, *paths: str) -> frozenset[str]:
+    return frozenset(http_route(deployment, path) for path in paths)
+
+
+_HEALTH_OVER_HTTP = _http("Rollout", "/health") | _http("Reward", "/health")
+_METRICS = _http("Rollout", "/metrics") | _http("Reward", "/metrics")
 _SCORING_METHODS = frozenset(
     {
         "/quartet.v1.Reward/Score",
         "/quartet.v1.Reward/Info",
         "/quartet.v1.Reference/Logprobs",
         "/quartet.v1.Reference/Info",
+        *_http("Reward", "/openapi.json", "/metrics", "/v1/models", "/v1/rewards", "/get_reward", "/score"),
+        *_http("Reward", "/classify", "/pooling", "/tokenize", "/predict", "/rerank", "/verify", "/seed_session"),
     }
 )
 _INFO_METHODS = frozenset({f"/quartet.v1.{name}/Info" for name in ("Rollout", "Reward", "Reference", "Critic")})
-HTTP = "/http"
-"""Beginning of the names of routes over HTTP where gRPC has the names of methods, as in `/http/v1/models`."""
-METRICS = f"{HTTP}/metrics"
 _SESSION_METHODS = frozenset(
     {
-        *(f"{HTTP}{path}" for path in ("/v1/models", "/v1/completions", "/v1/chat/completions")),
-        *(f"{HTTP}{path}" for path in ("/tokenize", "/detokenize", "/tokenizer_info", "/inference/v1/generate")),
-        *(f"{HTTP}{path}" for path in ("/rl/set_reward", "/rl/end_session")),
+        *_http("Rollout", "/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
+        *_http("Rollout", "/tokenize", "/detokenize", "/tokenizer_info", "/rl/set_reward", "/rl/end_session"),
     }
 )
+STARTS_SESSION = http_route("Rollout", "/rl/start_session")
+"""Name of the route that starts a session."""
 _SAMPLING_METHODS = _SESSION_METHODS | {
     "/quartet.v1.Rollout/Generate",
     "/quartet.v1.Rollout/Info",
-    *(f"{HTTP}{path}" for path in ("/rl/start_session", "/rl/trajectory")),
-    METRICS,
+    *_http("Rollout", "/rl/trajectory", "/metrics"),
+    STARTS_SESSION,
 }
 _METHODS: Mapping[str, frozenset[str] | None] = {
     "trainer": None,  # all methods, including those that later versions add
     "sampler": _SAMPLING_METHODS,
     "judge-client": _SCORING_METHODS,
-    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz", METRICS},
+    "prober": _INFO_METHODS | {"/ray.serve.RayServeAPIService/Healthz"} | _METRICS,
     HOLDER: _SESSION_METHODS,
 }
 
@@ -92,7 +110,7 @@ class Gate:
         if name not in directory.policy.identities:
             raise Unauthenticated(f"the policy does not name {name}, who started this session, any longer")
         owner = Caller(name, directory.policy.identities[name].role)
-        if not may_call(owner.role, f"{HTTP}/rl/start_session"):
+        if not may_call(owner.role, STARTS_SESSION):
             raise PermissionDenied(f"{name} has the role {owner.role} by now, which may have no sessions")
         return _permitted(directory, holder, method, application)
 
@@ -116,4 +134,4 @@ def _permitted(directory: Directory, caller: Caller, method: str, application: s
 def may_call(role: str, method: str) -> bool:
     """True if `role` may call `method`, given as `/package.Service/Method`. Every role may ask for health."""
     methods = _METHODS[role]
-    return methods is None or method in methods or method.startswith(HEALTH) or method == f"{HTTP}/health"
+    return methods is None or method in methods or method.startswith(HEALTH) or method in _HEALTH_OVER_HTTP

@@ -27,10 +27,19 @@ _MESSAGE_BYTES = {
     "Stage": 4 * MIB,
     "Train": 4 * MIB,
     "UpdateWeights": 8 * MIB,
+    # Last parts of paths over HTTP.
     "completions": 2 * MIB,
     "generate": 2 * MIB,
     "tokenize": 2 * MIB,
     "detokenize": 2 * MIB,
+    "rewards": 2 * MIB,
+    "get_reward": 2 * MIB,
+    "score": 2 * MIB,
+    "classify": 2 * MIB,
+    "pooling": 2 * MIB,
+    "predict": 2 * MIB,
+    "rerank": 2 * MIB,
+    "verify": 2 * MIB,
 }
 RENEWAL = timedelta(minutes=15)
 """Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""
@@ -41,7 +50,8 @@ class KnownCaller(Config):
 
     role: Role
     """trainer: everything. sampler: Generate at any version, Info of the rollout service, and OpenAI's protocol.
-    judge-client: Score, Logprobs and their Info. prober: Info and health of all services."""
+    judge-client: Score, Logprobs and their Info, and the reward service over HTTP. prober: Info and health of all
+    services, and the reward service's measures."""
     applications: tuple[str, ...] | None = None
     """Names of the Serve applications that the caller may call; null for all."""
     tokens: tuple[Sha256, ...] = ()

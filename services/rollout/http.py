@@ -1,7 +1,5 @@
 """The HTTP door of a replica: what the guard of Serve's proxy let through, answered by an engine's own door."""
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,11 +9,10 @@ from starlette.responses import JSONResponse, Response
 
 from quartet.security.identity import Caller, caller_of
 from quartet.serving.admission import Admission
-from quartet.serving.share import Share, share_of
+from quartet.serving.http import HeaderMetadata, health, refused, share_of_request
+from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
-from quartet.wire.callers import Purpose
-from quartet.wire.errors import InvalidArgument, ServiceError
-from quartet.wire.http_errors import HttpError, http_error
+from quartet.wire.errors import InvalidArgument
 from services.rollout.metrics import Counts, Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
@@ -25,9 +22,6 @@ if TYPE_CHECKING:  # the replica needs neither before it starts
     from protos import rollout_pb2 as pb
     from services.rollout.interface import Engine
 
-log = logging.getLogger("quartet")
-HEALTH_S = 10.0
-"""Longest time, in seconds, that the answer to `/health` takes."""
 KEY = "quartet-session-key"
 """Header with the key that the proxy has made for a session that is being started."""
 
@@ -108,23 +102,20 @@ class Door:
     async def _answer(self, path: str, request: Request) -> Response:
         try:
             if path == "/health":
-                return await self._health()
+                return await health(self._check_health)
             if path == "/metrics":
                 return exposition(await self._replicas(), await self._sessions.counts())
             if path == "/v1/models":
                 return JSONResponse(await self._completions.models())
             if path == "/tokenizer_info":
                 return JSONResponse(await self._completions.tokenizer_info())
-            caller, body = caller_of(_Headers(request)), await request.body()
+            caller, body = caller_of(HeaderMetadata(request)), await request.body()
             if path.startswith("/rl/"):
                 return JSONResponse(await self._of_session(path, read(body, path), caller, request.headers.get(KEY)))
             session = OpenSession(self._sessions, caller.name, caller.session) if caller.session else None
-            return await self._completions.answer(path, body, _share(request), session)
-        except ServiceError as error:
-            return refusal(http_error(error))
+            return await self._completions.answer(path, body, share_of_request(request), session)
         except Exception as error:
-            log.exception("%s failed", path)
-            return refusal(HttpError(500, f"internal error ({type(error).__name__}); see the log"))
+            return refused(error, path)
 
     async def _of_session(self, path: str, given: dict[str, Any], caller: Caller, key: str | None) -> Any:
         """The answer to a request about a session."""
@@ -146,34 +137,3 @@ class Door:
         if path == "/rl/end_session":
             return {"session_id": name, "interaction_count": await ask("end", *who)}
         return await ask("trajectory", *who, given.get("remove", False))
-
-    async def _health(self) -> Response:
-        try:
-            async with asyncio.timeout(HEALTH_S):
-                await self._check_health()
-        except Exception as error:
-            log.warning("unhealthy: %s", error)
-            return refusal(HttpError(503, "the replica is not healthy; Serve will replace it", retry_after_s=1))
-        return JSONResponse({"status": "serving"})
-
-
-def refusal(error: HttpError) -> Response:
-    """An answer that is an error."""
-    return Response(error.body, error.status, error.headers)
-
-
-class _Headers:
-    """A request's headers in the place of a call's metadata."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def invocation_metadata(self) -> Any:
-        """The headers, of which the proxy has set the caller's identity."""
-        return self._request.headers.items()
-
-
-def _share(request: Request) -> Share:
-    """The share of a request. No training step waits for one over HTTP, whatever it declares."""
-    share = share_of(_Headers(request))
-    return Share(share.name, max(share.purpose, Purpose.EVALUATION))

@@ -4,12 +4,12 @@ A request names nothing but text, tokens, tools and sampling: fields for templat
 plugins of the engine are refused, as are all that are unknown.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from quartet.wire.errors import InvalidArgument
+from quartet.wire.json_object import json_object
 from services.rollout.sample import HOTTEST, MOST_STOPS
 from services.rollout.sessions import LONGEST_TASK
 
@@ -101,17 +101,7 @@ def read(body: bytes, path: str) -> dict[str, Any]:
     Raises:
         InvalidArgument: it is not; names the first field that is wrong and what would be right.
     """
-    try:
-        # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
-        request = json.loads(body.decode(), parse_constant=_not_a_number)
-        json.dumps(request, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
-        raise InvalidArgument(f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(request, dict):
-        raise InvalidArgument("the body should be a JSON object")
-    given = {name: value for name, value in request.items() if value is not None}
+    given = {name: value for name, value in json_object(body).items() if value is not None}
     _check_names(given, FIELDS[path], path)
     _check_numbers(given)
     _check_stops(given)
@@ -180,10 +170,6 @@ def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, 
     if "sampling_params" in given:
         return {**given, "sampling_params": {**sampling, "temperature": temperature}}
     return {**given, "temperature": temperature}
-
-
-def _not_a_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.health import HealthMixin
+from quartet.serving.http import refusal
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.servicer import translated, translated_stream
 from quartet.serving.share import Share
@@ -30,7 +31,7 @@ from services.rollout.call import Call
 from services.rollout.config import RolloutConfig
 from services.rollout.engines import Start, completions, start
 from services.rollout.fanout import broadcast
-from services.rollout.http import Door, Served, refusal
+from services.rollout.http import Door, Served
 from services.rollout.interface import check_least
 from services.rollout.metrics import Line, packed
 from services.rollout.pulse import Pulse

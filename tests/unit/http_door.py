@@ -39,9 +39,15 @@ class Replicas:
     """Path, headers and body of each request that got here."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a caller has left."""
+    app: Callable[[Any, Any, Send], Awaitable[None]] | None = None
+    """Answers in the place of all this, as a replica's door."""
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """Notes a request and answers it."""
+        if self.app:
+            found = self.proxy_router.match_route(scope["path"])
+            assert found
+            return await self.app({**scope, "root_path": found[0].rstrip("/")}, receive, send)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.seen.append((scope["path"], headers, (await receive())["body"]))
         answering = asyncio.create_task(self.answer(send))
@@ -61,13 +67,16 @@ class Replicas:
 
 @asynccontextmanager
 async def http_door(
-    port: Port, applications: Mapping[str, str] = APPLICATIONS, host: str = "127.0.0.1"
+    port: Port,
+    applications: Mapping[str, str] = APPLICATIONS,
+    host: str = "127.0.0.1",
+    prefix: str = "/{}",
 ) -> AsyncIterator[tuple[int, Replicas]]:
-    """The number of a port that Serve's own function opens, and the replicas behind it."""
+    """The number of a port that Serve's own function opens, and the replicas behind it. `prefix` is the route prefix
+    of an application, given its name."""
     router = ProxyRouter(lambda deployment, _: SimpleNamespace(deployment_id=deployment))
-    router.update_routes(
-        {DeploymentID(deployment, name): EndpointInfo(f"/{name}") for name, deployment in applications.items()}
-    )
+    served = {DeploymentID(deployment, name): prefix.format(name) for name, deployment in applications.items()}
+    router.update_routes({deployment: EndpointInfo(where) for deployment, where in served.items()})
     replicas, [number] = Replicas(router), free_ports(1)
     kept = [(module, name, getattr(module, name)) for module, name in _REPLACED]
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from quartet.seams.serve import route_of
 from quartet.security.authentication import AUTHORIZATION, bearer_token
-from quartet.security.gate import HTTP, Gate
+from quartet.security.gate import STARTS_SESSION, Gate, http_route
 from quartet.security.identity import Caller
 from quartet.security.port import on_loopback
 from quartet.security.session_key import SESSION, SessionKeys, new_session
@@ -44,9 +45,26 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
         "/rl/end_session": "POST",
         "/rl/trajectory": "POST",
     },
+    "Reward": {
+        "/health": "GET",
+        "/metrics": "GET",
+        "/openapi.json": "GET",
+        "/v1/models": "GET",
+        "/v1/rewards": "POST",
+        "/get_reward": "POST",
+        "/score": "POST",
+        "/classify": "POST",
+        "/pooling": "POST",
+        "/tokenize": "POST",
+        "/predict": "POST",
+        "/rerank": "POST",
+        "/verify": "POST",
+        "/seed_session": "POST",
+    },
 }
 """Deployment -> path below the route prefix of its applications -> method; no others exist."""
-_STARTS = "/rl/start_session"
+_SCORER = re.compile(r"\A/scorers/[A-Za-z0-9._-]{1,64}(?=/)")
+"""What may stand before a path of a reward application, for clients that can name a scorer only by an address."""
 KEY = "quartet-session-key"
 """Header with the key of a session that is being started, for the replica to answer with."""
 _NAMED = "x-session-id"
@@ -133,7 +151,9 @@ class HttpGuard:
         _check_not_a_browser(headers)
         prefix, application, deployment = self._find(path) or ("", None, "")
         below = path.removeprefix(prefix if prefix != "/" else "")
-        route = f"{HTTP}{below[:64]}"
+        if deployment == "Reward":
+            below = _SCORER.sub("", below, count=1)
+        route = http_route(deployment, below[:64])
         try:
             caller = self._caller(headers, route, application)
         except Unauthenticated as error:
@@ -152,7 +172,7 @@ class HttpGuard:
         if served[below] != method:
             raise _Refused(HttpError(405, f"{below} takes {served[below]}"))
         held.enter_context(_counted(self._open.begin(caller)))
-        key = self._keys.make(caller.name, caller.session) if below == _STARTS else ""
+        key = self._keys.make(caller.name, caller.session) if route == STARTS_SESSION else ""
         return _Asked(caller, method, route, peer, key)
 
     def _caller(self, headers: Mapping[str, str], route: str, application: str | None) -> Caller:
@@ -164,7 +184,7 @@ class HttpGuard:
         named = headers.get(_NAMED, "")
         if SESSION.fullmatch(named):
             return replace(caller, session=named)
-        return replace(caller, session=new_session()) if route == f"{HTTP}{_STARTS}" else caller
+        return replace(caller, session=new_session()) if route == STARTS_SESSION else caller
 
     async def _received(self, asked: _Asked, headers: Mapping[str, str], receive: Receive, held: ExitStack) -> bytes:
         """The request's body, within its bounds."""

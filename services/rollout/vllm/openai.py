@@ -46,6 +46,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
 from quartet.serving.desk import Desk
+from quartet.serving.http import refusal
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
 from quartet.trajectory import Segment
@@ -53,7 +54,7 @@ from quartet.wire.errors import InvalidArgument, NotFound, ServiceError, Unavail
 from quartet.wire.http_errors import HttpError, http_error
 from services.rollout.config import RolloutConfig
 from services.rollout.histories import Told, answered, carried, digests
-from services.rollout.http import Served, refusal
+from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION, check_least
 from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, check_of_session, read
 from services.rollout.sample import VersionSpans

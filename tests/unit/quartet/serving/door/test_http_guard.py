@@ -28,14 +28,24 @@ OF_SESSION = {
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/rl/set_reward", "/rl/end_session"),
 }
-SAMPLED = OF_SESSION | {"/rl/start_session", "/rl/trajectory", "/metrics"}
+SAMPLED = {f"/rollout{path}" for path in OF_SESSION | {"/rl/start_session", "/rl/trajectory", "/metrics"}}
+SCORED = {
+    f"/reward{path}"
+    for path in (
+        *("/openapi.json", "/v1/models", "/v1/rewards", "/get_reward", "/score", "/classify", "/pooling"),
+        *("/tokenize", "/predict", "/rerank", "/verify", "/seed_session", "/metrics"),
+    )
+}
+HEALTH = {"/rollout/health", "/reward/health"}
 ALLOWED = {
-    "run-a": SAMPLED | {"/health"},
-    "client": SAMPLED | {"/health"},
-    "evaluator": {"/health"},
-    "pager": {"/health", "/metrics"},
+    "run-a": SAMPLED | SCORED | HEALTH,
+    "client": SAMPLED | HEALTH,
+    "evaluator": SCORED | HEALTH,
+    "pager": HEALTH | {"/rollout/metrics", "/reward/metrics"},
 }
 """The table of roles and routes. Each route is tried by each role, and a further route needs its place here."""
+ALL = {f"/{name.lower()}{path}": method for name, routes in ROUTES.items() for path, method in routes.items()}
+"""Path -> its method, where applications are called as their deployments."""
 OPEN = Port(local="open", http=True)
 COMPLETIONS = "/rollout/v1/completions"
 
@@ -56,24 +66,25 @@ def proof(keys: Keys, name: str) -> tuple[str, str]:
 
 
 async def asked(port: int, path: str, *headers: tuple[str, str]) -> Answer:
-    return await ask(port, f"/rollout{path}", None if PATHS[path] == "GET" else {}, *headers)
+    return await ask(port, path, None if ALL[path] == "GET" else {}, *headers)
 
 
 def test_every_route_has_its_place_in_the_table() -> None:
-    assert ALLOWED["run-a"] == PATHS.keys()
+    assert ALLOWED["run-a"] == ALL.keys()
     assert ALLOWED.keys() == CALLERS.keys()
 
 
 async def test_each_role_reaches_what_it_is_for_and_nothing_else(keys: Keys) -> None:
     async with http_door(guarded(keys)) as (port, replicas):
         for name, role in CALLERS.items():
-            answers = {path: await asked(port, path, proof(keys, name)) for path in PATHS}
+            answers = {path: await asked(port, path, proof(keys, name)) for path in ALL}
             assert {path for path, answer in answers.items() if answer.status == 200} == ALLOWED[name]
-            for path in PATHS.keys() - ALLOWED[name]:
+            for path in ALL.keys() - ALLOWED[name]:
                 assert answers[path].status == 403
-                assert f"{name} has the role {role}, which may not call http{path}" in answers[path].message
+                route = path.replace("/rollout/", "http/Rollout/").replace("/reward/", "http/Reward/")
+                assert f"{name} has the role {role}, which may not call {route}" in answers[path].message
         reached = [(path, headers["quartet-identity"]) for path, headers, _ in replicas.seen]
-        assert sorted(reached) == sorted((f"/rollout{path}", name) for name in ALLOWED for path in ALLOWED[name])
+        assert sorted(reached) == sorted((path, name) for name in ALLOWED for path in ALLOWED[name])
 
 
 START, CHAT = "/rollout/rl/start_session", "/rollout/v1/chat/completions"
@@ -92,8 +103,10 @@ async def test_the_key_of_a_session_is_good_for_its_requests_and_no_others(keys:
         other, _ = await started(port, replicas, proof(keys, "client"))
         assert other != session
         for path in PATHS:
-            got = await asked(port, path, bearer(key), ("X-Session-ID", other))
+            got = await asked(port, f"/rollout{path}", bearer(key), ("X-Session-ID", other))
             assert got.status == (200 if path in OF_SESSION | {"/health"} else 403), path
+        for path in SCORED:
+            assert (await asked(port, path, bearer(key))).status == 403
         assert len(replicas.seen) == len(OF_SESSION) + 1
         for _, headers, _ in replicas.seen:
             assert (headers["quartet-identity"], headers["quartet-role"]) == ("client", "session")
@@ -140,8 +153,8 @@ async def test_strangers_reach_nothing(keys: Keys) -> None:
     proofs = [(), (bearer("guessed"),), (("Authorization", "Basic b3duZXI6"),), (bearer(""),)]
     async with http_door(guarded(keys)) as (port, replicas):
         for headers in proofs:
-            for path in (*PATHS, "/docs", "/../critic"):
-                got = await ask(port, f"/rollout{path}", None if PATHS.get(path) == "GET" else {}, *headers)
+            for path in (*ALL, "/rollout/docs", "/reward/scorers/a/score", "/rollout/../critic"):
+                got = await ask(port, path, None if ALL.get(path) == "GET" else {}, *headers)
                 assert got.status == 401
                 assert got.headers["www-authenticate"] == "Bearer"
                 assert "`quartet up` writes yours to .quartet/access/token" in got.message
@@ -160,16 +173,28 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
                 "/rollout/v1/models/",
                 "/rollout/docs",
             ),
-            *("/critic/v1/models", "/reward/health", "/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
+            *("/critic/v1/models", "/reward/v1/completions", "/reward/docs", "/rollout/get_reward"),
+            *("/reward/scorers/a", "/reward/scorers/a/", "/reward/scorers/a/b/score"),
+            *("/reward/score/scorers/a/score", "/rollout/scorers/a/v1/models"),
+            *("/reward/scorers//score", "/reward/scorers/%2F/score"),
+            *("/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
             *("/rollout/v1//models", "/rollout/v1/completions/../../../critic", "/rollout/%2e%2e/critic"),
         ):
             assert (await ask(port, path, None, mine)).status == 404, path
-        for path, method in PATHS.items():
+        for path, method in ALL.items():
             for other in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
                 if other != method:
-                    got = await ask(port, f"/rollout{path}", b"{}", mine, method=other)
+                    got = await ask(port, path, b"{}", mine, method=other)
                     assert got.status == 405
         assert replicas.seen == []
+
+
+async def test_a_scorer_may_be_named_by_the_address_which_the_replica_reads(keys: Keys) -> None:
+    async with http_door(guarded(keys)) as (port, replicas):
+        for path in ("/reward/scorers/taste/get_reward", "/reward/scorers/a.b-c_1/score"):
+            assert (await ask(port, path, {}, proof(keys, "evaluator"))).status == 200
+            assert (await ask(port, path, {}, proof(keys, "client"))).status == 403
+            assert replicas.seen.pop()[0] == path
 
 
 async def test_web_pages_are_strangers_also_under_another_name() -> None:
@@ -223,7 +248,7 @@ async def test_a_caller_of_other_applications_is_refused(keys: Keys, tmp_path: P
         assert (await ask(port, "/second/v1/models", None, proof(other, "client"))).status == 200
 
 
-LARGEST = Limits().of("/http/v1/completions")
+LARGEST = Limits().of("/http/Rollout/v1/completions")
 STRING = json.dumps("[{," * 100_000).encode()
 
 

@@ -1,0 +1,35 @@
+"""A JSON object that a stranger sent."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+from quartet.wire.errors import InvalidArgument
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object that a body holds: in UTF-8, with finite numbers, and with text that can be sent on.
+
+    Raises:
+        InvalidArgument: it holds something else.
+    """
+    try:
+        # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
+        request = json.loads(body.decode(), parse_float=_finite, parse_constant=_not_a_number)
+        json.dumps(request, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+        raise InvalidArgument(f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(request, dict):
+        raise InvalidArgument("the body should be a JSON object")
+    return request
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _not_a_number(text)
+
+
+def _not_a_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
