@@ -28,7 +28,9 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _not_a_number(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:32]} is larger than any number of 64 bits")
+    return value
 
 
 def _not_a_number(text: str) -> NoReturn:

@@ -148,7 +148,7 @@ def test_numbers_have_bounds(fields: dict[str, Any], message: str) -> None:
         (b'"a"', "the body should be a JSON object"),
         (b'{"temperature": NaN}', "the body is not JSON: NaN is not a JSON number"),
         (b'{"temperature": -Infinity}', "the body is not JSON: -Infinity is not a JSON number"),
-        (b'{"temperature": 1e400}', "temperature: inf; should be a number from 0 to 2"),
+        (b'{"temperature": 1e400}', "the body is not JSON: 1e400 is larger than any number"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not JSON: "),
         (b'{"prompt": "\\ud800"}', "the body holds half of a surrogate pair"),
         (b'{"a":' * 100_000, "the body is not JSON: "),
