@@ -17,7 +17,8 @@ POLICY_VARIABLE = "QUARTET_POLICY"
 LOCAL_VARIABLE = "QUARTET_LOCAL"
 """Without a policy, `open` lets every user of this machine call; with any other value the port is not opened."""
 HTTP_VARIABLE = "QUARTET_HTTP"
-"""`open` lets Serve's HTTP port listen, on loopback, for OpenAI's protocol and for the reward service; with any other value it stays closed."""
+"""`open` lets Serve's HTTP port listen, on loopback, for OpenAI's protocol and for the reward service; with any other
+value it stays closed."""
 Local = Literal["token", "open"]
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "quartet.serving.proxy:bind_to_host"
@@ -46,7 +47,8 @@ class SecurityConfig(Config):
     callers in the same folder find by themselves; open lets every user of this machine do everything."""
     http: bool = False
     """True to listen on Serve's HTTP port too, on this machine only, where clients of OpenAI's protocol reach the
-    rollout service (docs/openai.md), and programs without gRPC the reward service (docs/reward-http.md). The policy and its roles hold there as they do at the gRPC port."""
+    rollout service (docs/openai.md), and programs without gRPC the reward service (docs/reward-http.md). The policy
+    and its roles hold there as they do at the gRPC port."""
 
     @property
     def port(self) -> "Port":

@@ -119,6 +119,12 @@ class Encoder:
         self._ids = ids
         self._each = each
 
+    def token_ids(self, text: str, special: bool) -> list[int]:
+        """The ids of a text, with special tokens or without. InvalidArgument if the scorer has no tokenizer."""
+        if self._tokenizer is None:
+            raise InvalidArgument("model: the scorer has no tokenizer")
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=special)["input_ids"]]
+
     def call(self, received: Received) -> ScoreCall:
         """The request's pairs after all checks that need no tokenizer. InvalidArgument names the wrong field."""
         request = received.request
@@ -170,8 +176,13 @@ class Encoder:
     def _from_texts(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
         texts = known.request.texts
         prompts, responses = [texts.prompts[row] for row in rows], [texts.responses[row] for row in rows]
-        pairs = [known.pair(row, prompt=p, response=r) for p, r, row in zip(prompts, responses, rows, strict=True)]
+        bare = map(self._without_end, responses)
+        pairs = [known.pair(row, prompt=p, response=r) for p, r, row in zip(prompts, bare, rows, strict=True)]
         return self._encoded(prompts, responses, pairs, rows, "texts")
+
+    def _without_end(self, response: str) -> str:
+        """The response without the text of an end-of-sequence token, which other systems leave there."""
+        return response.removesuffix(getattr(self._tokenizer, "eos_token", None) or "")
 
     def _encoded(
         self, prompts: Sequence[str], responses: Sequence[str], pairs: Sequence[Pair], rows: Sequence[int], field: str
@@ -182,8 +193,14 @@ class Encoder:
         eos = self._tokenizer.eos_token_id
         end = [] if eos is None else [eos]
         prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
-        answers = self._tokenizer([*responses], add_special_tokens=False)["input_ids"]
+        answers = self._tokenizer([*map(self._without_end, responses)], add_special_tokens=False)["input_ids"]
         response_ids = [np.asarray([*ids, *end], np.int32) for ids in answers]
+        for n, prompt in enumerate(prompts):
+            if not prompt and responses[n]:  # a whole text, whose tokens are scored as they stand
+                whole = np.asarray(self._tokenizer(responses[n])["input_ids"], np.int32)
+                if len(whole) < 2:
+                    raise InvalidArgument(f"{field}[{rows[n]}]: {len(whole)} tokens and no prompt; needs two")
+                prompt_ids[n], response_ids[n] = whole[:1], whole[1:]
         return self._checked(prompt_ids, response_ids, pairs, rows, field)
 
     def _checked(

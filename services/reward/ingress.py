@@ -1,7 +1,7 @@
 """The deployment that takes the calls where an application has several scorers, each a deployment of its own."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,15 +10,13 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from protos import common_pb2
 from protos import reward_pb2 as pb
 from quartet.serving.admission import MOST_ONGOING
-from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
-from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import REPLICA_DIED, ServiceError, Unavailable
 from services.reward.config import INGRESS
+from services.reward.doors import Doors
 from services.reward.names import chosen
 
 ANSWER_S = 2.0
@@ -36,7 +34,7 @@ HEALTH_S = 10.0
     graceful_shutdown_timeout_s=10,
     ray_actor_options={"num_cpus": 0},
 )
-class Ingress(HealthMixin):
+class Ingress(Doors):
     """Passes each request on to the scorer that it names. Limits, queues and health are each scorer's own."""
 
     def __init__(self, scorers: Mapping[str, Any]) -> None:
@@ -44,6 +42,7 @@ class Ingress(HealthMixin):
         prepare_replica()
         self._scorers = dict(scorers)
         self._known = {name: pb.ScorerInfo(name=name) for name in scorers}
+        self._open()
 
     async def check_health(self) -> None:
         """Does nothing, as a scorer that fails is replaced by itself."""
@@ -69,20 +68,10 @@ class Ingress(HealthMixin):
                 return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 
-    @translated
-    async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
-        """Has the scorer that the request names score its pairs."""
-        return await self.scored(request, share)
-
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
         response: pb.ScoreResponse = await self._ask(chosen(request.scorer, self._scorers), "scored", request, share)
         return response
-
-    @translated
-    async def Info(self, request: common_pb2.InfoRequest) -> pb.RewardInfo:
-        """Describes all scorers."""
-        return await self.infos()
 
     async def infos(self) -> pb.RewardInfo:
         """The answer to a request of Info: each scorer as it describes itself, as it did last if it does not answer,
@@ -95,6 +84,17 @@ class Ingress(HealthMixin):
 
         await asyncio.gather(*map(describe, self._scorers))
         return pb.RewardInfo(scorers=self._known.values())
+
+    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
+        """The ids of a text by the tokenizer of the scorer that is named."""
+        name = chosen(scorer, self._scorers)
+        async with asyncio.timeout(ANSWER_S):
+            ids: Sequence[int] = await self._ask(name, "token_ids", name, text, special)
+        return ids
+
+    def label(self, scorer: str) -> str:
+        """The name, if a scorer has it."""
+        return scorer if scorer in self._scorers else ""
 
     async def _ask(self, name: str, method: str, *arguments: Any) -> Any:
         """A scorer's answer. Raises the error that it raised; Unavailable if its replica is lost."""

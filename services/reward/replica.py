@@ -3,7 +3,7 @@
 Import path for Serve: `services.reward.replica:build`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -12,11 +12,10 @@ from protos import common_pb2
 from protos import reward_pb2 as pb
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.batcher import Batcher
-from quartet.serving.health import HealthMixin
 from quartet.serving.replica_process import prepare_replica
-from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from services.reward.config import INGRESS, Hosted, RewardConfig
+from services.reward.doors import Doors
 from services.reward.ingress import Ingress
 from services.reward.names import chosen
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     health_check_timeout_s=10,
     graceful_shutdown_timeout_s=10,
 )
-class Reward(HealthMixin):
+class Reward(Doors):
     """One replica, one scorer."""
 
     def __init__(self, hosted: Hosted, make: "Callable[..., Scorer] | None" = None, name: str = "") -> None:
@@ -63,15 +62,11 @@ class Reward(HealthMixin):
         )
         self._received = Received
         self._check = scorer.check
+        self._open()
 
     async def check_health(self) -> None:
         """Raises if the scorer does not work: one that computes has a deadline, an idle one is tested."""
         await self._batcher.check_health(self._check)
-
-    @translated
-    async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
-        """Scores pairs given as ids, texts or conversations."""
-        return await self.scored(request, share)
 
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
@@ -82,14 +77,18 @@ class Reward(HealthMixin):
             await self._batcher.submit(share, call)
         return call.response(self._info.identity)
 
-    @translated
-    async def Info(self, request: common_pb2.InfoRequest) -> pb.RewardInfo:
-        """Describes the scorer and the tokenizer."""
-        return await self.infos()
-
     async def infos(self) -> pb.RewardInfo:
         """The answer to a request of Info."""
         return pb.RewardInfo(scorers=[self._info])
+
+    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
+        """The ids of a text, with special tokens or without."""
+        chosen(scorer, [self._info.name])
+        return self._encoder.token_ids(text, special)
+
+    def label(self, scorer: str) -> str:
+        """The scorer's name, or what it is if it has none."""
+        return self._info.name or self._info.identity.name
 
 
 def _described(hosted: Hosted, name: str, tokenizer: Any, scorer: "Scorer") -> pb.ScorerInfo:

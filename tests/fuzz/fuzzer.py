@@ -28,7 +28,7 @@ NAMED = {
 TIMED = b"/quartet.v1.Rollout/UpdateWeights"
 """A method whose requests say how long they may take, so the answer may also be that this was too short."""
 
-_LEAKS = {
+LEAKS = {
     "a path": re.compile(r"(?<![\w.])/(?!quartet\.v1\.)[\w.-]+/[\w./-]+"),
     "an address": re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"),
     "a memory address": re.compile(r"0x[0-9a-f]{6,}"),
@@ -60,7 +60,7 @@ class Verdict:
             self.faults.append(f"{where}: {code.name} after {seconds:.0f} s")
         elif code is not grpc.StatusCode.OK and not details:
             self.faults.append(f"{where}: {code.name} without a word")
-        for leak, pattern in _LEAKS.items():
+        for leak, pattern in LEAKS.items():
             if leaked := pattern.search(details):
                 self.faults.append(f"{where}: {code.name} tells {leak}: {leaked[0]!r} in {details[:300]!r}")
 

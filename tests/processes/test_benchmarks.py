@@ -39,6 +39,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "loop_cost": ("--size", "16x16", "--steps", "1"),
     "pipeline": ("--case", "reward-bound", "--seconds", "0.5", "--rounds", "1", "--steps", "1"),
     "push": ("--mib", "1", "--replicas", "1", "--rounds", "1", "--bucket-mib", "1"),
+    "reward": ("--seconds", "0.5", "--rounds", "1", "--callers", "4", "--hidden", "64", "--layers", "1"),
     "rollout": ("--rounds", "1", "--prompts", "4"),
     "staleness": ("--schedules", "5"),
     "vs_trl": ("--case", "demo", "--case", "grpo", "--rounds", "1", "--updates", "2"),

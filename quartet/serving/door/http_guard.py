@@ -64,7 +64,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
 }
 """Deployment -> path below the route prefix of its applications -> method; no others exist."""
 _SCORER = re.compile(r"\A/scorers/[A-Za-z0-9._-]{1,64}(?=/)")
-"""What may stand before a path of a reward application, for clients that can name a scorer only by an address."""
+"""The name of a scorer before a path of a reward application, for clients that can name it only by an address."""
 KEY = "quartet-session-key"
 """Header with the key of a session that is being started, for the replica to answer with."""
 _NAMED = "x-session-id"

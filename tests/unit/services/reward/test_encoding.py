@@ -103,9 +103,21 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
     assert plain(decode(encoder, by_text(["w5"], ["w6"])))[0][:2] == ([5], [6])
     (scored,) = decode(encoder, by_ids(ids([5]), ids([EOS])))
     assert not scored.pair.ended
-    for prompts, responses, side in ((["w5", ""], ["w6", "w6"], "prompt"), (["w5"] * 2, ["w6", ""], "response")):
-        with pytest.raises(InvalidArgument, match=re.escape(f"texts[1]: the {side} has no tokens")):
+    for prompts, responses, problem in (
+        (["w5", ""], ["w6", "w6"], "1 tokens and no prompt; needs two"),
+        (["w5"] * 2, ["w6", ""], "the response has no tokens"),
+        (["w5", ""], ["w6", ""], "the prompt has no tokens"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(f"texts[1]: {problem}")):
             decode(encoder, by_text(prompts, responses))
+
+
+def test_a_whole_text_is_scored_as_it_stands() -> None:
+    whole, ended, pair = decode(ENCODER, by_text(["", "", "w5"], ["w6 w7", "w6 <eos>", "w6 <eos>"]))
+    assert [each.tolist() for each in (whole.prompt_ids, whole.response_ids)] == [[BOS], [6, 7]]
+    assert [each.tolist() for each in (ended.prompt_ids, ended.response_ids)] == [[BOS], [6, EOS]]
+    assert [each.tolist() for each in (pair.prompt_ids, pair.response_ids)] == [[BOS, 5], [6, EOS]]
+    assert (whole.pair.response, pair.pair.response.strip()) == ("w6 w7", "w6")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and measures."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos import common_pb2
+from protos import reward_pb2 as pb
+from quartet.seams.serve import answers_of_each
+from quartet.security.port import Port
+from quartet.serving.health import HealthMixin
+from quartet.serving.http import refusal
+from quartet.serving.servicer import translated
+from quartet.serving.share import Share
+from quartet.wire.errors import InvalidArgument
+from quartet.wire.http_errors import HttpError
+
+if TYPE_CHECKING:  # only replicas need them
+    from prometheus_client.metrics_core import Metric
+
+GRPC = "grpc"
+"""Name of gRPC among the doors."""
+DESCRIBED_S = 10.0
+"""Seconds for which the HTTP door goes by one description of the scorers."""
+MEASURED_S = 2.0
+"""Seconds that each replica gets to give its measures."""
+
+
+class Doors(HealthMixin):
+    """Takes calls over gRPC and HTTP, which a subclass answers by `scored`, `infos` and `token_ids`."""
+
+    def _open(self) -> None:
+        """Opens the doors. Each constructor calls it."""
+        # Imported here because Serve builds the application in a process that then need not load them.
+        from services.reward.encoding import Received
+        from services.reward.http import Door
+        from services.reward.measures import Measures, text_of
+
+        self._counted, self._text_of = Received, text_of
+        self._measures = Measures()
+        self._door = Door(self) if Port.of().http else None
+        self._described: tuple[float, pb.RewardInfo] | None = None
+        self._everyone: Any = None
+
+    async def check_health(self) -> None:
+        """Raises if the replica is ill."""
+        raise NotImplementedError
+
+    async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
+        """The answer to a request of Score, of a caller of this share."""
+        raise NotImplementedError
+
+    async def infos(self) -> pb.RewardInfo:
+        """The answer to a request of Info."""
+        raise NotImplementedError
+
+    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
+        """The ids of a text by a scorer's tokenizer, with its special tokens or without. Raises ServiceError."""
+        raise NotImplementedError
+
+    def label(self, scorer: str) -> str:
+        """The name of a scorer among the measures; one of a few, whatever a request names."""
+        raise NotImplementedError
+
+    @translated
+    async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
+        """Scores pairs given as ids, texts or conversations, by the scorer that the request names."""
+        return await self.score(request, share, GRPC)
+
+    @translated
+    async def Info(self, request: common_pb2.InfoRequest) -> pb.RewardInfo:
+        """Describes the scorers and their tokenizers."""
+        return await self.infos()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers a request over HTTP, which Serve's proxy passes on only where the port is open."""
+        if self._door is None:
+            return refusal(HttpError(503, "this replica was started before the HTTP port was opened"))
+        return self._door.answer()
+
+    async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
+        """The answer to a request that came by this door, measured."""
+        try:
+            rows = self._counted(request).rows
+        except InvalidArgument:
+            rows = 0  # said by the scorer, to the caller
+        with self._measures.call(self.label(request.scorer), door, rows) as answered:
+            response = await self.scored(request, share)
+            answered(response)
+        return response
+
+    async def describe(self) -> pb.RewardInfo:
+        """The scorers, as they were described a few seconds ago."""
+        if self._described is None or time.monotonic() - self._described[0] > DESCRIBED_S:
+            self._described = time.monotonic(), await self.infos()
+        return self._described[1]
+
+    async def taken(self) -> tuple[str, "list[Metric]"]:
+        """This replica's name and its measures."""
+        return str(serve.get_replica_context().replica_tag), self._measures.taken()
+
+    async def measures(self) -> bytes:
+        """Measures of all replicas that answer, in Prometheus' text format."""
+        context = serve.get_replica_context()
+        if self._everyone is None:  # one is kept, since each makes a router that asks Serve's controller
+            self._everyone = serve.get_deployment_handle(context.deployment, context.app_name)
+        found = dict([await self.taken()])
+        try:
+            answers = await answers_of_each(self._everyone.broadcast("taken"))
+            for each in await asyncio.gather(*map(_in_time, answers), return_exceptions=True):
+                if not isinstance(each, BaseException):
+                    found |= dict([each])
+        except (RayServeException, RayError):
+            pass  # Serve knows no replicas for a moment, as while its controller is being replaced
+        return bytes(self._text_of(sorted(found.items())))
+
+
+async def _in_time(answer: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(MEASURED_S):
+        return await answer

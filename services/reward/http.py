@@ -1,0 +1,405 @@
+"""The HTTP door of the reward service: Quartet's own JSON, and the protocols of other reward servers, over the same
+scorers as gRPC.
+
+Each path only translates a body into a request of protos/reward.proto and its reply into a body. Which calls are
+admitted, in whose share they wait and what becomes of a pair is decided behind both doors.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from protos import reward_pb2 as pb
+from quartet.serving.http import health, refusal, refused, share_of_request
+from quartet.serving.share import Share
+from quartet.wire.codec import unpack_floats
+from quartet.wire.errors import InvalidArgument, NotFound, ServiceError
+from quartet.wire.http_errors import HttpError, http_error
+from quartet.wire.json_object import json_object
+from quartet.wire.outcomes import MAY_PASS, Outcome, Unscored
+from quartet.wire.pairs import SCORE
+from services.reward import http_fields as fields
+from services.reward import http_requests as requests
+
+NAMED = re.compile(r"\A/scorers/([^/]+)(?=/)")
+"""The name of a scorer before a path, for clients that can name it only by an address."""
+_FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?=: )")
+_ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
+"""Names that pydantic gives to the alternatives of a field."""
+_SCORER = "quartet.scorer"
+Asked = TypeVar("Asked", bound=BaseModel)
+
+
+class Hub(Protocol):
+    """The scorers behind the door."""
+
+    async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
+        """Scores pairs, for a caller's share. Raises ServiceError. `door` is the path, for measures."""
+
+    async def describe(self) -> pb.RewardInfo:
+        """Describes the scorers."""
+
+    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
+        """The ids of a text by a scorer's tokenizer, with its special tokens or without. Raises ServiceError."""
+
+    async def check_health(self) -> None:
+        """Raises if the replica is ill."""
+
+    async def measures(self) -> bytes:
+        """Measures of all replicas, in Prometheus' text format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A scorer that a request names, and one of its scores if the request names one."""
+
+    by: str
+    """The field that names it, for errors."""
+    scorer: str
+    score: str = ""
+
+
+class Table:
+    """The results of a call's pairs."""
+
+    def __init__(self, reply: pb.ScoreResponse, rows: int, choice: Choice) -> None:
+        """InvalidArgument if `choice` names a score that the scorer does not give."""
+        self.scorer, self.names = reply.scorer, tuple(reply.scorer.names) or (SCORE,)
+        numbers = unpack_floats(reply.scores, "scores").reshape(rows, len(self.names))
+        if choice.score:
+            if choice.score not in self.names:
+                missing = f"there is no score {choice.score[:64]!r}; the scorer gives {', '.join(self.names)}"
+                raise InvalidArgument(f"{choice.by}: {missing}")
+            at = self.names.index(choice.score)
+            self.names, numbers = (choice.score,), numbers[:, at : at + 1]
+        self._by = choice.by
+        self.numbers: list[list[float]] = numbers.tolist()
+        """[B, K]; NaN for pairs that are not scored."""
+        outcomes = reply.outcomes or bytes(rows)
+        reasons = iter(reply.reasons)
+        self.unscored = {row: Unscored(Outcome(each), next(reasons)) for row, each in enumerate(outcomes) if each}
+
+    def named(self, row: int) -> dict[str, float]:
+        """The scores of a pair that is scored."""
+        return dict(zip(self.names, self.numbers[row], strict=True))
+
+    def one(self, row: int) -> float:
+        """The score of a pair that is scored, where a protocol has room for one.
+
+        Raises:
+            InvalidArgument: the scorer gives several, and the request names none of them.
+        """
+        if len(self.names) > 1:
+            raise InvalidArgument(
+                f"{self._by}: the scorer gives {', '.join(self.names)}; name one of them as SCORER/{self.names[0]}"
+            )
+        return self.numbers[row][0]
+
+    def check_scored(self, field: str) -> None:
+        """Raises UnscoredError if a pair is not scored: other servers' protocols have no place for that, and a number
+        would be taken for a score."""
+        if self.unscored:
+            raise UnscoredError(field, self.unscored, len(self.numbers))
+
+
+class UnscoredError(Exception):
+    """A call some of whose pairs are not scored."""
+
+    def __init__(self, field: str, unscored: dict[int, Unscored], rows: int) -> None:
+        first, result = next(iter(unscored.items()))
+        where = f"{field}[{first}]"
+        some = f" ({len(unscored)} of {rows} are not scored)" if rows > 1 else ""
+        # A client that knows no other answer asks again, which helps if an outcome may be another then.
+        pause = 1 if all(each.outcome in MAY_PASS for each in unscored.values()) else None
+        self.answer = HttpError(503, f"{where}: {result}{some}", where, pause)
+        super().__init__(self.answer.message)
+
+
+class _Request(Request):
+    """A request whose body is read as those at other doors are."""
+
+    async def json(self) -> Any:
+        """The body's contents."""
+        try:
+            return json_object(await self.body())
+        except InvalidArgument as error:
+            raise HTTPException(400, str(error)) from None
+
+
+class _Route(APIRoute):
+    """Routes with such requests, whose errors are answers too."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """FastAPI's handler, given such a request."""
+        handle = super().get_route_handler()
+
+        async def answered(request: Request) -> Response:
+            # Here, as Starlette raises errors that are not its own again once they are answered.
+            try:
+                return await handle(_Request(request.scope, request.receive))
+            except RequestValidationError as error:
+                return refusal(_invalid(error))
+            except HTTPException as error:
+                return refusal(HttpError(error.status_code, str(error.detail)))
+            except UnscoredError as error:
+                return refusal(error.answer)
+            except ServiceError as error:
+                named = _FIELD.match(str(error))
+                return refusal(http_error(error, named[0] if named else None))
+            except Exception as error:
+                return refused(error, self.path)
+
+        return answered
+
+
+class Door:
+    """Answers the requests of one replica."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._app = app = FastAPI(
+            title="Quartet's reward service",
+            description="Scores prompts and responses, in JSON of its own and in the protocols of other servers.",
+            version="1",
+            docs_url=None,  # FastAPI's pages load scripts from elsewhere
+            redoc_url=None,
+        )
+        app.router.route_class = _Route
+        self._add_routes(app)
+
+    def answer(self) -> Response:
+        """An answer that is made when it is sent."""
+        return _Answer(self._serve)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "")
+        path = str(scope["path"]).removeprefix(root)
+        named = NAMED.match(path)
+        below = path[named.end() :] if named else path
+        await self._app(
+            {**scope, "path": f"{root}{below}", _SCORER: named[1] if named else "", "app": self._app}, receive, send
+        )
+
+    async def _choice(self, request: Request, named: str, by: str) -> Choice:
+        """The scorer that the address or a field names: by its name, or by `name/score`. `by` is the field's name."""
+        by_address = request.scope[_SCORER]
+        if by_address and named and named.partition("/")[0] != by_address:
+            raise InvalidArgument(f"{by}: {named[:64]!r}, but the address names {by_address!r}; name one of them")
+        name = named or by_address
+        known = {each.name or each.identity.name: each.name for each in (await self._hub.describe()).scorers}
+        if not name:
+            return Choice(by, "")
+        if name in known:
+            return Choice(by, known[name])
+        whole, _, score = name.rpartition("/")
+        if whole in known:
+            return Choice(by, known[whole], score)
+        raise NotFound(f"{by}: {name[:64]!r} is no scorer here; there is {', '.join(sorted(known))}")
+
+    async def _score(
+        self, request: Request, named: str, made: pb.ScoreRequest, rows: int, field: str, by: str = "model"
+    ) -> Table:
+        """The results of a request's pairs. `field` is the one of the body that holds them, for errors."""
+        choice = await self._choice(request, named, by)
+        made.scorer = choice.scorer
+        try:
+            reply = await self._hub.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
+        except ServiceError as error:
+            raise requests.in_terms_of(error, field) from None
+        return Table(reply, rows, choice)
+
+    def _add_routes(self, app: FastAPI) -> None:
+        errors: dict[int | str, dict[str, Any]] = {
+            status: {"model": fields.ErrorAnswer} for status in (400, 401, 403, 404, 413, 415, 429, 500, 503)
+        }
+
+        def post(path: str, answer: Any, summary: str) -> Callable[[Any], Any]:
+            return app.post(path, response_model=answer, summary=summary, responses=errors)
+
+        @app.get("/health", summary="Whether the replica that was asked can score", responses=errors)
+        async def healthy() -> Response:
+            return await health(self._hub.check_health)
+
+        @app.get("/metrics", summary="Measures in Prometheus' text format", responses=errors)
+        async def metrics() -> Response:
+            return Response(await self._hub.measures(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+        @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers", responses=errors)
+        async def models() -> Response:
+            listed = [_card(each) for each in (await self._hub.describe()).scorers]
+            return _json(fields.ModelList(data=listed))
+
+        @post("/v1/rewards", fields.RewardsAnswer, "Scores of pairs, each with its outcome")
+        async def rewards(asked: fields.RewardsRequest, request: Request) -> Response:
+            made, rows = requests.of_rewards(asked), len(asked.pairs)
+            table = await self._score(request, asked.scorer, made, rows, "pairs", by="scorer")
+            results = [_result(table, row) for row in range(len(asked.pairs))]
+            scorer = fields.ScorerFacts(name=table.scorer.name, model_hash=table.scorer.model_hash)
+            return _json(fields.RewardsAnswer(scorer=scorer, results=results))
+
+        @post("/get_reward", fields.GetRewardAnswer, "OpenRLHF")
+        async def get_reward(asked: fields.GetRewardRequest, request: Request) -> Response:
+            made = requests.of_queries(asked.query, asked.prompts or (), asked.labels or ())
+            table = await self._score(request, asked.scorer, made, len(asked.query), "query", by="scorer")
+            table.check_scored("query")
+            scores = [table.one(row) for row in range(len(asked.query))]
+            logs = {name: [row[at] for row in table.numbers] for at, name in enumerate(table.names)}
+            return _json(fields.GetRewardAnswer(rewards=scores, scores=scores, extra_logs=logs))
+
+        @post("/score", fields.ScoreAnswer, "vLLM")
+        async def score(asked: fields.ScoreRequest, request: Request) -> Response:
+            prompts, responses = asked.sides
+            prompts = [*prompts] * len(responses) if len(prompts) == 1 else prompts
+            made = requests.of_texts(prompts, responses)
+            table = await self._score(request, asked.model, made, len(responses), "text_2")
+            table.check_scored("text_2")
+            data = [fields.ScoreData(index=row, score=table.one(row)) for row in range(len(responses))]
+            return _json(fields.ScoreAnswer(data=data, **_listed("score", asked.model, table)))
+
+        @post("/classify", fields.ClassifyAnswer, "vLLM")
+        async def classify(asked: fields.ClassifyRequest, request: Request) -> Response:
+            table = await self._of_input(asked, request)
+            data = [
+                fields.ClassifyData(
+                    index=row, label=max(zip(each, table.names, strict=True))[1], probs=each, num_classes=len(each)
+                )
+                for row, each in enumerate(table.numbers)
+            ]
+            return _json(fields.ClassifyAnswer(data=data, **_listed("classify", asked.model, table)))
+
+        @post("/pooling", fields.PoolingAnswer, "vLLM")
+        async def pooling(asked: fields.PoolingRequest, request: Request) -> Response:
+            table = await self._of_input(asked, request)
+            data = [fields.PoolingData(index=row, data=each) for row, each in enumerate(table.numbers)]
+            return _json(fields.PoolingAnswer(data=data, **_listed("pool", asked.model, table)))
+
+        @post("/tokenize", fields.TokenizeAnswer, "vLLM")
+        async def tokenize(asked: fields.TokenizeRequest, request: Request) -> Response:
+            choice = await self._choice(request, asked.model, "model")
+            ids = [*await self._hub.token_ids(choice.scorer, asked.prompt, asked.add_special_tokens)]
+            infos = (await self._hub.describe()).scorers
+            longest = next((each.model.max_length for each in infos if each.name == choice.scorer), 0)
+            return _json(fields.TokenizeAnswer(count=len(ids), max_model_len=longest, tokens=ids))
+
+        @post("/predict", fields.PredictAnswer, "Text Embeddings Inference")
+        async def predict(asked: fields.PredictRequest, request: Request) -> Response:
+            single, prompts, responses = requests.inputs(asked.inputs)
+            table = await self._score(request, "", requests.of_texts(prompts, responses), len(responses), "inputs")
+            table.check_scored("inputs")
+            top = asked.parameters.get("top_k")
+            rows = [
+                [{"score": score, "label": name} for score, name in sorted(zip(each, table.names, strict=True))[::-1]]
+                for each in table.numbers
+            ]
+            cut = [row[:top] for row in rows]
+            return JSONResponse(cut[0] if single else cut)
+
+        @post("/rerank", list[fields.Rank], "Text Embeddings Inference")
+        async def rerank(asked: fields.RerankRequest, request: Request) -> Response:
+            made = requests.of_texts([asked.query] * len(asked.texts), asked.texts)
+            table = await self._score(request, asked.model, made, len(asked.texts), "texts")
+            table.check_scored("texts")
+            ranks = sorted(((table.one(row), row) for row in range(len(asked.texts))), key=lambda each: -each[0])
+            return JSONResponse(
+                [
+                    {"index": row, "score": score} | ({"text": asked.texts[row]} if asked.return_text else {})
+                    for score, row in ranks
+                ]
+            )
+
+        @post("/verify", fields.VerifyAnswer, "NeMo Gym")
+        async def verify(asked: fields.VerifyRequest, request: Request) -> Response:
+            given = asked.model_dump()
+            table = await self._score(request, "", requests.of_verify(given), 1, "response")
+            return JSONResponse(given | _verified(table))
+
+        @post("/seed_session", dict[str, Any], "NeMo Gym: nothing is kept between calls")
+        async def seed_session() -> Response:
+            return JSONResponse({})
+
+    async def _of_input(self, asked: fields.ClassifyRequest | fields.PoolingRequest, request: Request) -> Table:
+        """The scores of vLLM's `input` or `messages`."""
+        field = "input" if asked.messages is None else "messages"
+        made, rows = requests.of_input(asked.input, asked.messages)
+        table = await self._score(request, asked.model, made, rows, field)
+        table.check_scored(field)
+        return table
+
+
+class _Answer(Response):
+    """An answer that an ASGI application gives; Serve calls it as it does any answer."""
+
+    def __init__(self, serve: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers."""
+        await self._serve(scope, receive, send)
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _card(info: pb.ScorerInfo) -> fields.ModelCard:
+    return fields.ModelCard(
+        id=info.name or info.identity.name,
+        scorer=info.identity.name,
+        model_hash=info.identity.model_hash,
+        scores=[*info.identity.names] or [SCORE],
+        max_model_len=info.model.max_length,
+    )
+
+
+def _listed(kind: str, model: str, table: Table) -> dict[str, Any]:
+    """Fields that vLLM's answers have in common."""
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or table.scorer.name}
+
+
+def _result(table: Table, row: int) -> fields.Result:
+    unscored = table.unscored.get(row)
+    if unscored is None:
+        return fields.Result(outcome="scored", scores=table.named(row), reason=None)
+    return fields.Result(outcome=fields.OUTCOMES[unscored.outcome], scores=None, reason=unscored.reason)
+
+
+def _verified(table: Table) -> dict[str, Any]:
+    """Fields that NeMo Gym's answer adds to its request."""
+    unscored = table.unscored.get(0)
+    if unscored is None:
+        return {"reward": table.one(0), "reward_components": table.named(0), "mask_sample": False}
+    outcome = fields.OUTCOMES[unscored.outcome]
+    return {
+        "reward": None,
+        "reward_components": None,
+        "mask_sample": True,
+        "failure_kind": f"quartet:{outcome}",
+        "failure_reason": unscored.reason,
+        "_ng_failure_class": outcome,
+    }
+
+
+def _invalid(error: RequestValidationError) -> HttpError:
+    """Names the first field that is wrong."""
+    first = error.errors()[0]
+    place = [each for each in first["loc"][1:] if isinstance(each, int) or not _ALTERNATIVE.match(each)]
+    where = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).lstrip(".")[:128]
+    message = str(first["msg"]).removeprefix("Value error, ")[:300]
+    if first["type"] == "extra_forbidden":
+        message = "not a field here"
+    named = _FIELD.match(message)
+    if not where and named:
+        where, message = named[0], message[named.end() + 2 :]
+    return HttpError(400, f"{where or 'the body'}: {message}", where or None)

@@ -1,0 +1,342 @@
+"""The HTTP door of the reward service: its own JSON, the protocols of others, and that no door invents a score."""
+
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
+from services.reward import http_fields
+from tests import plain
+from tests.http_requests import Answer, ask
+from tests.models import BOS, EOS, MAX_LENGTH
+from tests.unit import reward_door
+from tests.unit.reward_door import Scorers, replicas
+
+LENGTH = {"kind": "function", "function": "tests.unit.reward_door:length"}
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }} <eos> {% endfor %}"
+UNSCORED = {
+    "w14": ("failed", "raised OSError"),
+    "w15": ("not_applicable", "gave None"),
+    "w16": ("refused", "the judge declined"),
+    "w17": ("not_finite", "not finite"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(policy_folder: Path, reward_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A reward model whose tokenizer has a chat template, and its tokenizer's folder."""
+    made = tmp_path_factory.mktemp("door") / "reward"
+    shutil.copytree(reward_folder, made)
+    reward_door.with_template(str(made), TEMPLATE)
+    return str(made), str(made)
+
+
+@pytest.fixture(scope="module")
+def scorers(folders: tuple[str, str]) -> Scorers:
+    model, tokenizer = folders
+    return reward_door.scorers_of_all_kinds(model, tokenizer)
+
+
+@pytest.fixture
+async def port(scorers: Scorers) -> AsyncIterator[int]:
+    async with reward_door.reward_door(scorers) as number:
+        yield number
+
+
+async def asked(port: int, path: str, body: Any = None, *headers: tuple[str, str]) -> Answer:
+    return await ask(port, f"/reward{path}", body, *headers)
+
+
+async def scored(port: int, path: str, body: Any) -> Any:
+    got = await asked(port, path, body)
+    assert got.status == 200, got.body
+    return got.json
+
+
+def pair(response: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": "w5", "response": response} | more
+
+
+async def test_texts_ids_and_messages_are_scored_as_over_grpc(port: int, folders: tuple[str, str]) -> None:
+    prompts, responses = plain.random_pairs(5)
+    expected = plain.scores(Path(folders[0]), prompts, responses)
+    ids = [{"prompt_ids": p.tolist(), "response_ids": r.tolist()} for p, r in zip(prompts, responses, strict=True)]
+    got = await scored(port, "/v1/rewards", {"scorer": "taste", "pairs": ids})
+    assert [result["scores"]["score"] for result in got["results"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert {result["outcome"] for result in got["results"]} == {"scored"}
+    assert got["scorer"]["name"] == "model:reward"
+    assert re.fullmatch(r"[0-9a-f]{64}", got["scorer"]["model_hash"])
+    texts = await scored(port, "/v1/rewards", {"scorer": "taste", "pairs": [pair("w7 w8")]})
+    one = plain.scores(Path(folders[0]), [np.asarray([BOS, 5])], [np.asarray([7, 8, EOS])])
+    assert texts["results"][0]["scores"]["score"] == pytest.approx(one[0], abs=1e-5)
+    said = {"prompt": [{"role": "user", "content": "w5"}], "response": "w7"}
+    assert (await scored(port, "/v1/rewards", {"scorer": "taste", "pairs": [said]}))["results"][0][
+        "outcome"
+    ] == "scored"
+
+
+async def test_a_pair_without_a_score_has_null_its_outcome_and_the_reason(port: int) -> None:
+    pairs = [pair(word, label="a") for word in ("w7", *UNSCORED, "w8 w9")]
+    results = (await scored(port, "/v1/rewards", {"scorer": "length", "pairs": pairs}))["results"]
+    assert [result["outcome"] for result in results] == ["scored", *(name for name, _ in UNSCORED.values()), "scored"]
+    assert [result["scores"] for result in results] == [{"score": 2.0}, None, None, None, None, {"score": 5.0}]
+    for result, (_, reason) in zip(results[1:], UNSCORED.values(), strict=False):
+        assert reason in result["reason"]
+        assert "secret" not in result["reason"]
+    assert results[0]["reason"] is None
+    assert reward_door.SEEN[-1].label == "a"
+    known = [pair("w7", columns={"unit": [1]}, group=-3), pair("w8", group=4)]
+    await scored(port, "/v1/rewards", {"scorer": "length", "pairs": known, "pair_timeout_s": 2})
+    first, second = sorted(reward_door.SEEN[-2:], key=lambda each: each.response)
+    assert (dict(first.columns), first.group, first.timeout_s) == ({"unit": [1]}, -3, 2.0)
+    assert (dict(second.columns), second.group) == ({}, 4)
+
+
+async def test_scores_have_their_names(port: int) -> None:
+    got = await scored(port, "/v1/rewards", {"scorer": "two", "pairs": [pair("w7 w8")]})
+    assert got["results"] == [{"outcome": "scored", "scores": {"long": 5.0, "words": 2.0}, "reason": None}]
+
+
+REQUESTS: dict[str, Any] = {
+    "/get_reward": lambda text: {"query": ["w7", text]},
+    "/score": lambda text: {"text_1": "w5", "text_2": ["w7", text]},
+    "/classify": lambda text: {"input": ["w7", text]},
+    "/pooling": lambda text: {"input": ["w7", text]},
+    "/predict": lambda text: {"inputs": [["w7"], ["w5", text]]},
+    "/rerank": lambda text: {"query": "w5", "texts": ["w7", text]},
+}
+"""Path of another server's protocol -> a request with two responses."""
+
+
+@pytest.mark.parametrize("word", UNSCORED)
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_no_other_protocol_gets_a_number_for_a_pair_without_a_score(port: int, path: str, word: str) -> None:
+    got = await asked(port, f"/scorers/length{path}", REQUESTS[path](word))
+    assert got.status == 503
+    outcome, reason = UNSCORED[word]
+    assert re.match(rf"\w+\[1\]: {outcome.replace('_', ' ')}: .*{reason}", got.message)
+    assert got.message.endswith("(1 of 2 are not scored)")
+    assert re.fullmatch(r"\w+\[1\]", got.json["error"]["param"])
+    # To ask again helps only if the outcome may be another then.
+    assert ("retry-after" in got.headers) == (outcome in ("failed", "refused"))
+
+
+async def test_openrlhf_gets_a_reward_for_each_query(port: int) -> None:
+    body = {"query": ["w5 w6w7", "w8"], "prompts": ["w5 w6", "w9"], "labels": ["a", None]}
+    got = await scored(port, "/scorers/length/get_reward", body)
+    assert got == {"rewards": [2.0, 2.0], "scores": [2.0, 2.0], "extra_logs": {"score": [2.0, 2.0]}}
+    seen = {(each.prompt, each.response, each.label) for each in reward_door.SEEN[-2:]}
+    assert seen == {("w5 w6", "w7", "a"), ("", "w8", "")}
+    one = await scored(port, "/get_reward", {"query": ["w7 w8"], "scorer": "two/words"})
+    assert one["rewards"] == [2.0]
+    several = await asked(port, "/scorers/two/get_reward", {"query": ["w7"]})
+    assert (several.status, several.json["error"]["param"]) == (400, "scorer")
+    assert "the scorer gives long, words; name one of them as SCORER/long" in several.message
+
+
+async def test_vllm_gets_its_answers(port: int, folders: tuple[str, str]) -> None:
+    whole = plain.scores(Path(folders[0]), [np.asarray([BOS])] * 2, [np.asarray([5, 6, 7]), np.asarray([8, EOS])])
+    texts = {"model": "taste", "input": ["w5 w6 w7", "w8 <eos>"], "use_activation": False}
+    ids = {"model": "taste", "input": [[BOS, 5, 6, 7], [BOS, 8, EOS]], "activation": False}
+    for body in (texts, ids):
+        got = await scored(port, "/classify", body)
+        assert [each["probs"][0] for each in got["data"]] == pytest.approx(whole.tolist(), abs=1e-5)
+        assert [each["index"] for each in got["data"]] == [0, 1]
+        assert (got["object"], got["model"], got["data"][0]["num_classes"]) == ("list", "taste", 1)
+        pooled = await scored(port, "/pooling", body)
+        assert [each["data"] for each in pooled["data"]] == [each["probs"] for each in got["data"]]
+    one = await scored(port, "/classify", {"model": "taste", "input": "w5 w6 w7"})
+    assert len(one["data"]) == 1
+    for names in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        body = {"model": "length", names[0]: "w5", names[1]: ["w7", "w8 w9"]}
+        got = await scored(port, "/score", body)
+        assert [each["score"] for each in got["data"]] == [2.0, 5.0]
+        assert (await scored(port, "/score", body | {names[0]: ["w5", "w6"]}))["data"] == got["data"]
+    chat = [{"role": "user", "content": [{"type": "text", "text": "w5"}]}, {"role": "assistant", "content": "w7 w8"}]
+    got = await scored(port, "/pooling", {"model": "two", "messages": chat})
+    assert got["data"][0]["data"] == [5.0, 2.0]
+    listed = (await asked(port, "/v1/models")).json["data"]
+    assert [(each["id"], each["scores"]) for each in listed] == [
+        ("taste", ["score"]),
+        ("length", ["score"]),
+        ("two", ["long", "words"]),
+    ]
+    assert listed[0]["max_model_len"] == MAX_LENGTH
+    assert (await scored(port, "/tokenize", {"model": "taste", "prompt": "w5 w6"}))["tokens"] == [BOS, 5, 6]
+
+
+async def test_text_embeddings_inference_gets_its_answers(port: int) -> None:
+    path = "/scorers/length/predict"
+    assert await scored(port, path, {"inputs": "w7"}) == [{"score": 2.0, "label": "score"}]
+    assert await scored(port, path, {"inputs": ["w5", "w7 w8"]}) == [{"score": 5.0, "label": "score"}]
+    batch = {"inputs": [["w7"], ["w5", "w7 w8"]], "raw_scores": True, "truncate": False}
+    assert [row[0]["score"] for row in await scored(port, path, batch)] == [2.0, 5.0]
+    both = await scored(port, "/scorers/two/predict", {"inputs": "w7 w8"})
+    assert both == [{"score": 5.0, "label": "long"}, {"score": 2.0, "label": "words"}]
+    body = {"query": "w5", "texts": ["w7", "w8 w9"], "return_text": True}
+    assert await scored(port, "/scorers/length/rerank", body) == [
+        {"index": 1, "score": 5.0, "text": "w8 w9"},
+        {"index": 0, "score": 2.0, "text": "w7"},
+    ]
+
+
+def gym(text: str, **more: Any) -> dict[str, Any]:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": "w5"}]},
+        "response": {"id": "r", "output": [{"type": "reasoning", "summary": []}, said]},
+        "expected_answer": "w8",
+        **more,
+    }
+
+
+async def test_nemo_gym_gets_its_request_with_a_reward_or_with_the_class_of_its_failure(port: int) -> None:
+    body = gym("w7 w8", verifier_metadata={"unit": [1, 2]})
+    got = await scored(port, "/scorers/length/verify", body)
+    assert got == body | {"reward": 5.0, "reward_components": {"score": 5.0}, "mask_sample": False}
+    seen = reward_door.SEEN[-1]
+    assert (seen.response, seen.label) == ("w7 w8", "w8")
+    assert dict(seen.columns) == {"expected_answer": "w8", "verifier_metadata": {"unit": [1, 2]}}
+    for word, (outcome, reason) in UNSCORED.items():
+        got = await scored(port, "/scorers/length/verify", gym(word))
+        assert (got["reward"], got["reward_components"], got["mask_sample"]) == (None, None, True)
+        assert (got["_ng_failure_class"], got["failure_kind"]) == (outcome, f"quartet:{outcome}")
+        assert reason in got["failure_reason"]
+    assert (await asked(port, "/seed_session", {})).json == {}
+
+
+PAIRS = [pair("w7")]
+
+
+def ids(prompt: int, *response: int) -> dict[str, Any]:
+    return {"prompt_ids": [prompt], "response_ids": [*response]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/rewards", {"pairs": PAIRS}, "scorer", "required, as there are several: length, taste, two"),
+        ("/v1/rewards", {"pairs": []}, "pairs", "at least 1 item"),
+        ("/v1/rewards", {"pairs": PAIRS, "temperature": 1}, "temperature", "not a field here"),
+        ("/v1/rewards", {"pairs": [{"prompt": "w5"}]}, "pairs[0]", "should have prompt and response, or"),
+        ("/v1/rewards", {"pairs": [pair("w7", prompt_ids=[5])]}, "pairs[0]", "has texts and ids"),
+        ("/v1/rewards", {"pairs": [pair(5)]}, "pairs[0].response", "valid string"),  # type: ignore[arg-type]
+        ("/v1/rewards", {"pairs": [ids(5, -1)]}, "pairs[0].response_ids[0]", "greater than or equal"),
+        ("/v1/rewards", {"scorer": "taste", "pairs": [ids(5)]}, "pairs[0].response_ids", "at least one"),
+        ("/v1/rewards", {"scorer": "taste", "pairs": [ids(5, 999)]}, "pairs.ids[1]", "outside the vocabulary"),
+        ("/v1/rewards", {"scorer": "taste", "pairs": [pair("w7 " * 200)]}, "pairs[0]", "exceed the model's"),
+        ("/v1/rewards", {"scorer": "taste", "pairs": [pair("w7", columns=1)]}, "pairs[0].columns", "valid dict"),
+        ("/score", {"text_1": "w5", "documents": "w6"}, None, "should have text_1 and text_2, or queries and"),
+        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w6"]}, None, "2 prompts for 1 responses"),
+        ("/classify", {}, "input", "should be given, or messages in its place"),
+        ("/classify", {"input": [[5]], "model": "taste"}, "input[0]", "1 tokens; send at least two"),
+        ("/classify", {"input": "w5", "use_activation": True}, "use_activation", "should be False"),
+        ("/pooling", {"input": "w5", "encoding_format": "base64"}, "encoding_format", "should be 'float'"),
+        ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs", "should be a text, [prompt, response], or a list"),
+        ("/rerank", {"query": "w5", "texts": ["w6"], "raw_scores": False}, "raw_scores", "should be True"),
+        ("/get_reward", {"query": ["w5"], "labels": ["a", "b"]}, "labels", "2 for 1 queries"),
+        ("/verify", {"responses_create_params": {}, "response": {}}, "response.output", "no message with text"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_said_with_the_fields_name(
+    port: int, path: str, body: Any, param: str | None, message: str
+) -> None:
+    got = await asked(port, path, body)
+    assert (got.status, got.json["error"]["param"]) == (400, param), got.body
+    assert message in got.message
+    if param:
+        assert got.message.startswith(param)
+
+
+async def test_other_names_other_limits_and_broken_bodies(port: int) -> None:
+    for body, message in (
+        (b"{", "the body is not JSON"),
+        (b"[]", "the body should be a JSON object"),
+        (b'{"pairs": NaN}', "NaN is not a JSON number"),
+        (b'{"a": 1e999}', "1e999 is larger than any number"),
+        (b'{"pairs": "\\udc00"}', "surrogate"),
+        (b"\xff\xfe{}", "the body is not JSON"),
+    ):
+        got = await asked(port, "/v1/rewards", body)
+        assert got.status == 400
+        assert message in got.message
+    for path, name in (("/score", "nonesuch"), ("/score", "two/nonesuch/more"), ("/scorers/nonesuch/score", "")):
+        got = await asked(port, path, {"model": name, "text_1": "w5", "text_2": "w6"})
+        assert (got.status, got.json["error"]["param"]) == (404, "model")
+        assert got.message.endswith("is no scorer here; there is length, taste, two")
+    both = await asked(port, "/scorers/two/score", {"model": "length", "text_1": "w5", "text_2": "w6"})
+    assert both.status == 400
+    missing = await asked(port, "/score", {"model": "two/short", "text_1": "w5", "text_2": "w6"})
+    assert missing.message == "model: there is no score 'short'; the scorer gives long, words"
+    assert (await asked(port, "/score", b'{"text_1": "' + b"w5 " * 800_000 + b'"}')).status == 413
+
+
+async def test_the_shares_limits_are_those_of_grpc(folders: tuple[str, str]) -> None:
+    limits = {"max_call_rows": 4, "max_call_tokens": 100, "max_waiting_rows": 8, "max_waiting_tokens": 200}
+    few = replicas({"": LENGTH}, folders[1], limits=limits)
+    async with reward_door.reward_door(few) as port:
+        many = await asked(port, "/v1/rewards", {"pairs": PAIRS * 5})
+        assert (many.status, many.json["error"]["param"]) == (413, "pairs")
+        assert many.message == "pairs: 5 rows, but a call may hold 4; send it in several"
+        named = [("quartet-run", "eval"), ("quartet-purpose", "training")]
+        assert (await asked(port, "/v1/rewards", {"pairs": PAIRS}, *named)).status == 200
+        assert few.shares[-1] == Share("eval", Purpose.EVALUATION)
+        # The only scorer answers by what it is, too.
+        identity = "function:tests.unit.reward_door:length"
+        assert (await asked(port, "/v1/models")).json["data"][0]["id"] == identity
+        assert (await asked(port, "/v1/rewards", {"scorer": identity, "pairs": PAIRS})).status == 200
+        assert (await asked(port, "/scorers/other/score", {"text_1": "w5", "text_2": "w7"})).status == 404
+
+
+async def test_health_and_measures(port: int) -> None:
+    assert (await asked(port, "/health")).json == {"status": "serving"}
+    await asked(port, "/v1/rewards", {"scorer": "length", "pairs": [pair("w7"), pair("w15")]})
+    await asked(port, "/score", {"model": "length", "text_1": "w5", "text_2": "w7"})
+    await asked(port, "/v1/rewards", {"scorer": "taste", "pairs": [pair("w7 " * 200)]})
+    got = await asked(port, "/metrics")
+    assert got.headers["content-type"].startswith("text/plain; version=")
+    text = got.body.decode()
+    for line in (
+        r'quartet_reward_calls_total{door="rewards",replica="one",scorer="length",status="ok"} \d+\.0',
+        r'quartet_reward_calls_total{door="rewards",replica="one",scorer="taste",status="INVALID_ARGUMENT"} \d+\.0',
+        r'quartet_reward_rows_total{outcome="not_applicable",replica="one",scorer="length"} \d+\.0',
+        r'quartet_reward_rows_total{outcome="scored",replica="one",scorer="length"} \d+\.0',
+        r'quartet_reward_call_seconds_bucket{door="score",le="\+Inf",replica="one",scorer="length"} \d+\.0',
+        r'quartet_reward_waiting_rows{replica="one",scorer="length"} 0\.0',
+    ):
+        assert re.search(rf"^{line}$", text, re.MULTILINE), text
+
+
+async def test_the_openapi_page_describes_what_is_taken_and_given(port: int) -> None:
+    page = (await asked(port, "/openapi.json")).json
+    ours = page["paths"]["/v1/rewards"]["post"]
+    assert ours["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/RewardsRequest")
+    assert ours["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/RewardsAnswer")
+    assert ours["responses"]["429"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
+    from quartet.serving.door.http_guard import ROUTES
+
+    served = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
+    assert served | {("/openapi.json", "GET")} == {*ROUTES["Reward"].items()}
+    answers: list[tuple[str, Any, Any]] = [
+        ("/v1/rewards", http_fields.RewardsAnswer, {"pairs": [pair("w7"), pair("w15")]}),
+        ("/score", http_fields.ScoreAnswer, {"text_1": "w5", "text_2": "w7"}),
+        ("/classify", http_fields.ClassifyAnswer, {"input": "w7"}),
+        ("/pooling", http_fields.PoolingAnswer, {"input": "w7"}),
+        ("/predict", http_fields.PredictAnswer, {"inputs": "w7"}),
+        ("/rerank", list[http_fields.Rank], {"query": "w5", "texts": ["w7"]}),
+        ("/verify", http_fields.VerifyAnswer, gym("w7")),
+        ("/get_reward", http_fields.GetRewardAnswer, {"query": ["w7"]}),
+    ]
+    for path, kind, body in answers:
+        got = await asked(port, f"/scorers/length{path}", body)
+        TypeAdapter(kind).validate_python(json.loads(got.body))
+    for path in ("/v1/models",):
+        http_fields.ModelList.model_validate((await asked(port, path)).json)
