@@ -322,7 +322,7 @@ class PredictRequest(_Tei):
     inputs: Text | list[Text] | list[list[Text]]
     """A whole text, a pair [prompt, response], or a list of [text] and [prompt, response]."""
     parameters: dict[Literal["function_to_apply", "top_k"], Any] = {}
-    """Those of Hugging Face's InferenceClient: `top_k`, and `function_to_apply`, which may be none."""
+    """Parameters of Hugging Face's InferenceClient: `top_k`, and `function_to_apply`, which may be none."""
 
     @model_validator(mode="after")
     def _texts_and_pairs(self) -> Self:
