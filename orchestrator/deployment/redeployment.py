@@ -1,6 +1,6 @@
 """A file that is deployed while services run: the form in which Serve gets it, and its consequences for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,31 +89,40 @@ def kept(running: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
 
 def _changes(name: str, described: Mapping[str, Any], deployed: Application, section: Application) -> list[Change]:
     # Imported here because it loads Ray Serve, which takes seconds.
-    from quartet.config.restarts import restarting
+    from quartet.config.restarts import moved, restarting
 
     keys = restarting(deployed, section)
     if keys:
-        text = f"{_replicas(described)} will be restarted, because of {', '.join(keys)}"
+        text = f"{_replicas(described, moved(keys))} will be restarted, because of {', '.join(keys)}"
         return [Change(name, text, restarts=True)]
     before, after = _bounds(deployed), _bounds(section)
-    if before != after:
-        text = f"from {before} to {after}; those that stay are not restarted"
-        return [Change(name, text, restarts=False)]
+    if scaled := [each for each in after if before.get(each, _counted(1)) != after[each]]:
+        said = [
+            f"{f'{each} ' if len(after) > 1 else ''}from {before.get(each, _counted(1))} to {after[each]}"
+            for each in scaled
+        ]
+        return [Change(name, f"{', '.join(said)}; those that stay are not restarted", restarts=False)]
     # What the deployed section does not set has Serve's default, as in the new one.
     if any(deployed.get(key) != value for key, value in section.items() if key in deployed or value):
         return [Change(name, "changes in place; no replica is restarted", restarts=False)]
     return []
 
 
-def _replicas(described: Mapping[str, Any]) -> str:
-    deployments = (described.get("deployments") or {}).values()
-    count = sum(len(deployment.get("replicas") or []) for deployment in deployments)
-    return f"its {_counted(count)}" if count else "its replicas, which are not up yet,"
+def _replicas(described: Mapping[str, Any], only: Collection[str] = ()) -> str:
+    """The replicas of an application, in words; of some of its deployments alone, if any are named."""
+    deployments = described.get("deployments") or {}
+    only = only if len(deployments) > 1 else ()
+    count = sum(len(each.get("replicas") or []) for name, each in deployments.items() if not only or name in only)
+    whose = f"{' and '.join(only)}: " if only else ""
+    return f"{whose}its {_counted(count)}" if count else f"{whose}its replicas, which are not up yet,"
 
 
-def _bounds(section: Application) -> str:
-    """The number of replicas that a section asks for, in words."""
-    entry: Mapping[str, Any] = next(iter(section.get("deployments") or []), {})
+def _bounds(section: Application) -> dict[str, str]:
+    """Name of each deployment -> the number of replicas that a section asks for, in words."""
+    return {str(entry.get("name")): _bound(entry) for entry in section.get("deployments") or []}
+
+
+def _bound(entry: Mapping[str, Any]) -> str:
     scaling = entry.get("autoscaling_config")
     if entry.get("num_replicas") == "auto":
         return "a number that Serve chooses"

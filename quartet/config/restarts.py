@@ -6,7 +6,7 @@ each key of the schema with Serve's own decision.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
@@ -42,6 +42,14 @@ def restarting(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]
         for key in (*_CODE_OF_DEPLOYMENT, *_PLACE):
             keys += _changed(first.get(key), second.get(key), f"{where}.{key}")
     return keys
+
+
+def moved(keys: Iterable[str]) -> list[str]:
+    """The deployments whose replicas alone are replaced because of these keys, which are those of their places; none
+    if all of the application's are."""
+    paths = [key.split(".") for key in keys]
+    places = [path[1] for path in paths if path[0] == "deployments" and path[2] in _PLACE]
+    return list(dict.fromkeys(places)) if len(places) == len(paths) else []
 
 
 def _deployments(application: ServeApplicationSchema) -> dict[str, dict[str, Any]]:

@@ -195,7 +195,10 @@ class RewardClient(ServiceClient[RewardStub]):
             Unavailable: it has not started yet.
         """
         scorers = {each.name: each for each in await self.scorers(timeout_s)}
-        found = scorers[chosen(self.scorer, scorers)]
+        try:
+            found = scorers[chosen(self.scorer, scorers)]
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.application}.Info: {error}") from None
         if not found.identity.name:
             raise Unavailable(f"{self.application}.Info: scorer {found.name} has not started yet")
         return found

@@ -19,7 +19,7 @@ MAX_LENGTH = 4096
 DEFAULT_LIMITS = LimitsConfig()
 ScorerName = Annotated[
     str,
-    matching(rf"(?!{INGRESS}$)[A-Za-z][\w.-]*", f"letters, digits, `_`, `-` and `.`, a letter first; not {INGRESS}"),
+    matching(rf"(?!{INGRESS}$)[A-Za-z][\w-]*", f"letters, digits, `_` and `-`, a letter first; not {INGRESS}"),
 ]
 """A name by which requests choose a scorer, and that of its deployment."""
 

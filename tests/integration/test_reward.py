@@ -7,11 +7,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 
 from orchestrator.deployment import cluster as ray_cluster
 from orchestrator.deployment import serving
 from protos import common_pb2, reward_pb2
+from quartet.wire.errors import InvalidArgument
 from quartet.wire.identity import model_hash
 from services.reward.client import RewardClient
 from tests import plain
@@ -116,12 +119,16 @@ def scorers(quartet: Quartet) -> Iterator[dict[str, Any]]:
         [
             application("words", tokenizer=policy, scorer=function),
             application("several", tokenizer=policy, scorer=several),
+            application("named", tokenizer=policy, scorers={"taste": model, "words": function | {"max_length": 9}})
+            | {
+                "deployments": [{"name": each, "ray_actor_options": {"num_cpus": 0.1}} for each in ("taste", "words")]
+            },
             application("typo", tokenizer=policy, scorer=model, max_lenght=64),
             application("nowhere", tokenizer=policy, scorer=model | {"model": "/no/such/model"}),
         ],
         "scorers",
     )
-    serving.await_running(quartet.cluster, ("words", "several"), print, 120)
+    serving.await_running(quartet.cluster, ("words", "several", "named"), print, 120)
     for broken in ("typo", "nowhere"):
         with pytest.raises(ray_cluster.ClusterError, match=f"^{broken}: "):
             serving.await_running(quartet.cluster, (broken,), print, 120)
@@ -171,6 +178,32 @@ async def test_a_function_that_fails_costs_a_pair_its_score_and_tells_no_secrets
     assert re.match(r"failed: tests\.scorers:words raised RuntimeError in line \d+ of scorers\.py; see the rew", told)
     assert "1234" not in told
     assert [scores.values.tolist() for scores in await asyncio.gather(*good)] == [[pytest.approx(1000.1)]] * 8
+
+
+@pytest.mark.usefixtures("scorers")
+async def test_a_scorer_is_chosen_by_its_name_and_one_that_dies_touches_no_other(quartet: Quartet) -> None:
+    named = RewardClient(quartet.channel, "named")
+    infos = {each.name: each for each in await named.scorers(60)}
+    assert {name: each.identity.name for name, each in infos.items()} == {
+        "taste": f"model:{quartet.reward.name}",
+        "words": "function:tests.scorers:words",
+    }
+    assert [infos[name].model.max_length for name in ("taste", "words")] == [MAX_LENGTH, 9]
+    asked, (taste, words) = of([[1, 5, 6]], [[7, 8, EOS]]), map(named.named, ("taste", "words"))
+    before = await taste.score(asked, timeout_s=60)
+    assert before.values == pytest.approx((await quartet.services.reward.score(asked, timeout_s=60)).values, abs=1e-6)
+    assert (await words.score(asked, labels=["a"], timeout_s=60)).values == pytest.approx([1100.2])
+    with pytest.raises(InvalidArgument, match=r"^named.Score: scorer: required, as there are several: taste, words$"):
+        await named.score(asked, timeout_s=60)
+    with pytest.raises(InvalidArgument, match=r"tokens.lengths\[0\]: 10 tokens exceed the model's max_length of 9$"):
+        await words.score(of([[5] * 5], [[6] * 5]), timeout_s=60)
+    replicas = ray_cluster.applications(quartet.cluster)["named"]["deployments"]["taste"]["replicas"]
+    psutil.Process(replicas[0]["pid"]).kill()
+    waiting = asyncio.create_task(taste.score(asked, timeout_s=120))
+    for _ in range(10):
+        assert (await words.score(asked, timeout_s=5)).values == pytest.approx([1000.2])
+    assert (await waiting).values == pytest.approx(before.values, abs=1e-6)
+    assert await quartet.health("named") == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.usefixtures("scorers")

@@ -115,6 +115,36 @@ def test_other_settings_restart_replicas(sections: list[dict[str, Any]]) -> None
     ]
 
 
+def test_each_of_several_scorers_scales_and_moves_by_itself() -> None:
+    function = {"kind": "function", "function": "tests.scorers:count"}
+    section = {
+        "name": "reward",
+        "import_path": "services.reward.replica:build",
+        "args": {"scorers": {"a": function, "b": function}},
+        "deployments": [{"name": "b", "num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}],
+    }
+    described = running([section])
+    replicas: dict[str, Any] = {
+        name: {"replicas": [{}] * count} for name, count in (("Reward", 1), ("a", 1), ("b", 2))
+    }
+    described["reward"]["deployments"] = replicas
+
+    def said(**entry: Any) -> list[str]:
+        entries = [{"name": "b", "num_replicas": 2, "ray_actor_options": {"num_cpus": 1}} | entry]
+        return [str(change) for change in changes(described, [section | {"deployments": entries}])]
+
+    assert said() == []
+    assert said(num_replicas=3) == ["reward: b from 2 replicas to 3 replicas; those that stay are not restarted"]
+    where = "deployments.b.ray_actor_options.num_cpus"
+    assert said(ray_actor_options={"num_cpus": 2}) == [
+        f"reward: b: its 2 replicas will be restarted, because of {where}"
+    ]
+    changed = section | {"args": {"scorers": {"a": function, "b": function | {"max_length": 9}}}}
+    assert [str(change) for change in changes(described, [changed])] == [
+        "reward: its 4 replicas will be restarted, because of args.scorers.b.max_length"
+    ]
+
+
 def test_a_service_that_serve_deploy_started_without_the_key_is_told(sections: list[dict[str, Any]]) -> None:
     """`serve deploy` sends the file as it is."""
     described = running(sections)

@@ -188,7 +188,7 @@ def test_scorers_by_name_have_settings_of_their_own_or_those_of_all(model: str, 
         ({}, "args: scorer: give this or scorers, one of them"),
         (
             {"scorers": {"Reward": rules}},
-            "args.scorers.Reward: should be letters, digits, `_`, `-` and `.`, a letter",
+            "args.scorers.Reward: should be letters, digits, `_` and `-`, a letter",
         ),
         ({"scorers": {"a": {"kind": "oracle"}}}, "args.scorers.a.kind: should be one of"),
         ({"scorer": {"kind": "oracle"}}, "args.scorer.kind: should be one of"),

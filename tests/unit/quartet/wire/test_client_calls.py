@@ -55,7 +55,9 @@ async def test_the_scorer_of_a_name_is_found_among_all() -> None:
         client = RewardClient(channel)
         assert [each.name for each in await client.scorers(5)] == ["taste", "rules", "starts"]
         assert (await client.named("rules").info(5)).identity.name == "model:rules"
-        with pytest.raises(InvalidArgument, match=r"^scorer: required, as there are several: rules, starts, taste$"):
+        with pytest.raises(
+            InvalidArgument, match=r"^reward.Info: scorer: required, as there are several: rules, starts, taste$"
+        ):
             await client.info(5)
         with pytest.raises(Unavailable, match=r"^reward.Info: scorer starts has not started yet$"):
             await client.named("starts").info(5)

@@ -97,7 +97,7 @@ def test_a_single_scorer_takes_its_calls_itself(tmp_path: Path) -> None:
         ({"scorers": {}}, ["scorers: should have 1 or more items"]),
         (
             {"scorers": {"a b": FUNCTION}},
-            ["scorers.a b: should be letters, digits, `_`, `-` and `.`, a letter first; "],
+            ["scorers.a b: should be letters, digits, `_` and `-`, a letter first; "],
         ),
         ({"scorers": {"rules": {"kind": "oracle"}}}, ["scorers.rules.kind: should be one of "]),
         (

@@ -1,0 +1,69 @@
+"""`quartet up` of services without a run: it waits until the port says that they are healthy."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from orchestrator.commands import up
+from orchestrator.deployment.file import ServicesFile, load_file
+from quartet.security.credentials import VARIABLE
+from quartet.wire.errors import Unavailable
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """An application that becomes healthy when it has been asked `after` times."""
+
+    def __init__(self, after: int) -> None:
+        self.asked: list[str] = []
+        self._after = after
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        self.asked.append(request.service)
+        serving = len(self.asked) > self._after
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if serving else status.NOT_SERVING)
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = grpc.aio.server()
+    yield made
+    await made.stop(None)
+
+
+async def served(server: grpc.aio.Server, health: Health, folder: Path) -> ServicesFile:
+    """A file of scorers whose port this server listens on."""
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    path = folder / "alone.yaml"
+    path.write_text(yaml.safe_dump({"scorers": {"rules": "tests.scorers:count"}, "port": port}))
+    return load_file(path)
+
+
+async def test_an_application_that_is_not_healthy_yet_is_waited_for(server: Any, tmp_path: Path) -> None:
+    health, said = Health(after=2), list[str]()
+    await up._ask_all(await served(server, health, tmp_path), said.append, 20)
+    assert health.asked == ["reward"] * 3
+    assert "reward.Check: its model does not work; the services' logs say why" in said[0]
+
+
+async def test_one_that_stays_so_ends_the_wait(server: Any, tmp_path: Path) -> None:
+    file = await served(server, Health(after=1 << 30), tmp_path)
+    async with asyncio.timeout(20):
+        with pytest.raises(Unavailable, match=r"reward.Check: its model does not work; .*; waited 0.5 s \(--timeout"):
+            await up._ask_all(file, lambda text: None, 0.5)
+
+
+async def test_a_port_that_nothing_listens_on_is_unavailable(server: Any, tmp_path: Path) -> None:
+    file = await served(server, Health(after=0), tmp_path)
+    await server.stop(None)
+    with pytest.raises(Unavailable, match=r"^reward.Check: "):
+        await up._ask_all(file, lambda text: None, 0.5)
