@@ -170,12 +170,6 @@ class OrchestratorConfig(Config):
         return needed, f"orchestrator.data.max_prompt_length + orchestrator.{follows} is {needed}"
 
     @property
-    def discard_limit(self) -> int:
-        """Most groups of responses that may be discarded for each one that a batch takes; 0 where none is."""
-        dropped = self.unscored.max_dropped if self.unscored.then == "drop" else 0
-        return max(self.algorithm.discard_limit, dropped)
-
-    @property
     def early_logprobs(self) -> bool:
         """True if the learner takes log-probs of finished samples while others are still sampled: at lock-step, where
         its weights stay the same meanwhile, unless it has given its memory to the engines."""

@@ -71,6 +71,8 @@ class Stream:
         self._critic_step: int | None = None
         self._discarded: list[Discarded] = []
         """The samples that were discarded since the last batch was taken."""
+        self._refused = self._dropped = 0
+        """Their groups that the algorithm did not admit, and those of which a response has no score."""
         self._changed = asyncio.Event()
 
     async def take(self, step: int, *, critic_step: int | None) -> Collected:
@@ -96,6 +98,7 @@ class Stream:
             discarded = _scored(self._discarded, algorithm, step)
             batch = Collected.of(finished, self._repeated, discarded).scored_by(algorithm, step)
             self._repeated, self._discarded = 0, []
+            self._refused = self._dropped = 0
         self._critic_step = None
         self._admit()
         return batch
@@ -117,7 +120,7 @@ class Stream:
 
     def _admit(self) -> None:
         """Starts the samples for which there is room; with values by the critic if the loop waits at lock-step."""
-        if self._too_many_discarded:
+        if self._excess():
             return
         version, numbers = self._slots.served, list(islice(self._numbers, self._slots.free() * self._each))
         for start in range(0, len(numbers), self._each):
@@ -144,6 +147,8 @@ class Stream:
         names, rows = algorithm.score_names, self._finished[group]
         dropped = any(math.isnan(score) for row in rows for score in _discarded(row, names).scores)
         if dropped or (algorithm.discard_limit and not algorithm.admit(_group(rows, names))):
+            self._dropped += dropped
+            self._refused += not dropped
             self._slots.discard(group)
             self._discarded += (_discarded(row, names) for row in self._finished.pop(group))
             self._admit()
@@ -157,8 +162,8 @@ class Stream:
         try:
             async with asyncio.timeout(longest_s):
                 while (groups := self._slots.choose()) is None:
-                    if self._too_many_discarded:
-                        raise DiscardedError(self._of_discarded(step))
+                    if excess := self._excess():
+                        raise DiscardedError(f"step {step}: {excess}, and go on with --resume")
                     self._changed.clear()
                     await self._changed.wait()
                 return groups
@@ -168,21 +173,25 @@ class Stream:
                 f"replicas serve version {self._slots.served}, version {self._slots.next_take} trains next"
             ) from None
 
-    @property
-    def _too_many_discarded(self) -> bool:
-        """True if no more groups may be asked for in place of those that were discarded."""
-        limit = self._config.discard_limit * self._config.batch_size
-        return bool(self._discarded) and len(self._discarded) >= limit
-
-    def _of_discarded(self, step: int) -> str:
-        groups, most = len(self._discarded) // self._each, self._config.discard_limit
-        unscored = sum(math.isnan(score) for each in self._discarded for score in each.scores[:1])
-        return (
-            f"step {step}: {groups} groups of responses were discarded, {most} for each one of a batch "
-            "(algorithm.max_discarded, unscored.max_dropped), and the batch is not complete: choose prompts of which "
-            "the algorithm admits more, or let it discard none, and go on with --resume"
-            + (f"; {unscored} responses have no score, so mend the scorer first" if unscored else "")
-        )
+    def _excess(self) -> str:
+        """The reason why no more groups may be asked for in place of those that were discarded, and what to do; empty
+        if they may."""
+        config = self._config
+        size, most = config.batch_size // self._each, config.unscored.max_dropped
+        if self._dropped >= most * size:
+            unscored = sum(math.isnan(each.scores[0]) for each in self._discarded)
+            return (
+                f"{self._dropped} groups of responses were discarded as {unscored} responses have no score, {most} "
+                "for each one of a batch (unscored.max_dropped): mend the scorer"
+            )
+        most = config.algorithm.discard_limit
+        if self._refused >= most * size > 0:
+            return (
+                f"{self._refused} groups of responses were discarded, {most} for each one of a batch "
+                "(algorithm.max_discarded), and the batch is not complete: choose prompts of which the algorithm "
+                "admits more, or let it discard none"
+            )
+        return ""
 
 
 def _number(row: Row) -> int:

@@ -14,7 +14,8 @@ from quartet.config.base import Config
 
 
 class Seen(Config):
-    """The responses to one prompt that got a score, discarded ones included."""
+    """The responses to one prompt that got a score. Discarded ones count too, also the siblings of one without a
+    score: each tells how hard the prompt is, whatever became of its group."""
 
     responses: int = 0
     """Number of them."""

@@ -165,9 +165,29 @@ async def test_a_scorer_that_hardly_scores_ends_the_run_in_spite_of_dropping(pol
         policy_folder, lambda row, before: failed(), unscored={"retries": 0, "then": "drop", "max_dropped": 2}
     )
     with pytest.raises(
-        DiscardedError, match=r"step 1: 4 groups .* 8 responses have no score, so mend the scorer first"
+        DiscardedError, match=r"^step 1: 4 groups .* 8 responses have no score, 2 for each .*max_dropped.*--resume$"
     ):
         await made.run()
+
+
+async def test_what_is_dropped_and_what_the_algorithm_refuses_have_a_limit_each(policy_folder: Path) -> None:
+    """Of three prompts in turn one gets no scores, one equal scores, and one is trained on. For a batch of two, two
+    are dropped and two refused: each fewer than the four that its limit allows, but four together."""
+    turns, asked = dict[int, int](), Counter[int]()
+
+    def answer(response: Any) -> Any:
+        row = int(response[0])
+        turn = turns.setdefault(row, len(turns)) % 3
+        asked[row] += 1
+        return (failed(), 1.0, float(asked[row] % 2))[turn]
+
+    limits = {"algorithm": PAIRS | {"zero_variance": "resample", "max_discarded": 2}}
+    unscored = {"retries": 0, "then": "drop", "max_dropped": 2}
+    made = dropping(policy_folder, lambda row, before: None, steps=2, unscored=unscored, **limits)
+    made.fakes.reward.answer = answer
+    await made.run()
+    assert [line["samples/discarded"] for line in made.log.lines.values()] == [8, 8]
+    assert [line["samples/unscored"] for line in made.log.lines.values()] == [4, 4]
 
 
 def test_the_journal_keeps_a_sample_without_a_score_as_one_without(policy_folder: Path, tmp_path: Path) -> None:
