@@ -27,7 +27,8 @@ Loop, configuration, checks and `quartet init` read everything else from it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
@@ -179,6 +180,9 @@ class Credit(NamedTuple):
 class Algorithm(Config):
     """The settings of all algorithms; each kind fills in some of them, and a file may set any of them otherwise."""
 
+    critic_keys: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Keys of the critic service, with the values that belong to the kind. A file of facts fills them in; `quartet
+    check` remarks on a whole file that has others."""
     kind: str
     """Name of the algorithm in the file: each has its own."""
     samples_per_prompt: Count = 1

@@ -1,6 +1,7 @@
 """Checks that a run's pushes, checkpoints and schedules fit the file's services; each contradiction is a line."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -171,6 +172,21 @@ def idle_critics(deployment: Deployment) -> Iterator[str]:
                 f"applications.{name}: a critic that the run does not use, as orchestrator.algorithm.kind is "
                 f"{algorithm.kind}; leave it out to free its memory, or set algorithm.kind to {kinds(critic=True)}"
             )
+
+
+def other_critics(deployment: Deployment) -> Iterator[str]:
+    """Keys of a critic that differ from what the algorithm's kind has for them."""
+    algorithm = deployment.orchestrator.algorithm
+    for name, section in deployment.services.items():
+        if not isinstance(section, CriticConfig) or not algorithm.needs_critic or section.lora:
+            continue  # adapters leave all other weights as they are
+        for key, published in algorithm.critic_keys.items():
+            if (value := getattr(section, key)) != published:
+                said, wanted = (json.dumps(each) for each in (value, published))
+                yield (
+                    f"applications.{name}.args.{key}: {said}, but {wanted} belongs to orchestrator.algorithm.kind "
+                    f"{algorithm.kind}; set it, unless the run is to differ"
+                )
 
 
 def ends_without_token(config: OrchestratorConfig, distribution: Distribution) -> Iterator[str]:

@@ -13,6 +13,7 @@ from orchestrator.commands.checks.fitting import (
     misfits_of_rollout,
     old_tokens,
     open_pushes,
+    other_critics,
     rests,
     rounded_adapters,
     rounded_ratios,
@@ -123,7 +124,17 @@ def _inputs(deployment: Deployment) -> Inputs:
         problems.lines += ends_without_token(config, sampled_from(config, tokenizer))
     if problems.lines or train is None or judges is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.lines)))
-    kinds = (idle_critics, schedules, rests, old_tokens, rounded_adapters, rounded_ratios, open_pushes, untested)
+    kinds = (
+        idle_critics,
+        other_critics,
+        schedules,
+        rests,
+        old_tokens,
+        rounded_adapters,
+        rounded_ratios,
+        open_pushes,
+        untested,
+    )
     remarks = tuple(remark for each in kinds for remark in each(deployment))
     if config.evaluation.every and held_out is None:
         remarks += (

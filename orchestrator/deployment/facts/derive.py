@@ -117,6 +117,7 @@ class _Derivation:
         checked = parse(self._algorithm)
         self._compares_alone = checked.compares and not checked.penalises_rewards
         self._has_critic = checked.needs_critic
+        self._critic_keys = checked.critic_keys
         self._has_reference = checked.needs_reference or "reference" in facts.services
 
     def file(self) -> dict[str, Any]:
@@ -301,9 +302,12 @@ class _Derivation:
         facts = self._facts
         # Rounded, since 5 times 1e-6 is 4.9999999999999996e-06.
         rate = facts.algorithm.critic_learning_rate or float(f"{5 * facts.algorithm.learning_rate:.12g}")
-        given = facts.services.get("critic", {}).get("ranks", self._layout.critic_ranks)
+        own = facts.services.get("critic", {})
+        given = own.get("ranks", self._layout.critic_ranks)
         args = self._learner(self._critic_model, "critic" if facts.critic else "reward", given)
         args["optimizer"] = {"learning_rate": rate}
+        if not (facts.lora or own.get("lora") or own.get("tensor_parallel")):  # which leave no choice of weights
+            args |= self._critic_keys
         if given != 1:
             args |= shares(self._layout.cpus, self._layout.critic)
             args |= {"env_vars": self._environment} if self._environment else {}

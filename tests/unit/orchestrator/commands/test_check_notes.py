@@ -113,6 +113,19 @@ def test_an_architecture_that_was_not_tried_is_told(raw: dict[str, Any], tmp_pat
     ]
 
 
+def test_keys_of_the_critic_that_belong_to_the_kind_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["orchestrator"]["algorithm"] = {"kind": "sao"}
+    assert checked(raw, tmp_path).notes == [
+        "applications.critic.args.freeze_attention: false, but true belongs to orchestrator.algorithm.kind sao; set "
+        "it, unless the run is to differ"
+    ]
+    args(raw, "critic")["freeze_attention"] = True
+    assert checked(raw, tmp_path).notes == []
+    # Adapters leave all other weights as they are, and are refused beside it.
+    args(raw, "critic").update(freeze_attention=False, lora={"rank": 2})
+    assert checked(raw, tmp_path).notes == []
+
+
 def test_prompts_that_are_left_out_are_told(raw: dict[str, Any], tmp_path: Path) -> None:
     # With the first token, the prompts of a split have 2, 3, 4 and 5.
     raw["orchestrator"]["data"]["max_prompt_length"] = 4

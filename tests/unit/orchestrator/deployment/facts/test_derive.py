@@ -204,6 +204,22 @@ def test_algorithms_start_what_they_need(facts: dict[str, Any], tmp_path: Path) 
     assert ahead.orchestrator.algorithm.old_logprobs == "learner"
 
 
+def test_a_kind_fills_in_its_keys_of_the_critic(facts: dict[str, Any], tmp_path: Path) -> None:
+    sao = facts | {"algorithm": {"kind": "sao", "learning_rate": 1e-4}}
+    frozen = loaded(sao, tmp_path)
+    assert args(frozen.raw, "critic")["freeze_attention"] is True
+
+    def told(run: Deployment) -> list[str]:
+        return [note.partition(",")[0] for note in preflight(run).notes if "freeze_attention" in note]
+
+    assert told(frozen) == []
+    other = loaded(sao | {"services": {"critic": {"freeze_attention": False}}}, tmp_path)
+    assert told(other) == ["services.critic.freeze_attention: false"]
+    for given in ({"lora": {"rank": 2}}, {"services": {"critic": {"ranks": 2, "tensor_parallel": {"size": 2}}}}):
+        assert "freeze_attention" not in args(loaded(sao | given, tmp_path).raw, "critic")
+    assert "freeze_attention" not in args(loaded(facts, tmp_path).raw, "critic")
+
+
 def test_overrides_are_merged_into_what_is_derived(facts: dict[str, Any]) -> None:
     services = {
         "rollout": {"num_replicas": 2, "max_num_seqs": 7, "ray_actor_options": {"memory": 5}},
