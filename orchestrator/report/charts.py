@@ -69,14 +69,14 @@ def _judges(names: Sequence[str]) -> Chart:
 
 
 def _scores(names: Sequence[str]) -> list[Chart]:
-    """Named scores and their weights."""
+    """Named scores and their weights: of the first, if there are more than colours."""
     if not names:
         return []
-    lines = list(zip(names, cycle(PALETTE), strict=False))
+    lines, drawn = _coloured(names, "names")
     return [
         _chart(
             "Scores by name",
-            "Of the training batch, as the reward service gives them, and their weights in the sum.",
+            f"Of the training batch, as the reward service gives them, and their weights in the sum.{drawn}",
             _panel("score", *(Line(f"score/{name}/mean", name, colour) for name, colour in lines)),
             _panel("weight", *(Line(f"score/{name}/weight", name, colour) for name, colour in lines), from_zero=True),
         ),
@@ -92,8 +92,7 @@ def _tasks(names: Sequence[str]) -> list[Chart]:
     """Scores and lengths by task: of the first tasks, if there are more than colours."""
     if not names:
         return []
-    lines = list(zip(names, PALETTE, strict=False))
-    drawn = f" The first {len(lines)} of {len(names)} tasks; metrics.jsonl has all." * (len(names) > len(lines))
+    lines, drawn = _coloured(names, "tasks")
     return [
         _chart(
             "Score by task",
@@ -117,6 +116,13 @@ def _tasks(names: Sequence[str]) -> list[Chart]:
             ),
         ),
     ]
+
+
+def _coloured(names: Sequence[str], what: str) -> tuple[list[tuple[str, str]], str]:
+    """Names with the colours of their lines, and the words for a reader if that is not all of them."""
+    lines = list(zip(names, PALETTE, strict=False))
+    left_out = f" The first {len(lines)} of {len(names)} {what}; metrics.jsonl has all."
+    return lines, left_out * (len(names) > len(lines))
 
 
 def _part(part: str, title: str) -> Chart:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -23,6 +24,10 @@ Column = NDArray[np.float64]
 
 PALETTE = ("blue", "orange", "green", "purple", "sky", "amber", "yellow", "grey", "brown")
 """Names of CSS variables, `--blue` and so on, to which the page gives values for its light and dark schemes."""
+_LONGEST_LABEL = 27
+"""Most letters of a line's name in a legend."""
+_WIDTH, _BESIDE_LABEL = 68, 6
+"""Letters that fit the width of a legend; those whose place a line's sample and the gaps beside it take."""
 _MOST_POINTS = 300
 """Most points of a line; longer runs are drawn as means over neighbouring steps, to stay readable and small."""
 INK, MUTED, GRID, SURFACE = "#0000f1", "#0000f2", "#0000f3", "#0000f4"
@@ -140,10 +145,9 @@ def _draw_panel(axes: Axes, panel: Panel, metrics: Metrics, group: int) -> None:
     axes.margins(y=0.12)
     lines = _recorded(panel, metrics)
     if panel.kind == "stacked":
-        _draw_stack(axes, lines, metrics, group)
+        drawn = _draw_stack(axes, lines, metrics, group)
     else:
-        for line in lines:
-            _draw_line(axes, line, metrics, 1 if line.held_out else group)
+        drawn = [_draw_line(axes, line, metrics, 1 if line.held_out else group) for line in lines]
     if panel.kind == "log" and any((series(metrics, line.metric)[1] > 0).any() for line in lines):
         axes.set_yscale("log")
     elif panel.from_zero or panel.kind == "stacked":
@@ -153,7 +157,22 @@ def _draw_panel(axes: Axes, panel: Panel, metrics: Metrics, group: int) -> None:
         axes.yaxis.set_minor_formatter(_MinorTicks())
     axes.set_ylabel(panel.y_label)
     if len(panel.lines) > 1 or lines[0].held_out:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, handlelength=1.6)
+        labels = [shortened(line.label) for line in lines]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+        # Drawn artists and labels apart: matplotlib leaves out labels of its own artists that begin with `_`.
+        axes.legend(drawn, labels, **place, ncols=columns(labels), handlelength=1.6)
+
+
+def shortened(label: str) -> str:
+    """The label in one line, without its middle if it is too long for a legend."""
+    label, half = " ".join(label.split()), _LONGEST_LABEL // 2
+    return label if len(label) <= _LONGEST_LABEL else f"{label[:half]}…{label[-half:]}"
+
+
+def columns(labels: Sequence[str]) -> int:
+    """The number of columns, of four at most, in which a legend of these labels is no wider than a chart."""
+    widths = sorted((len(label) + _BESIDE_LABEL for label in labels), reverse=True)
+    return max(count for count in range(1, 5) if count == 1 or sum(widths[:count]) <= _WIDTH)
 
 
 def tick(value: float) -> str:
@@ -170,34 +189,26 @@ class _MinorTicks(LogFormatter):
         return tick(x) if super().__call__(x, pos) else ""
 
 
-def _draw_line(axes: Axes, line: Line, metrics: Metrics, group: int) -> None:
+def _draw_line(axes: Axes, line: Line, metrics: Metrics, group: int) -> Artist:
     steps, values = (means(part, group) for part in series(metrics, line.metric))
     colour, style = SERIES[line.colour], "--" if line.dashed else "-"
     marker = "o" if line.held_out or len(steps) == 1 else ""
-    axes.plot(
-        steps,
-        values * line.scale,
-        style + marker,
-        color=colour,
-        markersize=4,
-        linewidth=1.4,
-        label=line.label,
-    )
+    [drawn] = axes.plot(steps, values * line.scale, style + marker, color=colour, markersize=4, linewidth=1.4)
     low_steps, low = series(metrics, f"{line.metric}_low")
     high_steps, high = series(metrics, f"{line.metric}_high")
     if line.held_out and len(low) and np.array_equal(low_steps, high_steps):
         axes.vlines(low_steps, low * line.scale, high * line.scale, color=colour, linewidth=1.2)
+    return drawn
 
 
-def _draw_stack(axes: Axes, lines: Sequence[Line], metrics: Metrics, group: int) -> None:
+def _draw_stack(axes: Axes, lines: Sequence[Line], metrics: Metrics, group: int) -> Sequence[Artist]:
     present = {line.metric: dict(zip(*series(metrics, line.metric), strict=True)) for line in lines}
     steps = sorted(set().union(*present.values()))
     layers = [[present[line.metric].get(step, 0.0) * line.scale for step in steps] for line in lines]
-    axes.stackplot(
+    return axes.stackplot(
         means(np.array(steps), group),
         means(np.array(layers), group),
         step="mid",
-        labels=[line.label for line in lines],
         colors=[SERIES[line.colour] for line in lines],
         edgecolor=SURFACE,
         linewidth=0.4 if len(steps) < 100 else 0,

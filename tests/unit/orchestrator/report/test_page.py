@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.report.comparison import read_comparison
 from orchestrator.report.page import write_report
-from orchestrator.report.svg import PALETTE
+from orchestrator.report.svg import PALETTE, shortened
 from quartet.config.base import ConfigError
 from tests.unit.runs_on_disk import evaluate, full_run, measure, printed, sample
 
@@ -98,9 +98,10 @@ def test_text_written_by_a_model_stays_text(tmp_path: Path) -> None:
     page = Page(write_report(run))
     assert page.tags["script"] == page.tags["img"] == page.tags["b"] == 0
     assert not any(name.startswith("on") for name, _ in page.attributes)
-    # Two samples with prompt and two responses each, a row of the table, the facts of four responses,
-    # a legend and the configuration.
-    assert page.text.count(HOSTILE) == 2 * 3 + 1 + 4 + 1 + 1
+    # Two samples with prompt and two responses each, a row of the table, the facts of four responses and the
+    # configuration; and a legend, which has room for its ends.
+    assert page.text.count(HOSTILE) == 2 * 3 + 1 + 4 + 1
+    assert page.text.count(shortened(HOSTILE)) == 1
     assert "<b>run" in page.text
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from orchestrator.report.charts import sections
-from orchestrator.report.svg import Chart, Line, Panel, draw, means, series
+from orchestrator.report.svg import PALETTE, Chart, Line, Panel, columns, draw, means, series, shortened
 
 RECORDED = ["eval/gold", "score/right/mean", "task/sums/response/length_mean"]
 CHARTS = [each for charts in sections(RECORDED, stale=True).values() for each in charts]
@@ -39,6 +39,26 @@ def test_a_chart_names_its_axes_and_lines() -> None:
         assert f">{text}</text>" in svg
     assert 'role="img" aria-label="Title"' in svg
     assert "var(--blue)" in svg
+
+
+def test_a_legend_names_every_task_also_one_that_matplotlib_would_leave_out_or_that_is_long() -> None:
+    """64 tasks, of which some begin with `_` or are long sentences; as many are drawn as there are colours."""
+    tasks = ["_held", "__dunder__", "$x_1$", "two\nlines", *(f"{'long ' * 20}{index}" for index in range(60))]
+    recorded = [name for task in tasks for name in (f"task/{task}/score/mean", f"task/{task}/response/length_mean")]
+    [score] = [each for each in sections(recorded, stale=False)["Learning"] if each.title == "Score by task"]
+    assert score.note.endswith(f"The first {len(PALETTE)} of 64 tasks; metrics.jsonl has all.")
+    svg = draw(score, [{"step": 1.0} | dict.fromkeys(recorded, 1.0), {"step": 2.0} | dict.fromkeys(recorded, 2.0)])
+    assert svg is not None
+    shown = [shortened(line.label) for panel in score.panels for line in panel.lines]
+    assert len(shown) == len(PALETTE)
+    assert [text for text in texts(svg) if text in shown] == shown
+    assert shown[:4] == ["_held", "__dunder__", "$x_1$", "two lines"]
+    assert shown[4] == "long long lon…g long long 0"
+
+
+def test_a_legend_has_as_many_columns_as_fit() -> None:
+    assert columns(["a"] * 9) == 4
+    assert columns(["a" * 27] * 9) == 2
 
 
 def test_panels_without_data_are_left_out_and_a_chart_without_any_is_none() -> None:
