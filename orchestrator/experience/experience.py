@@ -115,6 +115,9 @@ class Collected:
     repeated: int = 0
     """Number of requests for samples that were repeated because their replica was lost, stuck or too old. No sample
     is in `columns` twice."""
+    group_s: float | None = None
+    """Mean seconds from the moment at which a sample was complete to that of the last one of its group; None if no
+    group has several."""
     discarded: tuple[Scored, ...] = ()
     """The samples that were made for it and discarded with their groups, in the order of their numbers."""
     kept: bool = False
@@ -125,7 +128,7 @@ class Collected:
         """A batch of these, in the order of their numbers, with the columns that all of them have."""
         chosen = sorted(rows, key=lambda row: row[0].columns["number"][row[1]])
         if not chosen:
-            return cls(_nothing(), [], 0.0, 0.0, repeated, tuple(sorted(discarded)))
+            return cls(_nothing(), [], 0.0, 0.0, repeated, discarded=tuple(sorted(discarded)))
         parts = list(dict.fromkeys(finished for finished, _ in chosen))
         common = set.intersection(*(set(part.columns.columns) for part in parts))
         offsets, whole = {}, 0
@@ -140,6 +143,7 @@ class Collected:
             sampled - asked,
             max(part.complete for part in parts) - sampled,
             repeated,
+            _waits_in_groups(chosen),
             tuple(sorted(discarded)),
         )
 
@@ -176,6 +180,15 @@ class Collected:
     def tokens(self) -> int:
         """Number of sampled tokens."""
         return self.columns.size("sampled")
+
+
+def _waits_in_groups(rows: Sequence[Row]) -> float | None:
+    groups: dict[int, list[float]] = {}
+    for finished, index in rows:
+        groups.setdefault(int(finished.columns["group"][index]), []).append(finished.complete)
+    if len(groups) == len(rows):
+        return None
+    return sum(max(moments) - each for moments in groups.values() for each in moments) / len(rows)
 
 
 def _nothing() -> Columns:

@@ -76,7 +76,8 @@ class ExperienceJournal:
                 return None
             discarded = tuple(Scored(int(n), int(row), float(score)) for n, row, score in raw["discarded"])
             seconds = float(raw["generate_s"]), float(raw["score_s"])
-            return Collected(columns, prompts, *seconds, int(raw["repeated"]), discarded)
+            group_s = None if raw["group_s"] is None else float(raw["group_s"])
+            return Collected(columns, prompts, *seconds, int(raw["repeated"]), group_s, discarded)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, InvalidArgument) as error:
@@ -92,6 +93,7 @@ class ExperienceJournal:
             "generate_s": collected.generate_s,
             "score_s": collected.score_s,
             "repeated": collected.repeated,
+            "group_s": collected.group_s,
             "discarded": list(collected.discarded),
         }
         packer, columns = msgpack.Packer(), collected.columns.buffers()

@@ -102,8 +102,10 @@ def staleness(version: int, collected: Collected) -> dict[str, float]:
 
 
 def speeds(collected: Collected, train_s: float, epochs: int) -> dict[str, float]:
-    """Response tokens per second of training, and the seconds of generation and scoring."""
-    return {
+    """Response tokens per second of training, the seconds of generation and scoring, and those that a response waits
+    for the others to its prompt, if there are any."""
+    waited = {} if collected.group_s is None else {"seconds/group": collected.group_s}
+    return waited | {
         "tokens_per_s/training": collected.tokens * epochs / train_s,
         "seconds/generate": collected.generate_s,
         "seconds/score": collected.score_s,

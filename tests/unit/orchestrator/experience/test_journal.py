@@ -37,7 +37,7 @@ def collected(version: int = 1) -> Collected:
         ref_logprobs, values, old = (draw.normal(size=len(sample.response_ids)).astype(np.float32) for _ in range(3))
         score = float(np.float32(draw.normal()))
         rows.append(Experience(FIRST + index, asked, sample, score, ref_logprobs, values, old_logprobs=old))
-    return experiences.collected(rows, 1.25, 0.1, repeated=4)
+    return experiences.collected(rows, 1.25, 0.1, repeated=4, group_s=None if version == 1 else 0.5)
 
 
 def same(actual: Collected | None, wanted: Collected) -> bool:
@@ -51,11 +51,8 @@ def same(actual: Collected | None, wanted: Collected) -> bool:
         assert a.sample.response_ids.tolist() == b.sample.response_ids.tolist()
         assert a.sample.logprobs.tolist() == b.sample.logprobs.tolist()
     assert actual.columns.pack() == wanted.columns.pack()
-    return (actual.generate_s, actual.score_s, actual.repeated) == (
-        wanted.generate_s,
-        wanted.score_s,
-        wanted.repeated,
-    )
+    names = ("generate_s", "score_s", "repeated", "group_s")
+    return all(getattr(actual, name) == getattr(wanted, name) for name in names)
 
 
 def journal(folder: Path, policy: Path, **section: Any) -> ExperienceJournal:
