@@ -1,7 +1,7 @@
 """TRL's RewardTrainer on given comparisons. Runs in the virtual environment that holds TRL, and imports nothing of
 Quartet.
 
-    python reward_peer.py SETTINGS
+    python reward_peer.py < SETTINGS
 
 SETTINGS is JSON: `model`, a folder; `rows` of token ids and a margin; `steps`, `batch`, `rate`, `centring` and
 `output`. Prints the loss of each step as a line of JSON.
@@ -62,4 +62,4 @@ def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))
