@@ -70,8 +70,18 @@ def lost(folder: Path, asked: str, ends: bool) -> float:
     return _loop.run_until_complete(_lost(folder, asked, ends))
 
 
-@pytest.mark.parametrize("asked", ["commit", "score"])
-@pytest.mark.parametrize("ends", [True, False], ids=["killed", "frozen"])
+MORE = pytest.mark.exhaustive  # each fault and each phase once
+
+
+@pytest.mark.parametrize(
+    ("asked", "ends"),
+    [
+        pytest.param("commit", True, id="killed-commit"),
+        pytest.param("score", False, id="frozen-score"),
+        pytest.param("score", True, id="killed-score", marks=MORE),
+        pytest.param("commit", False, id="frozen-commit", marks=MORE),
+    ],
+)
 async def test_what_an_engine_is_asked_fails_soon_after_it_dies_or_stands_still(
     tmp_path: Path, engine: EngineProcess, asked: str, ends: bool
 ) -> None:

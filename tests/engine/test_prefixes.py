@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from services.rollout.sample import Sampling
 from services.rollout.vllm.arguments import CPU_BLOCK
@@ -26,16 +25,21 @@ class _Host(EngineHost, Phases):
         return await self.carry_out(phase)
 
 
-async def _computed(folder: Path, in_flight: str) -> list[list[int]]:
-    """Tokens of prompts computed for a group at once and for one more response: under the weights of the folder,
-    after a push of others, and after one under the same number, as of a run that went back to a checkpoint."""
+PUSHES = ("keep", "keep", "keep-cache", "keep-cache")
+"""Treatments of what was computed before. The second push of a pair has the first one's number, as in a run that went
+back to a checkpoint."""
+
+
+async def _computed(folder: Path) -> list[list[int]]:
+    """Tokens of prompts computed for a group at once and for one more response: under the weights of the folder, and
+    after each push."""
     host, counts = _Host(), []
     await host.start({"model": str(folder), "dtype": "float32", "max_length": LONGEST, "kv_cache_mib": 64})
     try:
-        for seed in range(3):
+        for seed, in_flight in enumerate(("", *PUSHES)):
             if seed:
                 model = perturbed(plain.language_model(folder), seed=seed)
-                await push(host, ModelSource(model), 1, in_flight=in_flight)
+                await push(host, ModelSource(model), (seed + 1) // 2, in_flight=in_flight)
             for size in (GROUP, 1):
                 with prefilled(host._engine) as counted:
                     await asyncio.gather(*(host._engine.generate(0, PROMPT, SAMPLING, n) for n in range(size)))
@@ -45,18 +49,17 @@ async def _computed(folder: Path, in_flight: str) -> list[list[int]]:
         await host.shutdown()
 
 
-def computed(folder: Path, in_flight: str) -> list[list[int]]:
+def computed(folder: Path) -> list[list[int]]:
     """Carries it out in the process for engines."""
     from tests.engine_process import _loop
 
-    return _loop.run_until_complete(_computed(folder, in_flight))
+    return _loop.run_until_complete(_computed(folder))
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "keep-cache"])
 async def test_a_prompt_is_computed_once_for_all_responses_under_the_same_weights(
-    tmp_path: Path, engine: EngineProcess, in_flight: str
+    tmp_path: Path, engine: EngineProcess
 ) -> None:
     """`keep-cache` leaves what was computed in the cache at a push: no later request finds it there."""
     folder = make_policy(tmp_path / "policy", kind="llama", tied=False, seed=5, max_position_embeddings=LONGEST)
-    counts = await engine._run(computed, folder, in_flight)
-    assert counts == [[*[REST] * (GROUP - 1), len(PROMPT)], [REST]] * 3
+    counts = await engine._run(computed, folder)
+    assert counts == [[*[REST] * (GROUP - 1), len(PROMPT)], [REST]] * (1 + len(PUSHES))

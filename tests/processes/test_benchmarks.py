@@ -45,8 +45,8 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "vs_trl": ("--case", "demo", "--case", "grpo", "--rounds", "1", "--updates", "2"),
 }
 """Module below benchmarks -> its arguments."""
-QUICK = {"loop_cost", "push", "staleness"}
-"""The benchmarks in `make test`: a process by itself, processes that push, and real clients of emulated services."""
+QUICK = {"loop_cost", "staleness"}
+"""The benchmarks in `make test`: a process by itself, and real clients of emulated services."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""
 SERVED = "emulated.answers"

@@ -109,8 +109,12 @@ class Learner:
     ) -> tuple[Batch, Advantages]:
         """The batch with the learner's log-probs, and the estimates for it."""
         batch = self.batch(rows, oldest)
+        return batch, self.credited(batch, kl_coef)
+
+    def credited(self, batch: Batch, kl_coef: float = BETA) -> Advantages:
+        """The estimates for a batch with the learner's log-probs."""
         old = old_logprobs_of(batch, self.algorithm)
-        return batch, estimate_advantages(batch, old, self.algorithm, kl_coef, {}, step=1)
+        return estimate_advantages(batch, old, self.algorithm, kl_coef, {}, step=1)
 
     def batch(self, rows: Sequence[Experience], oldest: int | None = None) -> Batch:
         """The batch with the learner's log-probs."""

@@ -7,6 +7,8 @@ biased by design (a cap, a band, a clip, lambda below 1 with an imperfect critic
 be, in closed form over the tree of responses or over all of them, and its distance from the exact gradient is stated.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import LlamaForCausalLM
 from orchestrator.algorithms.contract import KLConfig
 from orchestrator.algorithms.registry import algorithms, presets
 from orchestrator.algorithms.registry import parse as parse_algorithm
+from orchestrator.loop.batch import Batch
 from quartet.config.base import ConfigError
 from quartet.wire.codec import Floats
 from tests.trajectories import cut
@@ -196,17 +199,32 @@ def test_what_the_critic_learns_at_lambda_one_are_the_true_values(problem: Probl
     assert float((expected - true)[:, MASK].abs().max()) < 1e-5
 
 
-def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], oldest: int | None) -> Floats:
+Pairs = Callable[[tuple[int, ...], int | None, int], Batch]
+
+
+@pytest.fixture(scope="module")
+def pairs(problem: Problem) -> Pairs:
+    """Versions, the oldest that is trained on, and a prompt -> a batch of all pairs of responses to it, with the
+    learner's log-probs. Each is made once, as that takes much longer than any estimate."""
+
+    @functools.cache
+    def made(versions: tuple[int, ...], oldest: int | None, prompt: int) -> Batch:
+        learner = Learner(problem.folder, parse(kind="rloo", samples_per_prompt=2))
+        own = experiences(problem.tables(), versions)[prompt * COUNT : (prompt + 1) * COUNT]
+        return learner.batch([each for first in own for second in own for each in (first, second)], oldest)
+
+    return made
+
+
+def leave_one_out(
+    learner: Learner, pairs: Pairs, tables: Tables, versions: tuple[int, ...] = (0,) * MOST, oldest: int | None = None
+) -> Floats:
     """Advantages of each response in the mean over the other response to its prompt: all pairs are estimated."""
-    every = experiences(tables, versions)
     means: list[Any] = []
     for prompt in range(len(PROMPTS)):
-        own = every[prompt * COUNT : (prompt + 1) * COUNT]
-        made, estimate = learner.estimate(
-            [each for first in own for second in own for each in (first, second)], oldest
-        )
+        batch = pairs(versions, oldest, prompt)
         p = likely(tables.behaviour)[prompt].numpy()
-        rows = cut(estimate.advantages, made.columns.responses)[::2]
+        rows = cut(learner.credited(batch).advantages, batch.columns.responses)[::2]
         means.extend(
             np.einsum("j,jt->t", p, np.stack(rows[i * COUNT : (i + 1) * COUNT]).astype(np.float64))
             for i in range(COUNT)
@@ -216,7 +234,7 @@ def leave_one_out(learner: Learner, tables: Tables, versions: tuple[int, ...], o
 
 
 @pytest.mark.parametrize("kind", algorithms())
-def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
+def test_every_algorithm_goes_uphill(problem: Problem, pairs: Pairs, kind: str) -> None:
     """With the settings that a file has which names the kind alone, whatever scale and bias they have by design."""
     needs = presets()[kind]
     each = 1 if needs.needs_samples_per_prompt == 1 else 2
@@ -228,7 +246,7 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
         batch, estimate = learner.estimate(experiences(tables))
         advantages = estimate.advantages
     else:
-        batch, advantages = learner.batch(experiences(tables)), leave_one_out(learner, tables, (0,) * MOST, None)
+        batch, advantages = learner.batch(experiences(tables)), leave_one_out(learner, pairs, tables)
     actual, exact = learner.expected(batch, advantages, likely(tables.behaviour)), problem.exact()
     if algorithm.kl.placement == "loss":  # which no scale of the advantages weighs: compared without
         actual = learner.expected(batch, advantages, likely(tables.behaviour), kl_coef=0.0)
@@ -240,21 +258,21 @@ def test_every_algorithm_goes_uphill(problem: Problem, kind: str) -> None:
     assert alike > 0.8
 
 
-def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem) -> None:
+def test_the_mean_of_the_group_as_baseline_is_exact_but_for_its_scale(problem: Problem, pairs: Pairs) -> None:
     """A response's own reward is in the mean, which takes (G - 1) / G of the gradient: half of it in pairs."""
     tables = problem.tables()
     algorithm = parse(kind="grpo", samples_per_prompt=2, scale="none", reduction="tokens", kl=IN_REWARD)
     learner = Learner(problem.folder, algorithm)
-    advantages = leave_one_out(learner, tables, (0,) * MOST, None)
+    advantages = leave_one_out(learner, pairs, tables)
     actual = learner.expected(learner.batch(experiences(tables)), advantages, likely(tables.behaviour))
     report("grpo, not divided, pairs", 2 * actual, problem.exact())
 
 
-def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem) -> None:
+def test_the_deviation_of_a_pair_makes_its_advantages_signs(problem: Problem, pairs: Pairs) -> None:
     """(R_i - R_j) / 2 over their deviation, which is the distance over the square root of two."""
     tables = problem.tables()
     learner = Learner(problem.folder, parse(kind="grpo", samples_per_prompt=2, reduction="tokens"))
-    advantages = leave_one_out(learner, tables, (0,) * MOST, None)
+    advantages = leave_one_out(learner, pairs, tables)
     batch = learner.batch(experiences(tables))
     actual = learner.expected(batch, advantages, likely(tables.behaviour), kl_coef=0.0)
     signs = (problem.rewards.unsqueeze(2) - problem.rewards.unsqueeze(1)).sign() / 2**0.5
@@ -286,10 +304,12 @@ HOLES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), (1, 1, 1)), ((0,), 
 
 
 @pytest.mark.parametrize(("frozen", "versions"), HOLES)
-def test_leave_one_out_is_exact(problem: Problem, frozen: tuple[int, ...], versions: tuple[int, ...]) -> None:
+def test_leave_one_out_is_exact(
+    problem: Problem, pairs: Pairs, frozen: tuple[int, ...], versions: tuple[int, ...]
+) -> None:
     tables = problem.tables()
     learner = Learner(problem.folder, parse(kind="rloo", samples_per_prompt=2, max_token_staleness=1))
-    advantages = leave_one_out(learner, tables, versions, 1)
+    advantages = leave_one_out(learner, pairs, tables, versions, 1)
     batch = learner.batch(experiences(tables, versions), 1)
     actual = learner.expected(batch, advantages, likely(tables.behaviour))
     report(f"rloo, tokens left out: {frozen or 'none'}", actual, problem.exact(frozen=frozen))
