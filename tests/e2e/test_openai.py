@@ -12,15 +12,15 @@ from tests.cluster import Quartet
 from tests.commands import PATIENCE_S
 from tests.runs import Run
 
-STEPS, VERSIONS = 4, 3
+STEPS, VERSIONS = 6, 3
 SAID: Any = [{"role": "user", "content": "w8 w9"}]
 PAUSE_S = 0.3
 """Seconds between two chats, in which the run has the processors to itself."""
 
 
 async def _chat(client: AsyncOpenAI, stop: asyncio.Event) -> list[Any]:
-    """Events of streams, one after the other until they have seen enough versions; the last of each holds all spans of
-    its response."""
+    """Events of streams, one after the other until they have seen enough versions; the last of each holds all spans
+    of its response."""
     ends: list[Any] = []
     while not stop.is_set() and len({span["version"] for each in ends for span in each}) < VERSIONS:
         stream = await client.chat.completions.create(
