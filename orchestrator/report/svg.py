@@ -170,7 +170,7 @@ def shortened(label: str) -> str:
 
 
 def columns(labels: Sequence[str]) -> int:
-    """The number of columns, of four at most, in which a legend of these labels is no wider than a chart."""
+    """The number of columns, of four at most, in which a legend of these labels is not wider than a chart."""
     widths = sorted((len(label) + _BESIDE_LABEL for label in labels), reverse=True)
     return max(count for count in range(1, 5) if count == 1 or sum(widths[:count]) <= _WIDTH)
 

@@ -9,7 +9,7 @@ from tests.unit.fakes import make_prompts, respond
 
 
 def test_a_response_waits_for_the_last_one_to_its_prompt() -> None:
-    """Of two groups of two, complete at 1 and 3 and at 3 and 4 seconds: they wait 2, 0, 1 and 0."""
+    """Two groups of two are complete at 1 and 3, and at 3 and 4 seconds: they wait 2, 0, 1 and 0."""
     rows = []
     for index, prompt in enumerate(make_prompts(4)):
         sample = respond(index, prompt.prompt_ids, 1)

@@ -171,7 +171,7 @@ async def test_a_scorer_that_hardly_scores_ends_the_run_in_spite_of_dropping(pol
 
 
 async def test_what_is_dropped_and_what_the_algorithm_refuses_have_a_limit_each(policy_folder: Path) -> None:
-    """Of three prompts in turn one gets no scores, one equal scores, and one is trained on. For a batch of two, two
+    """One of three prompts in turn gets no scores, one equal scores, and one is trained on. For a batch of two, two
     are dropped and two refused: each fewer than the four that its limit allows, but four together."""
     turns, asked = dict[int, int](), Counter[int]()
 
