@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,8 @@ from quartet.config.base import ConfigError
 if TYPE_CHECKING:  # of what a model's folder needs alone
     from orchestrator.commands.evaluate import OfflineRollout
 
+START_S = 1800.0
+"""Longest start of a folder's engine, in seconds."""
 PREPARED = 256
 """Prompts that are rendered and made tokens at a time, for a model's folder."""
 
@@ -217,9 +219,12 @@ async def _source(wanted: Wanted, file: RowFile, stack: AsyncExitStack) -> tuple
     from quartet.wire.identity import model_hash
 
     config = engine_config(wanted.model, wanted.fields)
+    digest = await in_thread(partial(model_hash, wanted.model), "the model's hash")
     offline = OfflineRollout(config, {})
+    source = Folder(wanted, file, offline)
     await stack.enter_async_context(offline.running())
-    return Folder(wanted, file, offline), await in_thread(partial(model_hash, wanted.model), "the model's hash")
+    await source.start()
+    return source, digest
 
 
 def engine_config(model: str, fields: Mapping[str, Any]) -> Any:
@@ -244,6 +249,15 @@ class Folder:
         temperature = 1.0 if wanted.temperature is None else wanted.temperature
         self._sampling = Sampling(wanted.max_tokens or 512, temperature)
         self._prompts: dict[int, Any] = {}
+
+    async def start(self) -> None:
+        """Returns when the engine answers, which takes it much longer at first."""
+        self._prepare(range(1))
+        asked = self._offline.generate(
+            [self._prompts[0]], replace(self._sampling, max_new_tokens=1), timeout_s=START_S
+        )
+        async for _ in asked:
+            pass
 
     async def respond(self, index: int, row: Row, sample: int) -> Answer:
         """A response to the row."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.evaluation.hub import OUTCOMES, REASONS, SCORERS, SCORES, Hub, Scorer, Verdict, check_free
-from orchestrator.evaluation.rows import LONGEST, Row, dumped, parse_object, rows
+from orchestrator.evaluation.rows import LONGEST, Row, dumped, hold, parse_object, rows
 from orchestrator.experience.beside import in_thread
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import MIB, ConfigError
@@ -90,7 +90,11 @@ async def score_file(
             source = sys.stdin.buffer if file is None else stack.enter_context(file.open("rb"))
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
-            to = sys.stdout.buffer if output is None else stack.enter_context(output.open("ab" if goes_on else "wb"))
+            to = sys.stdout.buffer if output is None else stack.enter_context(output.open("ab"))
+            if output is not None:
+                hold(to, output)
+                if not goes_on:
+                    to.truncate(0)
             total = None if file is None else await in_thread(lambda: _count_rows(file), "number of rows")
             bar = stack.enter_context(Bar(sys.stderr, "scoring", total))
 

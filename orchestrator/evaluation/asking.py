@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from orchestrator.evaluation.hub import Hub, Verdict
@@ -73,7 +74,9 @@ async def ask(
                 journal.add_answer(key, answer)
             if answer.response is not None:
                 failed = 0
-                await answered.put((key, row, answer.response))
+                # For scorers that ask, as a text alone does not show it.
+                known = {} if answer.ended is None else {"ended": answer.ended}
+                await answered.put((key, replace(row, values={**row.values, **known}), answer.response))
                 continue
             failed, lost = failed + 1 if answer.may_pass else 0, lost + 1
             if failed >= max(FAILURES, 2 * at_once):

@@ -74,13 +74,18 @@ class Endpoint:
         """
         try:
             place = urlsplit(address)
-            host, fine = place.hostname or "", place.scheme in ("http", "https") and place.port != 0
+            host, fine = (
+                place.hostname or "",
+                place.scheme in ("http", "https") and place.port != 0 and "@" not in place.netloc,
+            )
         except ValueError:
             host, fine = "", False
         if not fine or not host:
             raise ConfigError(f"--endpoint: should be such as https://api.example/v1, got {address!r}")
         if key and place.scheme == "http" and not on_loopback(host):
-            raise ConfigError(f"--endpoint: {address} would get the key in the clear; use https")
+            raise ConfigError(
+                f"--endpoint: {address} would get the key in the clear; use https, or --key-variable ''"
+            )
         self._address, self._fields, self._key = address.rstrip("/"), dict(fields), key
         self._chat, self._seed, self._samples, self._timeout_s = chat, seed, samples, timeout_s
         # A proxy is for other machines.

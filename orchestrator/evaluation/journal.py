@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.evaluation.hub import Verdict
-from orchestrator.evaluation.rows import dumped, lines, parse_object
+from orchestrator.evaluation.rows import dumped, hold, lines, parse_object
 from quartet.config.base import ConfigError
 from quartet.config.explain import shown
 
@@ -56,8 +56,12 @@ class Journal:
         self._answers: dict[Key, int] = {}
         self._verdicts: dict[Key, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w+b" if overwrite or not path.exists() else "r+b")
+        path.touch()
+        self._file = path.open("r+b")
         try:
+            hold(self._file, path)
+            if overwrite:
+                self._file.truncate(0)
             self._end = self._read(settings)
             if not self._end:
                 self._add({"settings": settings, "hash": self.hash})

@@ -1,5 +1,6 @@
 """Rows of a JSONL file: a prompt and a response, or a prompt alone, and whatever else stands beside them."""
 
+import fcntl
 import hashlib
 import json
 from array import array
@@ -133,6 +134,16 @@ def lines(file: BinaryIO, name: str) -> Iterator[tuple[int, int, bytes]]:
         if line.strip():
             yield number, offset, line
         offset += len(line)
+
+
+def hold(file: BinaryIO, path: Path) -> None:
+    """Keeps a file that is written to from other processes until it is closed. ConfigError if one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{path}: another command is writing it; wait for its end, or give another --output"
+        ) from None
 
 
 def dumped(values: Mapping[str, Any]) -> bytes:

@@ -96,7 +96,7 @@ async def test_an_endpoint_answers_with_several_samples_and_pass_at_k(tmp_path: 
 
     with serving(answer) as (address, asked):
         wanted = Wanted(path, tmp_path / "out", address, "m", samples=4, seed=0, pass_at=[1, 2], at_once=3)
-        results = await run(wanted, Service({"correct": correct}))
+        results = await run(wanted, service := Service({"correct": correct}))
     assert len(asked) == 12
     figure = by_measure(results)["correct"]
     assert figure.mean.mean == pytest.approx((0.25 + 1 + 0) / 3)
@@ -110,6 +110,7 @@ async def test_an_endpoint_answers_with_several_samples_and_pass_at_k(tmp_path: 
         ("2 + 3 =", 0),
     ]
     assert rows[0]["policy_version"] == 7
+    assert all(columns["ended"] is True and "source" in columns for columns in service.columns)
     assert rows[0]["ended"] is True
 
 
@@ -281,8 +282,9 @@ async def test_a_folders_engine_answers_with_its_own_tokenizer(policy_folder: Pa
     config = RolloutConfig.parse({"engine": "engine_of_rows:start", "model": str(policy_folder)}, "args")
     offline = OfflineRollout(config, {"PYTHONPATH": str(tmp_path)})
     with RowFile(path) as file:
+        source = Folder(wanted, file, offline)
         async with offline.running():
-            source = Folder(wanted, file, offline)
+            await source.start()
             said = [await source.respond(index, file[index], sample) for index in range(2) for sample in range(2)]
     assert [answer.response for answer in said] == ["w30", "w31", "w32", "w33"]
     assert all(answer.ended for answer in said)

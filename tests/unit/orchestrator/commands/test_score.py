@@ -1,6 +1,7 @@
 """`quartet score`: rows in order, in flat memory; interrupted, and continued."""
 
 import asyncio
+import fcntl
 import io
 import json
 import re
@@ -139,6 +140,17 @@ async def test_an_input_that_cannot_be_is_refused(tmp_path: Path) -> None:
         await run(path, path, Service({"length": length}))
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: no such file")):
         await run(tmp_path, tmp_path / "out.jsonl", Service({"length": length}))
+
+
+async def test_two_commands_do_not_write_one_output(tmp_path: Path) -> None:
+    path, output = write(tmp_path / "in.jsonl", *rows(3)), tmp_path / "out.jsonl"
+    with output.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match=r"out\.jsonl: another command is writing it"):
+                await run(path, output, Service({"length": length}), overwrite=overwrite)
+    await run(path, output, Service({"length": length}))
+    assert len(read(output)) == 3
 
 
 async def test_memory_does_not_grow_with_the_file() -> None:

@@ -130,7 +130,9 @@ async def test_an_endpoint_that_is_not_there_ends_the_evaluation() -> None:
         await endpoint(address, timeout_s=0.5).respond(0, TEXT, 0)
 
 
-@pytest.mark.parametrize("address", ["api.example/v1", "ftp://a/v1", "http://", "http://a:x/v1", ""])
+@pytest.mark.parametrize(
+    "address", ["api.example/v1", "ftp://a/v1", "http://", "http://a:x/v1", "http://me:secret@a/v1", ""]
+)
 def test_an_address_that_is_none_is_named(address: str) -> None:
     with pytest.raises(ConfigError, match=r"--endpoint: should be such as https://api\.example/v1"):
         endpoint(address)

@@ -77,6 +77,16 @@ def test_a_changed_setting_is_refused_and_named(tmp_path: Path, now: dict[str, A
         assert journal.answer((0, 0)) is None
 
 
+def test_two_evaluations_do_not_write_one_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        journal.add_answer((0, 0), Answer("kept"))
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match="another command is writing it"):
+                Journal(path, SETTINGS, overwrite=overwrite)
+        assert journal.answer((0, 0)) == Answer("kept")
+
+
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"prompt": "p"}\n')
