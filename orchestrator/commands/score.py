@@ -1,6 +1,7 @@
 """`quartet score`: rows of a file or of standard input with their scores, in order, in memory that does not grow."""
 
 import asyncio
+import io
 import os
 import sys
 from collections import Counter, deque
@@ -87,7 +88,7 @@ async def score_file(
     goes_on = output is not None and output.exists() and not overwrite
     async with await connect() as hub:
         with ExitStack() as stack:
-            source = sys.stdin.buffer if file is None else stack.enter_context(file.open("rb"))
+            source = _standard_input() if file is None else stack.enter_context(file.open("rb"))
             if output is not None:
                 output.parent.mkdir(parents=True, exist_ok=True)
             to = sys.stdout.buffer if output is None else stack.enter_context(output.open("ab"))
@@ -111,6 +112,15 @@ async def score_file(
             note(line)
     if output is not None:
         note(f"{tally.rows} rows are in {output}")
+
+
+def _standard_input() -> BinaryIO:
+    """A reader of its own, never closed: at the end of a program that is interrupted a thread may still wait in it,
+    and Python could close neither it nor `sys.stdin` then."""
+    try:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:  # a program gives this one its input
+        return sys.stdin.buffer
 
 
 def _count_rows(file: Path) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,26 @@ def test_work_on_rows_that_is_interrupted_says_how_to_go_on(
     done = CliRunner().invoke(app, [command, "a.jsonl", "--hub", "127.0.0.1:1", "--output", output])
     assert done.exit_code == 130
     assert f"the same command goes on in {output}" in done.stderr.replace("\n", "")
+
+
+@pytest.mark.processes
+def test_a_command_that_waits_for_standard_input_can_be_interrupted() -> None:
+    asked = threading.Event()
+
+    def judge(prompt: str, response: str) -> float:
+        asked.set()  # when the service is asked for its description, too
+        return 0.0
+
+    with InThread({"judge": judge}) as target:
+        command = [sys.executable, "-c", "from orchestrator.cli import main; main()", "score", "-", "--hub", target]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+            assert asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+            assert process.wait(60) == 130
+    assert said == "interrupted\n"
 
 
 def raising(error: Exception) -> Callable[[], None]:
