@@ -6,17 +6,23 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from protos import reward_pb2 as pb
+from quartet.config.functions import load_function
 from quartet.models.loading import load_tokenizer
 from quartet.security.port import Port
+from quartet.serving.batcher import SpoiltError
 from quartet.serving.share import Share
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
-from services.reward.config import RewardConfig
+from services.reward.config import FunctionScorerConfig, RewardConfig
 from services.reward.http import Door
 from services.reward.ingress import Ingress
 from services.reward.measures import text_of
 from services.reward.replica import Reward
+from services.reward.scorers.make import make_scorer
+from services.reward.scorers.scorer import Result, Scored, results
 from tests.unit.http_door import http_door
 
 OPEN = Port(local="open", http=True)
@@ -41,6 +47,44 @@ def length(pairs: Sequence[Pair]) -> list[Any]:
 def two(pairs: Sequence[Pair]) -> list[dict[str, float]]:
     """Characters, and words, of the response."""
     return [{"long": float(len(pair.response)), "words": float(len(pair.response.split()))} for pair in pairs]
+
+
+class Called:
+    """A scorer whose function is called in this process, where a test sees what it is given."""
+
+    max_length, batch_tokens, passes = 1 << 30, 16_384, 1
+    texts, vocab_size, patience_s = True, None, None
+
+    def __init__(self, config: FunctionScorerConfig) -> None:
+        self._function, self._name, self.names = load_function(config.function), config.function, config.names
+        self.identity = pb.ScorerIdentity(
+            name=f"function:{config.function}", model_hash=f"{0:064}", names=config.names
+        )
+
+    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+        try:
+            given = self._function([scored.pair for scored in pairs])
+        except OSError:
+            raise SpoiltError(Unscored(Outcome.FAILED, f"{self._name} raised OSError")) from None
+        return [self._result(each) for each in given]
+
+    def _result(self, given: Any) -> Result:
+        if given is None:
+            return Unscored(Outcome.NOT_APPLICABLE, f"{self._name} gave None")
+        if isinstance(given, Unscored):
+            return given
+        numbers = [given[name] for name in self.names] if self.names else [given]
+        [result] = results(np.asarray([numbers], np.float32), self._name)
+        return result
+
+    def check(self) -> None:
+        """Does nothing."""
+
+
+def _made(config: Any, tokenizer: Any, device: Any, *more: Any) -> Any:
+    if isinstance(config, FunctionScorerConfig):
+        return Called(config)
+    return make_scorer(config, tokenizer, device, *more)
 
 
 class Handle:
@@ -79,7 +123,7 @@ def replicas(scorers: Mapping[str, Any], tokenizer: str, **settings: Any) -> Sco
     made = {}
     for name, hosted in RewardConfig.parse(args | {"tokenizer": tokenizer} | settings, "reward.args").hosted.items():
         made[name] = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
-        made[name].__init__(hosted, name=name)
+        made[name].__init__(hosted, make=_made, name=name)
     if len(made) == 1:
         return Scorers(next(iter(made.values())))
     front = object.__new__(Ingress.func_or_class)  # type: ignore[attr-defined]
