@@ -177,8 +177,8 @@ async def test_memory_does_not_grow_with_the_file() -> None:
         assert tally.rows == count
         return most
 
-    few = await peak(3_000)
-    assert await peak(12_000) < 1.2 * few
+    few = await peak(2_000)
+    assert await peak(6_000) < 1.2 * few
 
 
 def test_a_tally_has_each_scorers_first_reason() -> None:
