@@ -1,5 +1,6 @@
 """The HTTP door of a replica: what the guard of Serve's proxy let through, answered by an engine's own door."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from quartet.security.identity import Caller, caller_of
 from quartet.serving.admission import Admission
+from quartet.serving.desk import Desk
 from quartet.serving.http import HeaderMetadata, health, refused, share_of_request
 from quartet.serving.share import Share
 from quartet.serving.slots import EngineSlots
@@ -16,7 +18,7 @@ from quartet.wire.errors import InvalidArgument
 from services.rollout.metrics import Counts, Line, exposition
 from services.rollout.openai_fields import read
 from services.rollout.session_holder import OpenSession, SessionStore
-from services.rollout.sessions import check_reward
+from services.rollout.sessions import MOST_OF_A_SESSION, as_json, check_reward
 
 if TYPE_CHECKING:  # the replica needs neither before it starts
     from protos import rollout_pb2 as pb
@@ -76,6 +78,7 @@ class Door:
         check_health: Callable[[], Awaitable[None]],
         sessions: SessionStore,
         replicas: Callable[[], Awaitable[Sequence[bytes]]],
+        desk: Desk,
     ) -> None:
         """
         Args:
@@ -83,9 +86,10 @@ class Door:
             check_health: raises if the replica is ill.
             sessions: those of the application.
             replicas: returns the numbers of all replicas, each as `metrics.packed` makes them.
+            desk: where the tokens of sessions are written out.
         """
         self._completions, self._check_health, self._sessions = completions, check_health, sessions
-        self._replicas, self._counts = replicas, Counts()
+        self._replicas, self._desk, self._counts = replicas, desk, Counts()
 
     @property
     def lines(self) -> list[Line]:
@@ -111,13 +115,13 @@ class Door:
                 return JSONResponse(await self._completions.tokenizer_info())
             caller, body = caller_of(HeaderMetadata(request)), await request.body()
             if path.startswith("/rl/"):
-                return JSONResponse(await self._of_session(path, read(body, path), caller, request.headers.get(KEY)))
+                return await self._of_session(path, read(body, path), caller, request)
             session = OpenSession(self._sessions, caller.name, caller.session) if caller.session else None
             return await self._completions.answer(path, body, share_of_request(request), session)
         except Exception as error:
             return refused(error, path)
 
-    async def _of_session(self, path: str, given: dict[str, Any], caller: Caller, key: str | None) -> Any:
+    async def _of_session(self, path: str, given: dict[str, Any], caller: Caller, request: Request) -> Response:
         """The answer to a request about a session."""
         name = given.get("session_id", caller.session)
         if not name or not isinstance(name, str):
@@ -126,14 +130,23 @@ class Door:
                 "the token"
             )
         ask, who = self._sessions.ask, (caller.name, name)
+        if path == "/rl/trajectory" and not given.get("remove"):
+            # Of one session at a time, callers taking turns: it may have a million tokens.
+            async with self._desk.turn(share_of_request(request), MOST_OF_A_SESSION):
+                text = await asyncio.to_thread(as_json, await ask("trajectory", *who))
+            return Response(text, media_type="application/json")
+        told: dict[str, Any] = {"session_id": name}
         if path == "/rl/start_session":
-            if given.get("temperature") == 0:
+            temperature = given.get("temperature")
+            if temperature == 0:
                 raise InvalidArgument("temperature: 0; should be above 0 in a session, whose tokens are trained on")
-            await ask("start", *who, given.get("task_id", ""), float(given.get("temperature", 1.0)))
-            return {"session_id": name, "api_key": key}
-        if path == "/rl/set_reward":
+            await ask("start", *who, given.get("task_id", ""), temperature)
+            told["api_key"] = request.headers.get(KEY)
+        elif path == "/rl/set_reward":
             await ask("set_reward", *who, check_reward(given.get("reward")), given.get("interaction_id", ""))
-            return {"session_id": name}
-        if path == "/rl/end_session":
-            return {"session_id": name, "interaction_count": await ask("end", *who)}
-        return await ask("trajectory", *who, given.get("remove", False))
+        elif path == "/rl/end_session":
+            told["interaction_count"] = await ask("end", *who)
+        else:
+            await ask("remove", *who)
+            told["removed"] = True
+        return JSONResponse(told)

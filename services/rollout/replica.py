@@ -17,6 +17,7 @@ from protos import rollout_pb2 as pb
 from quartet.seams.serve import answers_of_each
 from quartet.security.port import Port
 from quartet.serving.admission import MOST_ONGOING, Admission
+from quartet.serving.desk import Desk
 from quartet.serving.health import HealthMixin
 from quartet.serving.http import refusal
 from quartet.serving.replica_process import prepare_replica
@@ -94,7 +95,8 @@ class Rollout(HealthMixin):
             self._engine, self._admission, self._slots, lambda: member.run, self._pulse.beat, lambda: member.proved
         )
         made = completions(config, served)
-        return Door(made, self.check_health, HeldSessions(application), self._numbers) if made else None
+        held, desk = HeldSessions(application), Desk(config.limits)
+        return Door(made, self.check_health, held, self._numbers, desk) if made else None
 
     async def _numbers(self) -> list[bytes]:
         """Numbers of all replicas that answer in time."""

@@ -5,6 +5,8 @@ tokens that were sampled. A session keeps those: a request that goes on where a 
 from them, and what the policy sampled is trained on as it was sampled.
 """
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quartet.trajectory import Segment, Trajectory
+from quartet.trajectory import Segment, Trajectory, VersionSpans
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
@@ -29,8 +31,10 @@ PAUSE_S = 5.0
 """Pause that a caller is asked to make where there are too many."""
 LONGEST_TASK = 256
 """Most characters of a task's name."""
-_EACH_TOKEN, _EACH_TURN = 9, 1024
-"""Bytes that a token (id, log-prob and whether it was sampled) and a turn are counted as."""
+_EACH_TOKEN, _EACH_TURN = 8, 1024
+"""Bytes that a token (its id and log-prob) and a turn are counted as."""
+_PIECE = 4096
+"""Most numbers that are written as JSON at a time."""
 
 
 class Begun(NamedTuple):
@@ -55,19 +59,31 @@ class Recorded(NamedTuple):
     """Number of sequences after the first: each began where a request did not go on where the last response ended."""
 
 
+class _Part(NamedTuple):
+    """Tokens that were given, or sampled."""
+
+    length: int
+    logprobs: Floats | None
+    """Log-probs of tokens that were sampled, [T]."""
+    spans: VersionSpans
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """Tokens one after the other: given, sampled, given, sampled."""
 
-    segments: list[Segment] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    """Token ids of all segments, [T]."""
+    """Token ids of all parts, [T]."""
 
     def add(self, *segments: Segment) -> None:
         """Appends segments, of which an empty one is left out."""
-        kept = [segment for segment in segments if len(segment.ids)]
-        self.segments += kept
-        self.ids = np.concatenate([self.ids, *(segment.ids for segment in kept)])
+        # Copies, as these are views of what the request brought, which would be kept whole.
+        for segment in segments:
+            if len(segment.ids):
+                logprobs = None if segment.logprobs is None else np.array(segment.logprobs, np.float32)
+                self.parts.append(_Part(len(segment.ids), logprobs, segment.spans))
+        self.ids = np.concatenate([self.ids, *(segment.ids for segment in segments)])
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +93,12 @@ class _Turn:
     interaction: str
     """Number of the answer over HTTP, such as chatcmpl-..."""
     sequence: int
+    start: int
+    """Number of tokens that its sequence had before."""
     end: int
     """Number of tokens of its sequence up to its own end."""
+    prompt: bytes
+    """Digest of all tokens that it responds to."""
     digest: bytes
     """Digest of the messages up to its own; empty if none were sent."""
     reward: float | None = None
@@ -100,6 +120,20 @@ class _Session:
         tokens = sum(len(sequence.ids) for sequence in self.sequences)
         return _EACH_TOKEN * tokens + _EACH_TURN * (1 + len(self.turns))
 
+    @property
+    def superseded(self) -> set["_Turn"]:
+        """Responses whose request was repeated and that nothing shows to have arrived: no turn went on after them,
+        and they have no reward of their own. If this is so of all to one prompt, the last is not among them."""
+        last = {turn.sequence: turn for turn in self.turns}
+        asked: dict[bytes, list[_Turn]] = {}
+        for turn in self.turns:
+            asked.setdefault(turn.prompt, []).append(turn)
+        found: set[_Turn] = set()
+        for turns in asked.values():
+            unseen = [turn for turn in turns if turn is last[turn.sequence] and turn.reward is None]
+            found.update(unseen if len(unseen) < len(turns) else unseen[:-1])
+        return found
+
 
 class Sessions:
     """The sessions of one application, bounded in number, bytes and age."""
@@ -111,16 +145,19 @@ class Sessions:
         self.forks = 0
         """Number of forks that were counted, also of sessions that are gone."""
 
-    def start(self, owner: str, name: str, task: str, temperature: float) -> None:
-        """Starts a session, or finds that of a caller which asks for its key again.
+    def start(self, owner: str, name: str, task: str, temperature: float | None = None) -> None:
+        """Starts a session, by default of temperature 1, or finds that of a caller which asks for its key again.
 
         Raises:
-            InvalidArgument: it is another caller's.
+            NotFound: it is another caller's.
+            InvalidArgument: it was started with another temperature.
             ResourceExhausted: there are too many, or they hold too much.
         """
         self._forget()
         if name in self._sessions:
-            self._of(owner, name)
+            has = self._of(owner, name).temperature
+            if temperature not in (None, has):
+                raise InvalidArgument(f"temperature: {temperature:g}; should be {has:g}, as {name} was started with")
             return
         own = sum(session.owner == owner for session in self._sessions.values())
         for count, most, whose in (
@@ -130,7 +167,7 @@ class Sessions:
             if count >= most:
                 raise ResourceExhausted(f"{whose} {count} sessions, and the most is {most}", PAUSE_S)
         self._check_room()
-        self._sessions[name] = _Session(owner, task, temperature, self._clock())
+        self._sessions[name] = _Session(owner, task, 1.0 if temperature is None else temperature, self._clock())
         self._bytes += self._sessions[name].bytes
 
     def begun(self, owner: str, name: str, digests: Sequence[bytes]) -> tuple[Begun, float]:
@@ -188,8 +225,9 @@ class Sessions:
             self.forks += at > 0
             session.sequences.append(_Sequence())
         sequence = session.sequences[at]
-        sequence.add(Segment(prompt_ids[len(sequence.ids) :]), response)
-        session.turns.append(_Turn(interaction, at, len(sequence.ids), digest))
+        start, prompt = len(sequence.ids), hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
+        sequence.add(Segment(prompt_ids[start:]), response)
+        session.turns.append(_Turn(interaction, at, start, len(sequence.ids), prompt, digest))
         self._bytes += session.bytes - before
         return Recorded(at, len(session.sequences) - 1)
 
@@ -216,17 +254,18 @@ class Sessions:
         session.ended = True
         return len(session.turns)
 
-    def trajectory(self, owner: str, name: str, remove: bool) -> dict[str, Any]:
-        """All of a session's tokens, as JSON (docs/openai.md). With `remove` it exists no longer.
+    def trajectory(self, owner: str, name: str) -> dict[str, Any]:
+        """All of a session's tokens but those of superseded responses, for `as_json` (docs/openai.md).
 
         Raises:
             NotFound: as `begun`.
         """
-        session = self._of(owner, name)
-        told = _told(name, session)
-        if remove:
-            self._drop(name)
-        return told
+        return _told(name, self._of(owner, name))
+
+    def remove(self, owner: str, name: str) -> None:
+        """Removes a session, which exists no longer. NotFound: as `begun`."""
+        self._of(owner, name)
+        self._drop(name)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -270,36 +309,53 @@ def _begins(ids: Ints, with_ids: Ints) -> bool:
 
 
 def _told(name: str, session: _Session) -> dict[str, Any]:
+    superseded = session.superseded
+    # Each of them is the last of its sequence, which ends before it then.
+    ends = {turn.sequence: turn.start for turn in superseded}
     return {
         **{"session_id": name, "task_id": session.task, "ended": session.ended, "temperature": session.temperature},
         **{"reward": session.reward, "forks": max(len(session.sequences) - 1, 0)},
         "sequences": [
-            {
-                "ids": sequence.ids.tolist(),
-                "segments": [_told_segment(segment) for segment in sequence.segments],
-            }
-            for sequence in session.sequences
+            _told_sequence(sequence, ends.get(place, len(sequence.ids)))
+            for place, sequence in enumerate(session.sequences)
         ],
         "interactions": [
             {"id": turn.interaction, "sequence": turn.sequence, "end": turn.end, "reward": turn.reward}
+            | {"superseded": turn in superseded}
             for turn in session.turns
         ],
     }
 
 
-def _told_segment(segment: Segment) -> dict[str, Any]:
-    if segment.logprobs is None:
-        return {"length": len(segment.ids), "sampled": False}
-    spans = [{"version": version, "start": start, "end": end} for version, start, end in segment.spans]
-    return {
-        **{"length": len(segment.ids), "sampled": True},
-        **{"logprobs": segment.logprobs.tolist(), "version_spans": spans},
-    }
+def _told_sequence(sequence: _Sequence, end: int) -> dict[str, Any]:
+    lengths = np.cumsum([part.length for part in sequence.parts])
+    parts = sequence.parts[: int(np.searchsorted(lengths, end, side="right"))]
+    return {"ids": sequence.ids[:end], "segments": [_told_part(part) for part in parts]}
+
+
+def _told_part(part: _Part) -> dict[str, Any]:
+    if part.logprobs is None:
+        return {"length": part.length, "sampled": False}
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in part.spans]
+    return {"length": part.length, "sampled": True, "logprobs": part.logprobs, "version_spans": spans}
+
+
+def as_json(told: Any) -> str:
+    """What `Sessions.trajectory` returns, as JSON, for a thread beside an event loop: json lets no other thread run
+    until it has written a value, so that arrays are written in pieces."""
+    if isinstance(told, np.ndarray):
+        pieces = (json.dumps(told[at : at + _PIECE].tolist())[1:-1] for at in range(0, len(told), _PIECE))
+        return f"[{', '.join(pieces)}]"
+    if isinstance(told, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {as_json(value)}" for name, value in told.items()) + "}"
+    if isinstance(told, list):
+        return f"[{', '.join(map(as_json, told))}]"
+    return json.dumps(told)
 
 
 def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> list[Trajectory]:
-    """The trajectories of a session from the answer of `/rl/trajectory`, one for each sequence, with numbers from
-    `number` on, for `quartet.trajectory.columns_of`. The reward of each is the session's.
+    """The trajectories of a session from the answer of `/rl/trajectory`, one for each sequence that has tokens, with
+    numbers from `number` on, for `quartet.trajectory.columns_of`.
 
     Args:
         told: the answer's contents.
@@ -308,7 +364,7 @@ def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> 
     Raises:
         ValueError: lengths of segments do not add up to those of the ids, or of log-probs to those of a segment.
     """
-    made = []
+    made: list[Trajectory] = []
     for place, sequence in enumerate(told["sequences"]):
         ids = np.asarray(sequence["ids"], np.int32)
         lengths = [segment["length"] for segment in sequence["segments"]]
@@ -316,7 +372,8 @@ def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> 
             raise ValueError(f"sequences[{place}]: {len(ids)} ids, but segments of {sum(lengths)}")
         parts = np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
         segments = [_segment(part, each) for part, each in zip(parts, sequence["segments"], strict=True)]
-        made.append(Trajectory(number + place, group, row, segments))
+        if segments:
+            made.append(Trajectory(number + len(made), group, row, segments))
     return made
 
 

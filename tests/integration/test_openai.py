@@ -348,7 +348,7 @@ async def test_what_was_sampled_stays_what_it_was_through_all_replicas(
     assert (await ask(quartet.http, "/rollout/rl/trajectory", {}, bearer(key))).status == 403
     assert (await ask(quartet.http, "/rollout/rl/end_session", {}, bearer(key))).json["interaction_count"] == 4
     assert (await ask(quartet.http, f"/rollout{CHAT}", {"messages": SAID}, bearer(key))).status == 409
-    told = (await asked(quartet, "/rl/trajectory", {"session_id": number, "remove": True})).json
+    told = (await asked(quartet, "/rl/trajectory", {"session_id": number})).json
     assert (told["reward"], told["forks"], told["task_id"]) == (0.5, 0, "t")
     [trajectory] = trajectories_of(told, 3, 3, 1)
     ids = np.concatenate([segment.ids for segment in trajectory.segments])
@@ -361,6 +361,8 @@ async def test_what_was_sampled_stays_what_it_was_through_all_replicas(
             assert plain.furthest([segment.logprobs], [expected[place - 1 : place - 1 + len(segment.ids)]]) < 1e-4
             assert segment.spans[-1][2] == len(segment.ids)
         place += len(segment.ids)
+    removed = await asked(quartet, "/rl/trajectory", {"session_id": number, "remove": True})
+    assert removed.json == {"session_id": number, "removed": True}
     assert (await asked(quartet, "/rl/trajectory", {"session_id": number})).status == 404
 
 

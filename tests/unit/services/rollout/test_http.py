@@ -1,5 +1,6 @@
 """The HTTP door of a replica: whose share a request has, and what becomes of errors."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from quartet.config.limits import LimitsConfig
+from quartet.serving.desk import Desk
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted, ServiceError
@@ -85,7 +88,9 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     headers: dict[str, str], share: Share
 ) -> None:
     completions = Completions()
-    got = await Door(completions, well, LocalSessions(), numbers).answer(request("/v1/completions", b"{}", **headers))
+    got = await Door(completions, well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(
+        request("/v1/completions", b"{}", **headers)
+    )
     assert got.status_code == 200
     assert completions.asked == [("/v1/completions", b"{}", share)]
 
@@ -99,13 +104,17 @@ async def test_a_request_waits_in_its_callers_share_and_never_as_training(
     ],
 )
 async def test_errors_are_answers(error: Exception, status: int, message: str) -> None:
-    got = await Door(Completions(error), well, LocalSessions(), numbers).answer(request("/v1/chat/completions"))
+    got = await Door(Completions(error), well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(
+        request("/v1/chat/completions")
+    )
     assert (got.status_code, json.loads(bytes(got.body))["error"]["message"]) == (status, message)
 
 
 async def test_health_is_the_replicas() -> None:
-    assert (await Door(Completions(), well, LocalSessions(), numbers).answer(request("/health"))).status_code == 200
-    got = await Door(Completions(), ill, LocalSessions(), numbers).answer(request("/health"))
+    assert (
+        await Door(Completions(), well, LocalSessions(), numbers, Desk(LimitsConfig())).answer(request("/health"))
+    ).status_code == 200
+    got = await Door(Completions(), ill, LocalSessions(), numbers, Desk(LimitsConfig())).answer(request("/health"))
     assert got.status_code == 503
     assert b"/home/me" not in bytes(got.body)
 
@@ -113,8 +122,8 @@ async def test_health_is_the_replicas() -> None:
 SESSION = f"session-{'a' * 32}"
 
 
-def door_of(completions: Completions) -> Any:
-    door = Door(completions, well, LocalSessions(), numbers)
+def door_of(completions: Completions, sessions: LocalSessions | None = None) -> Any:
+    door = Door(completions, well, sessions or LocalSessions(), numbers, Desk(LimitsConfig()))
 
     async def asked(path: str, body: Any, name: str = "me", session: str = SESSION, **more: str) -> tuple[int, Any]:
         headers = {"quartet_identity": name, "quartet_role": "sampler", "quartet_session": session} | more
@@ -138,9 +147,43 @@ async def test_a_session_from_its_start_to_its_trajectory() -> None:
     assert (await session.begun([]))[1] == 0.7
     assert (await asked("/rl/set_reward", {"reward": 0.5}, quartet_role="session"))[0] == 200
     assert await asked("/rl/end_session", {}) == (200, {"session_id": SESSION, "interaction_count": 0})
-    status, told = await asked("/rl/trajectory", {"session_id": SESSION, "remove": True}, session="")
+    status, told = await asked("/rl/trajectory", {"session_id": SESSION}, session="")
     assert (status, told["task_id"], told["reward"], told["sequences"]) == (200, "t", 0.5, [])
+    # The tokens are not lost with an answer: what removes them does not bring them.
+    removed = await asked("/rl/trajectory", {"session_id": SESSION, "remove": True}, session="")
+    assert removed == (200, {"session_id": SESSION, "removed": True})
     assert (await asked("/rl/trajectory", {}))[0] == 404
+
+
+class SlowSessions(LocalSessions):
+    """Whose trajectories come when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.let = asyncio.Event()
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        if method == "trajectory":
+            self.asked.append(args[0])
+            await self.let.wait()
+        return await super().ask(method, *args)
+
+
+async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns() -> None:
+    sessions = SlowSessions()
+    asked = door_of(Completions(), sessions)
+    for name in ("a", "b"):
+        sessions.held.start(name, name, "t")
+    asking = [asyncio.create_task(asked("/rl/trajectory", {"session_id": name}, name)) for name in "aaaab"]
+    while not sessions.asked:
+        await asyncio.sleep(0)
+    # It takes nothing from other requests about sessions.
+    assert (await asked("/rl/end_session", {}, "b", "b"))[0] == 200
+    assert sessions.asked == ["a"]
+    sessions.let.set()
+    assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 5
+    assert sessions.asked.index("b") <= 2
 
 
 @pytest.mark.parametrize(
@@ -167,7 +210,7 @@ async def test_requests_about_sessions_that_are_wrong(path: str, body: Any, stat
 
 
 async def test_the_numbers_of_all_replicas_are_told_for_prometheus() -> None:
-    door = Door(Completions(), well, LocalSessions(), numbers)
+    door = Door(Completions(), well, LocalSessions(), numbers, Desk(LimitsConfig()))
     for path in ("/health", "/v1/models", "/v1/models", "/rl/end_session"):
         await door.answer(request(path, b"{}"))
     got = await door.answer(request("/metrics"))

@@ -1,6 +1,7 @@
 """Sessions: which tokens go on which, which carry loss, and their bounds."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from quartet.trajectory import Segment, columns_of
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from services.rollout import sessions as module
-from services.rollout.sessions import KEPT_S, NOTHING, Sessions, check_reward, trajectories_of
+from services.rollout.sessions import KEPT_S, NOTHING, Sessions, as_json, check_reward, trajectories_of
 from tests.unit.fake_clock import Clock
 
 ME, S = "me", "session-1"
@@ -34,11 +35,14 @@ def record(sessions: Sessions, prompt: Any, response: Segment, digest: bytes = b
     return sessions.record(ME, S, name, prompt, response, digest)
 
 
+def told_of(sessions: Sessions, name: str = S) -> Any:
+    return json.loads(as_json(sessions.trajectory(ME, name)))
+
+
 def test_a_request_that_begins_with_all_tokens_goes_on_and_what_it_adds_is_given(sessions: Sessions) -> None:
     assert record(sessions, ids(5, 6), sampled(10, 11)) == (0, 0)
     assert record(sessions, ids(5, 6, 10, 11, 7), sampled(12, version=8)) == (0, 0)
-    told = sessions.trajectory(ME, S, False)
-    assert json.loads(json.dumps(told)) == told
+    told = told_of(sessions)
     [sequence] = told["sequences"]
     assert sequence["ids"] == [5, 6, 10, 11, 7, 12]
     assert sequence["segments"] == [
@@ -54,7 +58,7 @@ def test_a_request_that_begins_with_all_tokens_goes_on_and_what_it_adds_is_given
 def test_another_prompt_is_a_fork_in_which_all_of_it_is_given(sessions: Sessions, prompt: Any) -> None:
     record(sessions, ids(5, 6), sampled(10, 11))
     assert record(sessions, prompt, sampled(20)) == (1, 1)
-    told = sessions.trajectory(ME, S, False)
+    told = told_of(sessions)
     assert (told["forks"], sessions.counts["session_forks"]) == (1, 1)
     assert [segment["sampled"] for segment in told["sequences"][1]["segments"]] == [False, True]
     # Both go on, each with its own.
@@ -88,7 +92,7 @@ def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
     record(sessions, ids(5, 6, 10, 11, 7), sampled(12, version=8))
     record(sessions, ids(9), sampled(13))
     sessions.set_reward(ME, S, 0.5, "")
-    told = json.loads(json.dumps(sessions.trajectory(ME, S, False)))
+    told = told_of(sessions)
     assert (told["reward"], told["task_id"]) == (0.5, "task")
     first, second = trajectories_of(told, 40, 40, 3)
     assert (first.number, second.number, second.group, second.row) == (40, 41, 40, 3)
@@ -100,11 +104,69 @@ def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
         trajectories_of(told, 0, 0, 0)
 
 
+def test_a_response_that_was_lost_on_its_way_is_not_trained_on(sessions: Sessions) -> None:
+    """Its request came again, and the conversation went on from the second response."""
+    record(sessions, ids(5), sampled(10), name="c1")
+    again = ids(5, 10, 6)
+    for name, token in (("c2", 11), ("c3", 12)):
+        record(sessions, again, sampled(token), name=name)
+    told = told_of(sessions)
+    assert [each["superseded"] for each in told["interactions"]] == [False, True, False]
+    assert [each["ids"] for each in told["sequences"]] == [[5, 10], [5, 10, 6, 12]]
+    assert [len(each["segments"]) for each in told["sequences"]] == [2, 2]
+    record(sessions, ids(5, 10, 6, 11, 7), sampled(13), name="c4")  # it had arrived
+    told = told_of(sessions)
+    assert [each["superseded"] for each in told["interactions"]] == [False, False, True, False]
+    assert [each["ids"] for each in told["sequences"]] == [[5, 10, 6, 11, 7, 13], []]
+    assert [len(each.segments) for each in trajectories_of(told, 4, 4, 0)] == [6]
+    sessions.set_reward(ME, S, 1.0, "c3")
+    told = told_of(sessions)
+    assert not any(each["superseded"] for each in told["interactions"])
+    assert [each.number for each in trajectories_of(told, 4, 4, 0)] == [4, 5]
+
+
+def test_the_first_of_a_conversation_may_be_lost_too(sessions: Sessions) -> None:
+    for token in (10, 11, 12):
+        record(sessions, ids(5), sampled(token), name=f"c{token}")
+    [left] = trajectories_of(told_of(sessions), 0, 0, 0)
+    assert [segment.ids.tolist() for segment in left.segments] == [[5], [12]]
+
+
+def test_the_bytes_that_are_counted_are_all_that_are_held(sessions: Sessions) -> None:
+    """Each request brings the whole history, which the session has already."""
+    tracemalloc.start()
+    try:
+        history = ids(*range(20_000))
+        before = tracemalloc.get_traced_memory()[0]
+        for turn in range(40):
+            # As they come from another process: arrays that cannot be written, parts of one larger buffer.
+            buffer = np.concatenate([history, np.full(20_000, turn, np.int32)])
+            response = Segment(
+                buffer[len(history) : len(history) + 9], np.zeros(40_000, np.float32)[:9], ((7, 0, 9),)
+            )
+            record(sessions, buffer[: len(history)], response)
+            history = np.concatenate([history, response.ids, ids(3)])
+            del buffer, response
+        del history
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held <= sessions.counts["session_bytes"]
+
+
+def test_numbers_are_written_in_pieces_as_json_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 3)
+    numbers = np.linspace(-3, 3, 10, dtype=np.float32)
+    told = {"a": [numbers, ids(), {"b": None, 'c"': True}], "d": ids(1, 2, 3)}
+    plain = {"a": [numbers.tolist(), [], {"b": None, 'c"': True}], "d": [1, 2, 3]}
+    assert as_json(told) == json.dumps(plain)
+
+
 def test_rewards_of_responses(sessions: Sessions) -> None:
     record(sessions, ids(5), sampled(10), name="c1")
     record(sessions, ids(5, 10, 6), sampled(11), name="c2")
     sessions.set_reward(ME, S, 1.0, "c2")
-    told = sessions.trajectory(ME, S, False)
+    told = told_of(sessions)
     assert ([each["reward"] for each in told["interactions"]], told["reward"]) == ([None, 1.0], None)
     with pytest.raises(InvalidArgument, match="interaction_id: 'c3' is no response"):
         sessions.set_reward(ME, S, 1.0, "c3")
@@ -124,9 +186,11 @@ def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -
     ):
         with pytest.raises(FailedPrecondition, match="has ended"):
             refused()
-    assert sessions.trajectory(ME, S, True)["ended"]
-    with pytest.raises(NotFound, match="its tokens are lost"):
-        sessions.trajectory(ME, S, False)
+    assert told_of(sessions)["ended"]
+    sessions.remove(ME, S)
+    for gone in (lambda: told_of(sessions), lambda: sessions.remove(ME, S)):
+        with pytest.raises(NotFound, match="its tokens are lost"):
+            gone()
     assert sessions.counts == {"sessions": 0, "session_bytes": 0, "session_forks": 0}
 
 
@@ -134,14 +198,18 @@ def test_anothers_session_is_none(sessions: Sessions) -> None:
     record(sessions, ids(5), sampled(10))
     for asked in (
         lambda: sessions.begun("other", S, []),
-        lambda: sessions.trajectory("other", S, True),
+        lambda: sessions.trajectory("other", S),
+        lambda: sessions.remove("other", S),
         lambda: sessions.start("other", S, "", 1.0),
         lambda: sessions.end("other", S),
     ):
         with pytest.raises(NotFound):
             asked()
+    sessions.start(ME, S, "again")
     sessions.start(ME, S, "again", 1.0)
-    assert len(sessions.trajectory(ME, S, False)["interactions"]) == 1
+    with pytest.raises(InvalidArgument, match=r"temperature: 0\.7; should be 1, as session-1 was started with"):
+        sessions.start(ME, S, "again", 0.7)
+    assert len(told_of(sessions)["interactions"]) == 1
 
 
 def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,5 +240,5 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     for refused in (lambda: sessions.start(ME, "s5", "", 1.0), lambda: sessions.begun("other", "s3", [])):
         with pytest.raises((ResourceExhausted, NotFound)):
             refused()
-    sessions.trajectory(ME, "s1", True)
+    sessions.remove(ME, "s1")
     sessions.start(ME, "s5", "", 1.0)

@@ -121,7 +121,7 @@ async def two_turns(model: Model, count: int) -> int:
             begun, _ = sessions.begun("me", name, digests({"messages": messages}))
             prompt = await model.follow(messages, begun)
             assert prompt.tolist() == expected
-        told = sessions.trajectory("me", name, True)
+        told = sessions.trajectory("me", name)
         assert (told["forks"], len(told["sequences"][0]["segments"])) == (0, 6)
     return others
 

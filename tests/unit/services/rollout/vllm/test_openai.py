@@ -27,6 +27,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
 from services.rollout.session_holder import OpenSession
+from services.rollout.sessions import as_json
 from services.rollout.vllm import openai as module
 from services.rollout.vllm.arguments import engine_args
 from services.rollout.vllm.openai import VLLMCompletions
@@ -400,6 +401,10 @@ def talking(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Replica:
     return replica
 
 
+def told_of(talking: Replica) -> Any:
+    return json.loads(as_json(talking.sessions.held.trajectory(ME.name, "s")))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_was_sampled_is_not_rendered_again(talking: Replica, stream: bool) -> None:
     def said(got: Answer) -> Any:
@@ -418,7 +423,7 @@ async def test_what_was_sampled_is_not_rendered_again(talking: Replica, stream: 
     assert third.status == 200
     begun = [*RENDERED, 10, 11, 12, EOS, 7, EOS, 5]
     assert talking.prompts() == [RENDERED, begun, [*begun, 10, 11, EOS, 8, 9, EOS, 5]]
-    told = talking.sessions.held.trajectory(ME.name, "s", False)
+    told = told_of(talking)
     [sequence] = told["sequences"]
     assert sequence["ids"] == [*begun, 10, 11, EOS, 8, 9, EOS, 5, 10]
     assert [(each["length"], each["sampled"]) for each in sequence["segments"]] == [
@@ -448,7 +453,7 @@ async def test_tokens_go_on_in_a_session_too(talking: Replica) -> None:
     await talking.ask(CHAT, "s", messages=[USER], max_tokens=1)
     last = await talking.ask(GENERATE, "s", token_ids=[*RENDERED, 10, 6], sampling_params={"max_tokens": 1})
     assert last.json["session"] == {"session_id": "s", "sequence": 1, "forks": 1}
-    told = talking.sessions.held.trajectory(ME.name, "s", False)
+    told = told_of(talking)
     assert [sequence["ids"] for sequence in told["sequences"]] == [[5, 10, 11, 6, 10], [*RENDERED, 10, 6, 10]]
     with pytest.raises(InvalidArgument, match="prompt: several; should be one in a session"):
         await talking.ask(TEXT, "s", prompt=[[5], [6]], max_tokens=1)
@@ -483,7 +488,7 @@ async def test_an_answer_that_no_session_holds_is_an_error(talking: Replica, str
     talking.llm.end = "abort"
     await talking.ask(CHAT, "s", **body)
     talking.llm.end = "length"
-    assert talking.sessions.held.trajectory(ME.name, "s", False)["interactions"] == []
+    assert told_of(talking)["interactions"] == []
     talking.llm.gate.clear()
     asking = asyncio.create_task(talking.ask(CHAT, "s", **body))
     while len(talking.llm.asked) < 2:
