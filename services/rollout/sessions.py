@@ -341,8 +341,8 @@ def _told_part(part: _Part) -> dict[str, Any]:
 
 
 def as_json(told: Any) -> str:
-    """What `Sessions.trajectory` returns, as JSON, for a thread beside an event loop: json lets no other thread run
-    until it has written a value, so that arrays are written in pieces."""
+    """Writes as JSON what `Sessions.trajectory` returns, in a thread beside an event loop: json lets no other thread
+    run until it has written a value, so that arrays are written in pieces."""
     if isinstance(told, np.ndarray):
         pieces = (json.dumps(told[at : at + _PIECE].tolist())[1:-1] for at in range(0, len(told), _PIECE))
         return f"[{', '.join(pieces)}]"

@@ -156,7 +156,7 @@ async def test_a_session_from_its_start_to_its_trajectory() -> None:
 
 
 class SlowSessions(LocalSessions):
-    """Whose trajectories come when they are let."""
+    """Sessions that tell trajectories when they are let."""
 
     def __init__(self) -> None:
         super().__init__()

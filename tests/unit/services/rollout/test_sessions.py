@@ -105,7 +105,7 @@ def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
 
 
 def test_a_response_that_was_lost_on_its_way_is_not_trained_on(sessions: Sessions) -> None:
-    """Its request came again, and the conversation went on from the second response."""
+    """The request came again, and the conversation went on from the second response."""
     record(sessions, ids(5), sampled(10), name="c1")
     again = ids(5, 10, 6)
     for name, token in (("c2", 11), ("c3", 12)):
