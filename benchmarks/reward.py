@@ -1,6 +1,6 @@
 """Samples/s of the reward service, over gRPC and HTTP, against the same model called in process in ideal batches.
 
-    python -m benchmarks.reward [--seconds 20] [--rounds 3] [--callers 64] [--hidden 512] [--layers 8] [--length 128]
+    python -m benchmarks.reward [--seconds 20] [--rounds 3] [--callers 64] [--hidden 256] [--layers 4] [--length 128]
 
 A Llama with random weights scores pairs of token ids. 64 callers, each of its own name and connection, send 1 to 8
 pairs at a time and wait for the answer; in this process all pairs of a round are one call of the scorer, which sorts
@@ -51,6 +51,8 @@ console = Console()
 Row = tuple[Ints, Ints]
 """A prompt and a response."""
 SEED = 0
+ROWS = 128
+"""Different pairs; in this process a call has all of them."""
 MOST_PAIRS = 8
 """Most pairs of a call."""
 FLOOD_PAIRS, FLOOD_CALLS, STEADY_CALLS = 64, 16, 8
@@ -87,15 +89,15 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="of each turn")] = 20.0,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     callers: Annotated[int, typer.Option(min=1)] = 64,
-    hidden: Annotated[int, typer.Option(min=64, help="width of the model")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="depth of the model")] = 8,
+    hidden: Annotated[int, typer.Option(min=64, help="width of the model")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="depth of the model")] = 4,
     length: Annotated[int, typer.Option(min=8, help="most tokens of a pair")] = 128,
     batch_tokens: Annotated[int, typer.Option(min=64, help="most tokens of a pass")] = 2048,
-    threads: Annotated[int, typer.Option(min=1, help="threads of the model, on a CPU")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="threads of the model, on a CPU")] = 1,
 ) -> None:
     """Measures and prints the ratios."""
     draw = np.random.default_rng(SEED)
-    lengths = draw.integers(2, 3 * length // 4, 512).tolist()
+    lengths = draw.integers(2, 3 * length // 4, ROWS).tolist()
     rows = [(_ids(draw, length // 4, BOS), _ids(draw, each, EOS)) for each in lengths]
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder, "reward"), hidden, layers, length)

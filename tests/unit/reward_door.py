@@ -1,6 +1,6 @@
 """The reward service's HTTP door in this process: the port and its guard, the door, and replicas without Serve."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from quartet.serving.batcher import SpoiltError
 from quartet.serving.share import Share
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
-from services.reward.config import FunctionScorerConfig, RewardConfig
+from services.reward.config import RewardConfig
 from services.reward.http import Door
 from services.reward.ingress import Ingress
 from services.reward.measures import text_of
@@ -53,9 +53,9 @@ class Called:
     """A scorer whose function is called in this process, where a test sees what it is given."""
 
     max_length, batch_tokens, passes = 1 << 30, 16_384, 1
-    texts, vocab_size, patience_s = True, None, None
+    texts, vocab_size, patience_s, batch_s = True, None, None, None
 
-    def __init__(self, config: FunctionScorerConfig) -> None:
+    def __init__(self, config: Any) -> None:
         self._function, self._name, self.names = load_function(config.function), config.function, config.names
         self.identity = pb.ScorerIdentity(
             name=f"function:{config.function}", model_hash=f"{0:064}", names=config.names
@@ -82,7 +82,7 @@ class Called:
 
 
 def _made(config: Any, tokenizer: Any, device: Any, *more: Any) -> Any:
-    if isinstance(config, FunctionScorerConfig):
+    if config.kind == "function":
         return Called(config)
     return make_scorer(config, tokenizer, device, *more)
 
@@ -117,17 +117,31 @@ class Scorers:
         return text_of([("one", self.front._measures.taken())])
 
 
-def replicas(scorers: Mapping[str, Any], tokenizer: str, **settings: Any) -> Scorers:
-    """Replicas of these scorers, each described as in `args:`; one of an empty name is the only one."""
+def replicas(
+    scorers: Mapping[str, Any],
+    tokenizer: str,
+    make: Callable[..., Any] | None = _made,
+    handle: type[Handle] = Handle,
+    **settings: Any,
+) -> Scorers:
+    """Replicas of these scorers, each described as in `args:`; one of an empty name is the only one.
+
+    Args:
+        scorers: name -> scorer.
+        tokenizer: folder of it.
+        make: makes a scorer; None: as Serve's replicas do.
+        handle: reaches one of several.
+        settings: further `args:`.
+    """
     args = {"scorer": scorers[""]} if "" in scorers else {"scorers": scorers}
     made = {}
     for name, hosted in RewardConfig.parse(args | {"tokenizer": tokenizer} | settings, "reward.args").hosted.items():
         made[name] = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
-        made[name].__init__(hosted, make=_made, name=name)
+        made[name].__init__(hosted, make=make, name=name)
     if len(made) == 1:
         return Scorers(next(iter(made.values())))
     front = object.__new__(Ingress.func_or_class)  # type: ignore[attr-defined]
-    front.__init__({name: Handle(replica) for name, replica in made.items()})
+    front.__init__({name: handle(replica) for name, replica in made.items()})
     return Scorers(front)
 
 
