@@ -17,8 +17,8 @@ from quartet.security.port import GUARD
 
 FUNCTION = re.compile(PATH)
 """The form of `package.module:function`."""
-TARGET = re.compile(r"(?:grpcs?://)?([\w.\[\]:-]+:\d{1,5})/?")
-"""The form of the address of a service that runs."""
+TARGET = re.compile(r"(?:grpcs?://)?(?P<target>[\w.\[\]:-]+:\d{1,5})(?:/(?P<scorer>[A-Za-z][\w-]*)?)?")
+"""The form of the address of a reward service that runs, with or without the name of one of its scorers."""
 RESPONSE, PROMPT = 256, 1024
 """Most tokens of a response and of a prompt, where models take as many."""
 USUAL_GIB = 16.0
@@ -154,11 +154,11 @@ class _Derivation:
         return self._facts.dtype or ("bfloat16" if self._gpus else "float32")
 
     @cached_property
-    def _target(self) -> str | None:
-        """Address of the reward service, if it runs elsewhere."""
+    def _target(self) -> dict[str, str] | None:
+        """Address of the reward service, and the name of its scorer if it is given, if the service runs elsewhere."""
         reward = self._facts.reward
         match = TARGET.fullmatch(reward) if isinstance(reward, str) else None
-        return match[1] if match else None
+        return {key: value for key, value in match.groupdict().items() if value} if match else None
 
     @cached_property
     def _scorer(self) -> dict[str, Any]:
@@ -330,7 +330,7 @@ class _Derivation:
         memory = {"gpu_gib": facts.machine.gpu_gib, "host_gib": facts.machine.host_gib}
         prompts = facts.prompts.model_dump(exclude_unset=True, exclude={"max_prompt_length"}, mode="json")
         section: dict[str, Any] = {"name": facts.name, "target": f"127.0.0.1:{facts.port}"}
-        section |= {"services": {"reward": {"target": self._target}}} if self._target else {}
+        section |= {"services": {"reward": self._target}} if self._target else {}
         section |= {"seed": facts.seed, "steps": facts.steps, "batch_size": facts.batch_size}
         section["prompts_per_call"] = min(64, facts.batch_size)
         section |= {name: int(gib) if gib == int(gib) else gib for name, gib in memory.items() if gib is not None}

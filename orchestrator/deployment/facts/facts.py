@@ -103,7 +103,8 @@ class Facts(Config):
     where REVISION is a commit, a tag or a branch, fetched once and pinned in a lock beside this file."""
     reward: str | dict[str, Any]
     """A reward model, as a folder or ORG/NAME@REVISION; a Python function, as package.module:function; the address of
-    a reward service that runs, as host:port; or a whole `scorer` (services/reward/config.py)."""
+    a reward service that runs, as host:port or, with the name of one of its scorers, host:port/NAME; or a whole
+    `scorer` (services/reward/config.py)."""
     prompts: PromptsFacts
     """Source of the prompts: a file or folder; ORG/NAME@REVISION of a data set, or ORG/NAME@REVISION/FOLDER if
     several of its folders hold data; or a mapping with `path`, columns and splits."""

@@ -180,11 +180,12 @@ def test_rewards_of_every_kind(facts: dict[str, Any], tmp_path: Path) -> None:
     for algorithm, normalised in (({"kind": "grpo"}, False), ({"kind": "rloo"}, True)):
         given = groups | {"algorithm": facts["algorithm"] | algorithm}
         assert loaded(given, tmp_path).orchestrator.algorithm.normalise_scores is normalised
-    for address in ("10.0.0.7:19000", "grpc://10.0.0.7:19000"):
+    for address in ("10.0.0.7:19000", "grpc://10.0.0.7:19000", "10.0.0.7:19000/", "grpc://10.0.0.7:19000/taste"):
         elsewhere = loaded(facts | {"reward": address}, tmp_path)
         preflight(elsewhere)
         assert elsewhere.applications == ("rollout", "reference", "critic")
-        assert elsewhere.orchestrator.services["reward"].target == "10.0.0.7:19000"
+        used = elsewhere.orchestrator.services.reward
+        assert (used.target, used.scorer) == ("10.0.0.7:19000", "taste" if address.endswith("taste") else "")
     scorers = {"words": {"kind": "function", "function": "tests.scorers:count"}}
     weighed = {"algorithm": facts["algorithm"] | {"rewards": {"words": {"weight": 0.5}}}}
     several = loaded(facts | weighed | {"reward": {"kind": "several", "scorers": scorers}}, tmp_path)
