@@ -1,5 +1,5 @@
-"""Runs through the real services that train on two named rewards, one file of examples/, and whose prompts have
-tasks."""
+"""Runs through the real services that train on two named rewards, of one scorer of several and one file of examples/,
+and whose prompts have tasks."""
 
 import json
 import shutil
@@ -26,15 +26,20 @@ REWARDS = {"right": {"weight": 2.0}, "brief": {"weight": [[1, 0.1], [3, 0.5]], "
 
 
 def named(quartet: Quartet) -> dict[str, Any]:
-    """Another reward application, of the example."""
-    scorer = {"kind": "function", "function": "examples.two_rewards:score", "names": NAMES}
+    """Another reward application: of the example, and of a scorer that only others ask."""
+    rules = {"kind": "function", "function": "examples.two_rewards:score", "names": NAMES}
     return {
         "name": "named",
         "route_prefix": "/named",
         "import_path": "services.reward.replica:build",
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
-        "args": {"tokenizer": str(quartet.policy), "scorer": scorer},
-        "deployments": [{"name": "Reward", "ray_actor_options": {"num_cpus": 0.1}} | fixed(1)],
+        "args": {
+            "tokenizer": str(quartet.policy),
+            "scorers": {"rules": rules, "words": {"kind": "function", "function": "tests.scorers:count"}},
+        },
+        "deployments": [
+            {"name": name, "ray_actor_options": {"num_cpus": 0.1}} | fixed(1) for name in ("Reward", "rules", "words")
+        ],
     }
 
 
@@ -48,8 +53,14 @@ def run_of(quartet: Quartet, name: str, rewards: dict[str, Any]) -> Run:
     raw["applications"].append(named(quartet))
     raw["orchestrator"] |= {
         "steps": STEPS,
-        "services": {"reward": {"application": "named"}},
-        "data": {"path": str(prompts), "label_key": "label", "task_key": "kind", "max_prompt_length": 16},
+        "services": {"reward": {"application": "named", "scorer": "rules"}},
+        "data": {
+            "path": str(prompts),
+            "label_key": "label",
+            "task_key": "kind",
+            "columns": ["kind"],
+            "max_prompt_length": 16,
+        },
     }
     run.config.write_text(yaml.safe_dump(raw))
     return run
@@ -117,8 +128,14 @@ def test_check_names_what_has_no_weight_and_the_report_draws_each_name(quartet: 
     code, told = finished(quartet.folder, "check", str(wrong.config))
     assert code != 0
     told = " ".join(told.split())
-    assert "orchestrator.algorithm.rewards: lacks brief, as applications.named.args.scorer gives right, brief" in told
-    assert "orchestrator.algorithm.rewards: has kind, but applications.named.args.scorer gives right, brief" in told
+    assert (
+        "orchestrator.algorithm.rewards: lacks brief, as applications.named.args.scorers.rules gives right, brief"
+        in told
+    )
+    assert (
+        "orchestrator.algorithm.rewards: has kind, but applications.named.args.scorers.rules gives right, brief"
+        in told
+    )
     code, told = finished(quartet.folder, "report", str(straight.folder))
     assert code == 0, told
     page = (straight.folder / "report.html").read_text()
