@@ -33,6 +33,11 @@ class Caller:
     """Number of the session that the call belongs to; empty for none."""
 
     @property
+    def anonymous(self) -> bool:
+        """True if nothing proves who it is; such a caller may hold a session's key too."""
+        return self.name == ANONYMOUS.name
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The caller as metadata of a call to a replica."""
         session = ((SESSION_KEY, self.session),) if self.session else ()

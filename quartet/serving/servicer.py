@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from quartet.seams.serve import declare_context
-from quartet.security.identity import ANONYMOUS, caller_of
+from quartet.security.identity import caller_of
 from quartet.serving.share import Share, share_of
 from quartet.wire.errors import Internal, ServiceError
 
@@ -81,7 +81,7 @@ def _with_identity(request: Any, context: Context) -> Any:
     """The request with the caller's identity in its lease; set here, so that no method can forget it."""
     if isinstance(request, Message) and "lease" in request.DESCRIPTOR.fields_by_name and request.HasField("lease"):
         caller = caller_of(context)
-        request.lease.identity = "" if caller == ANONYMOUS else caller.name  # type: ignore[attr-defined]
+        request.lease.identity = "" if caller.anonymous else caller.name  # type: ignore[attr-defined]
     return request
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quartet.security.identity import ANONYMOUS, HasMetadata, caller_of
+from quartet.security.identity import HasMetadata, caller_of
 from quartet.wire.callers import LONGEST_NAME, PURPOSE, RUN, Purpose
 
 
@@ -27,7 +27,7 @@ def share_of(context: HasMetadata) -> Share:
     given = {key: str(value) for key, value in context.invocation_metadata() or ()}
     purpose = Purpose.parse(given.get(PURPOSE, ""))
     caller = caller_of(context)
-    if caller != ANONYMOUS:
+    if not caller.anonymous:
         return Share(caller.name, purpose if caller.role == "trainer" else Purpose.FOREIGN)
     name = given.get(RUN, UNKNOWN.name)[:LONGEST_NAME]
     # It is written to logs, where a caller's line breaks and control characters have no place.

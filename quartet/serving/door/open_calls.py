@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from quartet.security.identity import ANONYMOUS, Caller
+from quartet.security.identity import Caller
 from quartet.security.policy import Limits
 from quartet.wire.errors import ResourceExhausted
 
@@ -93,7 +93,7 @@ class _Shares:
     def take(self, caller: Caller, amount: int, most: int, limits: Limits) -> Callable[[object], None]:
         trainer = caller.role == "trainer"
         # Without identities all callers are one, and a share would only keep it from the rest.
-        own = most if caller == ANONYMOUS else int(limits.caller_share * most)
+        own = most if caller.anonymous else int(limits.caller_share * most)
         beside = int((1 - limits.training_reserve) * most)
         checks = [(self._held[caller.name], own, f"{caller.name} has"), (self._total, most, "all callers have")]
         if not trainer:

@@ -5,6 +5,7 @@ from typing import Any
 from ray.serve.grpc_util import RayServegRPCContext
 
 from quartet.security.identity import ANONYMOUS, Caller, caller_of, without_identity
+from quartet.serving.share import share_of
 
 
 class Context:
@@ -32,6 +33,14 @@ def test_a_replica_reads_the_caller_that_the_proxy_named() -> None:
 def test_a_caller_without_a_name_is_anonymous() -> None:
     assert caller_of(Context(("application", "reward"))) is ANONYMOUS
     assert caller_of(Context(("quartet-identity", "a"), ("quartet-role", "king"))) is ANONYMOUS
+
+
+def test_a_caller_without_a_name_has_none_within_a_session_either() -> None:
+    for caller in (Caller("anonymous", "trainer", "session-1"), Caller("anonymous", "session", "session-1")):
+        context = Context(*caller.metadata, ("quartet-run", "eval"))
+        assert caller_of(context).anonymous
+        assert share_of(context).name == "eval"
+    assert not Caller("me", "session", "session-1").anonymous
 
 
 def test_what_only_the_proxy_may_say_is_taken_from_a_caller() -> None:

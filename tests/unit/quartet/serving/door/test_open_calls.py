@@ -36,6 +36,12 @@ def test_callers_that_are_not_trainers_leave_trainers_a_reserve() -> None:
     calls.begin(PAGER)
 
 
+def test_without_identities_a_session_has_no_share_of_its_own() -> None:
+    calls = OpenCalls(lambda: Limits(concurrent_calls=8, caller_share=0.25))
+    for _ in range(8):
+        calls.begin(Caller(ANONYMOUS.name, "trainer", "session-1"))
+
+
 BYTES = Limits(message_bytes={"Score": 100}, other_message_bytes=100, unanswered_bytes=1000, caller_share=0.25)
 
 
