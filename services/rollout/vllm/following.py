@@ -24,7 +24,7 @@ async def following(
 
     The template renders the messages with a stand-in for the response; what it writes after that is tokenised. What
     was sampled is never rendered. Of the template's end of a response, the token that the response ends with itself
-    is left out.
+    is left out: the model's own end, or one that the request names.
 
     Args:
         renderer: vLLM's.
@@ -47,15 +47,15 @@ async def following(
     _, found, tail = str(prompt["prompt"]).partition(_MARK)
     if not found or _MARK in tail:
         return None
-    added = await asyncio.to_thread(_encoded, engine.tokenizer, _after_end(tail, begun.ids, engine))
+    added = await asyncio.to_thread(_encoded, engine.tokenizer, _after_end(tail, begun.ids, engine, request))
     whole: Ints = np.concatenate([begun.ids, added])
     return whole
 
 
-def _after_end(tail: str, ids: Ints, engine: Engine) -> str:
+def _after_end(tail: str, ids: Ints, engine: Engine, request: ChatCompletionRequest) -> str:
     """The text after a response, without the end of a response that its last token is already."""
     last = int(ids[-1])
-    end = str(engine.tokenizer.decode([last])) if last in engine.end_ids else ""
+    end = str(engine.tokenizer.decode([last])) if last in (*engine.end_ids, *(request.stop_token_ids or ())) else ""
     bare = tail.lstrip()
     return bare.removeprefix(end) if end and bare.startswith(end) else tail
 
