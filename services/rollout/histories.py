@@ -9,6 +9,9 @@ import numpy as np
 
 from services.rollout.sessions import NOTHING, Begun
 
+MOST_PARTS = 4096
+"""Most elements of a call's arguments that are compared by their meaning, and of more as they are written."""
+
 
 def digests(given: Mapping[str, Any]) -> list[bytes]:
     """Digests of a request's messages up to each of them.
@@ -24,9 +27,9 @@ def digests(given: Mapping[str, Any]) -> list[bytes]:
     return made
 
 
-def answered(given: Mapping[str, Any], message: Mapping[str, Any]) -> bytes:
-    """Digest of a request's messages and the answer to them."""
-    return _digest(digests(given)[-1], essence(message))
+def answered(asked: bytes, message: Mapping[str, Any]) -> bytes:
+    """Digest of a request's messages and the answer to them, from that of the messages."""
+    return _digest(asked, essence(message))
 
 
 def essence(message: Mapping[str, Any]) -> list[Any]:
@@ -38,10 +41,13 @@ def essence(message: Mapping[str, Any]) -> list[Any]:
     return [message.get("role"), text, calls, message.get("name"), message.get("tool_call_id")]
 
 
-def _plain(arguments: str) -> Any:
+def _plain(arguments: str) -> str:
     """Arguments of a call, however a client has written them out again."""
+    # The bounds of a request's elements and depth do not count those within its texts.
+    if sum(map(arguments.count, "[{,")) > MOST_PARTS:
+        return arguments
     try:
-        return json.loads(arguments)
+        return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
 

@@ -140,7 +140,7 @@ class Door:
             temperature = given.get("temperature")
             if temperature == 0:
                 raise InvalidArgument("temperature: 0; should be above 0 in a session, whose tokens are trained on")
-            await ask("start", *who, given.get("task_id", ""), temperature)
+            await ask("start", *who, self._sessions.tokenizer, given.get("task_id", ""), temperature)
             told["api_key"] = request.headers.get(KEY)
         elif path == "/rl/set_reward":
             await ask("set_reward", *who, check_reward(given.get("reward")), given.get("interaction_id", ""))

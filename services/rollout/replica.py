@@ -73,7 +73,6 @@ class Rollout(HealthMixin):
         self._max_phase_s = config.max_phase_s
         self._member = WeightMember(engine, self._replica, config.host)
         self._pulse = Pulse(engine.answer, lambda: self._member.busy)
-        self._door = self._opened(config, context.app_name) if Port.of().http else None
         self._model = describe_model(
             config.model,
             engine.tokenizer,
@@ -81,6 +80,7 @@ class Rollout(HealthMixin):
             max_length=engine.max_length,
             dtype=config.dtype,
         )
+        self._door = self._opened(config, context.app_name) if Port.of().http else None
         # Comes last, because Serve sends requests as soon as this returns.
         await catch_up(self._member, engine, self._replica, context.app_name, config.join_s)
 
@@ -95,7 +95,7 @@ class Rollout(HealthMixin):
             self._engine, self._admission, self._slots, lambda: member.run, self._pulse.beat, lambda: member.proved
         )
         made = completions(config, served)
-        held, desk = HeldSessions(application), Desk(config.limits)
+        held, desk = HeldSessions(application, self._model.tokenizer_hash), Desk(config.limits)
         return Door(made, self.check_health, held, self._numbers, desk) if made else None
 
     async def _numbers(self) -> list[bytes]:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from quartet.trajectory import Segment
 from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE
 from quartet.wire.codec import Ints
-from quartet.wire.errors import NotFound, ResourceExhausted, ServiceError, Unavailable
+from quartet.wire.errors import NotFound, ServiceError, Unavailable
 from services.rollout.sessions import Begun, Recorded, Sessions
 
 ANSWER_S = 10.0
@@ -25,11 +25,13 @@ START_S = 60.0
 """Longest wait for the answer where it may have to be started first."""
 PAUSE_S = 0.2
 """Seconds between two tries to start it in the place of one that has died, whose name Ray keeps for a moment."""
-_Refusal = tuple[type[ServiceError], str, float | None]
 
 
 class SessionStore(Protocol):
     """Sessions that a door asks."""
+
+    tokenizer: str
+    """Hash of the tokenizer whose tokens are recorded."""
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of Sessions. Raises what it raises; Unavailable if it does not answer."""
@@ -49,12 +51,16 @@ class OpenSession:
 
     async def begun(self, digests: Sequence[bytes]) -> tuple[Begun, float]:
         """The tokens on which a request goes on. See Sessions.begun."""
-        begun: tuple[Begun, float] = await self.store.ask("begun", self.owner, self.name, digests)
+        begun: tuple[Begun, float] = await self.store.ask(
+            "begun", self.owner, self.name, digests, self.store.tokenizer
+        )
         return begun
 
-    async def record(self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes) -> Recorded:
+    async def record(
+        self, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes, checksum: str
+    ) -> Recorded:
         """Has the session hold a response. See Sessions.record."""
-        args = self.owner, self.name, interaction, prompt_ids, response, digest
+        args = self.owner, self.name, interaction, prompt_ids, response, digest, checksum
         recorded: Recorded = await self.store.ask("record", *args)
         return recorded
 
@@ -65,14 +71,12 @@ class SessionHolder:
     def __init__(self) -> None:
         self._sessions = Sessions()
 
-    def ask(self, method: str, *args: Any) -> tuple[_Refusal | None, Any]:
+    def ask(self, method: str, *args: Any) -> tuple[ServiceError | None, Any]:
         """The refusal, and what a method of Sessions returns: Ray would put a trace into the text of an error."""
         try:
             return None, getattr(self._sessions, method)(*args)
-        except ResourceExhausted as error:
-            return (ResourceExhausted, str(error.args[0]), error.retry_after_s), None
         except ServiceError as error:
-            return (type(error), str(error), None), None
+            return error, None
 
     def counts(self) -> dict[str, int]:
         """Numbers for the metrics."""
@@ -82,8 +86,13 @@ class SessionHolder:
 class HeldSessions:
     """The sessions of an application, asked by one of its replicas."""
 
-    def __init__(self, application: str) -> None:
-        self._name = f"sessions of {application}"
+    def __init__(self, application: str, tokenizer: str) -> None:
+        """
+        Args:
+            application: its name.
+            tokenizer: hash of the tokenizer of its model.
+        """
+        self._name, self.tokenizer = f"sessions of {application}", tokenizer
         self._holder: Any = None
 
     async def ask(self, method: str, *args: Any) -> Any:
@@ -97,11 +106,10 @@ class HeldSessions:
         except RayActorError:
             raise Unavailable("the process that held the sessions has died, and their tokens are lost") from None
         if refusal is not None:
-            kind, message, retry_after_s = refusal
-            raise ResourceExhausted(message, retry_after_s) if kind is ResourceExhausted else kind(message)
+            raise refusal
         return value
 
-    async def _asked(self, method: str, args: tuple[Any, ...], *, starts: bool) -> tuple[_Refusal | None, Any]:
+    async def _asked(self, method: str, args: tuple[Any, ...], *, starts: bool) -> tuple[ServiceError | None, Any]:
         """The holder's answer. A session may be started by another holder, if one has died."""
         while True:
             if self._holder is None:
@@ -111,7 +119,7 @@ class HeldSessions:
                     "no session was started here, or the process that held them has died, with their tokens"
                 )
             try:
-                answer: tuple[_Refusal | None, Any] = await self._holder.ask.remote(method, *args)
+                answer: tuple[ServiceError | None, Any] = await self._holder.ask.remote(method, *args)
                 return answer
             except RayActorError:
                 self._holder = None

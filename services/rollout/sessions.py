@@ -101,12 +101,15 @@ class _Turn:
     """Digest of all tokens that it responds to."""
     digest: bytes
     """Digest of the messages up to its own; empty if none were sent."""
+    checksum: str
+    """Checksum of the weights of its last token."""
     reward: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     owner: str
+    tokenizer: str
     task: str
     temperature: float
     touched: float
@@ -145,8 +148,14 @@ class Sessions:
         self.forks = 0
         """Number of forks that were counted, also of sessions that are gone."""
 
-    def start(self, owner: str, name: str, task: str, temperature: float | None = None) -> None:
+    def start(self, owner: str, name: str, tokenizer: str, task: str = "", temperature: float | None = None) -> None:
         """Starts a session, by default of temperature 1, or finds that of a caller which asks for its key again.
+
+        Args:
+            owner, name: the caller, and the session.
+            tokenizer: hash of the tokenizer of its tokens.
+            task: label for the caller's own use.
+            temperature: at which it is sampled.
 
         Raises:
             NotFound: it is another caller's.
@@ -167,23 +176,30 @@ class Sessions:
             if count >= most:
                 raise ResourceExhausted(f"{whose} {count} sessions, and the most is {most}", PAUSE_S)
         self._check_room()
-        self._sessions[name] = _Session(owner, task, 1.0 if temperature is None else temperature, self._clock())
+        hot = 1.0 if temperature is None else temperature
+        self._sessions[name] = _Session(owner, tokenizer, task, hot, self._clock())
         self._bytes += self._sessions[name].bytes
 
-    def begun(self, owner: str, name: str, digests: Sequence[bytes]) -> tuple[Begun, float]:
+    def begun(self, owner: str, name: str, digests: Sequence[bytes], tokenizer: str) -> tuple[Begun, float]:
         """The tokens on which a request goes on by its messages, the most of which a response of the session ended;
         and the session's temperature.
 
         Args:
             owner, name: the caller, and the session.
             digests: of the messages up to each of them (`digests`), or none for a request of tokens.
+            tokenizer: hash of the tokenizer of the model that will respond.
 
         Raises:
             NotFound: the session does not exist, or no longer.
-            FailedPrecondition: it has ended.
+            FailedPrecondition: it has ended, or its tokens are of another model.
             ResourceExhausted: it, or all together, hold as much as they may.
         """
         session = self._open(owner, name)
+        if session.tokenizer != tokenizer:
+            raise FailedPrecondition(
+                f"{name} holds tokens of another tokenizer than this model's, which was put in the place of its own; "
+                "start another with POST /rl/start_session"
+            )
         if len(session.turns) >= MOST_TURNS or session.bytes >= MOST_OF_A_SESSION:
             raise ResourceExhausted(
                 f"{name} has {len(session.turns)} responses and {session.bytes} bytes; the most are {MOST_TURNS} and "
@@ -199,7 +215,14 @@ class Sessions:
         return Begun(session.sequences[turn.sequence].ids[: turn.end], places[turn.digest]), session.temperature
 
     def record(
-        self, owner: str, name: str, interaction: str, prompt_ids: Ints, response: Segment, digest: bytes
+        self,
+        owner: str,
+        name: str,
+        interaction: str,
+        prompt_ids: Ints,
+        response: Segment,
+        digest: bytes,
+        checksum: str = "",
     ) -> Recorded:
         """Records a response to a prompt.
 
@@ -213,6 +236,8 @@ class Sessions:
             prompt_ids: token ids, [P].
             response: what was sampled.
             digest: of the messages up to the answer; empty if none were sent.
+            checksum: of the weights that sampled its last token; empty for the model's own. A version says less: it
+                comes again when a run goes back to a checkpoint.
 
         Raises:
             NotFound, FailedPrecondition: as `begun`.
@@ -227,7 +252,7 @@ class Sessions:
         sequence = session.sequences[at]
         start, prompt = len(sequence.ids), hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
         sequence.add(Segment(prompt_ids[start:]), response)
-        session.turns.append(_Turn(interaction, at, start, len(sequence.ids), prompt, digest))
+        session.turns.append(_Turn(interaction, at, start, len(sequence.ids), prompt, digest, checksum))
         self._bytes += session.bytes - before
         return Recorded(at, len(session.sequences) - 1)
 
@@ -321,7 +346,7 @@ def _told(name: str, session: _Session) -> dict[str, Any]:
         ],
         "interactions": [
             {"id": turn.interaction, "sequence": turn.sequence, "end": turn.end, "reward": turn.reward}
-            | {"superseded": turn in superseded}
+            | {"weights_checksum": turn.checksum, "superseded": turn in superseded}
             for turn in session.turns
         ],
     }

@@ -10,6 +10,7 @@ class LocalSessions:
 
     def __init__(self) -> None:
         self.held = Sessions()
+        self.tokenizer = "t"
         self.failure: Exception | None = None
         """Raised by each call."""
 

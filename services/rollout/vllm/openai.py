@@ -151,9 +151,11 @@ class VLLMCompletions:
         call = _Call(self._served, self._requests, share, version)
         begun = carried(given.get("messages", ()))
         if session is not None and path in _SAMPLES:
-            found, temperature = await session.begun(digests(given) if path == _CHAT else [])
+            # In a thread, as there may be 65,000 messages.
+            known = await asyncio.to_thread(digests, given) if path == _CHAT else []
+            found, temperature = await session.begun(known)
             given = check_of_session(given, temperature)
-            call.turn = _Turn(session, given)
+            call.turn = _Turn(session, known[-1] if known else b"")
             begun = found if found.messages >= begun.messages else begun
         call.keeps = call.turn is not None or bool(given.get("return_token_ids"))
         given = _prepared(given, path)
@@ -347,8 +349,8 @@ class _Turn(NamedTuple):
     """A response that a session is to hold."""
 
     session: OpenSession
-    given: Mapping[str, Any]
-    """The request's fields."""
+    asked: bytes
+    """Digest of the request's messages; empty if it has none."""
 
 
 class _Call:
@@ -495,11 +497,12 @@ class _Call:
     async def _held(self, interaction: str, message: Mapping[str, Any] | None) -> dict[str, Any]:
         """Has the session hold the response; returns what is said of it."""
         assert self.turn is not None
-        session, given = self.turn
+        session, asked = self.turn
         [taken] = self._taken
-        digest = b"" if message is None else answered(given, message)
+        digest = b"" if message is None else answered(asked, message)
         prompt_ids = np.asarray(taken.prompt_ids, np.int32)
-        recorded = await session.record(interaction, prompt_ids, taken.segment, digest)
+        checksum = self._served.engine.checksums.get(taken.spans[-1][0], "") if taken.spans else ""
+        recorded = await session.record(interaction, prompt_ids, taken.segment, digest, checksum)
         return {"session_id": session.name, "sequence": recorded.sequence, "forks": recorded.forks}
 
     async def texts(
@@ -507,17 +510,27 @@ class _Call:
     ) -> AsyncIterator[bytes]:
         """The events of a stream as they are sent."""
         told, last, message = Told(), {} if first is None else first, False
+        late: list[bytes] = []
         async with aclosing(_all(first, rest)) as events:
             async for last in events:
                 for choice in last.get("choices", ()):
                     message = message or "delta" in choice
                     told.add(choice.get("delta") or {})
-                yield self._text(last)
+                text = self._text(last)
+                # A client goes on after it has read the end of a response, which therefore waits for the session.
+                if self.turn is not None and (late or _ends(last)):
+                    late.append(text)
+                else:
+                    yield text
         if self.turn is not None and "error" not in last:
             try:
                 await self._held(_number_of(last), told.message if message else None)
             except ServiceError as error:
-                yield _event(http_error(error).contents)
+                late = [_event(http_error(error).contents)]
+        elif late:
+            late = late[-1:]
+        for text in late:
+            yield text
         yield f"data: {_DONE}\n\n".encode()
 
     def _text(self, event: dict[str, Any]) -> bytes:
@@ -549,6 +562,11 @@ async def _all(
             yield first
             async for event in rest:
                 yield event
+
+
+def _ends(event: Mapping[str, Any]) -> bool:
+    """True if an event says that the response has ended."""
+    return any(choice.get("finish_reason") for choice in event.get("choices", ()))
 
 
 def _event(contents: Mapping[str, Any]) -> bytes:

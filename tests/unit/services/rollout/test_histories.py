@@ -1,5 +1,6 @@
 """Histories of messages: what counts as the same, and what a stream adds up to."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def of(*messages: Any, **more: Any) -> list[bytes]:
 def test_a_history_is_known_by_each_of_its_beginnings() -> None:
     one, two = of(USER), of(USER, ANSWER)
     assert two[0] == one[0]
-    assert answered({"messages": [USER]}, ANSWER) == two[1]
+    assert answered(one[-1], ANSWER) == two[1]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,23 @@ def test_what_a_client_may_write_otherwise_does_not_count(same: dict[str, Any]) 
 def test_what_the_template_would_write_otherwise_counts(other: dict[str, Any]) -> None:
     assert of(USER, ANSWER | other)[1] != of(USER, ANSWER)[1]
     assert of(USER, tools=[1]) != of(USER) != of(USER, chat_template_kwargs={"a": 1})
+
+
+def test_arguments_with_many_or_deep_parts_are_taken_as_they_are_written() -> None:
+    """Bounds of a body's elements and depth do not count what is within its texts, and no depth is an error."""
+
+    def call(arguments: str) -> dict[str, Any]:
+        return ANSWER | {"tool_calls": [CALL | {"function": {"name": "look", "arguments": arguments}}]}
+
+    deep = [call("[" * depth + "]" * depth) for depth in range(1, 1200)]
+    assert len({of(USER, each)[1] for each in deep}) == len(deep)
+    many = "[" + "[], " * 300_000 + "[]]"
+    tracemalloc.start()
+    of(USER, call(many))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 * len(many)
+    assert of(USER, call("[[], 1]")) == of(USER, call("[[],1]"))
 
 
 def test_a_stream_adds_up_to_the_message() -> None:

@@ -27,7 +27,7 @@ def sampled(*tokens: int, version: int = 7) -> Segment:
 @pytest.fixture
 def sessions() -> Sessions:
     made = Sessions()
-    made.start(ME, S, "task", 1.0)
+    made.start(ME, S, "t", "task")
     return made
 
 
@@ -74,7 +74,7 @@ def test_of_two_sequences_that_begin_alike_the_longer_goes_on(sessions: Sessions
 
 
 def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> None:
-    assert sessions.begun(ME, S, [b"a"]) == (NOTHING, 1.0)
+    assert sessions.begun(ME, S, [b"a"], "t") == (NOTHING, 1.0)
     record(sessions, ids(5), sampled(10), b"ab")
     record(sessions, ids(5, 10, 6), sampled(11), b"abcd")
     for digests, tokens, messages in (
@@ -83,7 +83,7 @@ def test_messages_find_the_tokens_that_they_stand_for(sessions: Sessions) -> Non
         ([b"x"], [], 0),
         ([], [], 0),
     ):
-        begun, _ = sessions.begun(ME, S, digests)
+        begun, _ = sessions.begun(ME, S, digests, "t")
         assert (begun.ids.tolist(), begun.messages) == (tokens, messages)
 
 
@@ -180,7 +180,7 @@ def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -
     record(sessions, ids(5), sampled(10))
     assert sessions.end(ME, S) == sessions.end(ME, S) == 1
     for refused in (
-        lambda: sessions.begun(ME, S, []),
+        lambda: sessions.begun(ME, S, [], "t"),
         lambda: record(sessions, ids(5, 10), sampled(1)),
         lambda: sessions.set_reward(ME, S, 1.0, ""),
     ):
@@ -197,19 +197,33 @@ def test_what_has_ended_takes_nothing_and_keeps_its_tokens(sessions: Sessions) -
 def test_anothers_session_is_none(sessions: Sessions) -> None:
     record(sessions, ids(5), sampled(10))
     for asked in (
-        lambda: sessions.begun("other", S, []),
+        lambda: sessions.begun("other", S, [], "t"),
         lambda: sessions.trajectory("other", S),
         lambda: sessions.remove("other", S),
-        lambda: sessions.start("other", S, "", 1.0),
+        lambda: sessions.start("other", S, "t"),
         lambda: sessions.end("other", S),
     ):
         with pytest.raises(NotFound):
             asked()
-    sessions.start(ME, S, "again")
-    sessions.start(ME, S, "again", 1.0)
+    sessions.start(ME, S, "t", "again", 1.0)
+    sessions.start(ME, S, "t")
     with pytest.raises(InvalidArgument, match=r"temperature: 0\.7; should be 1, as session-1 was started with"):
-        sessions.start(ME, S, "again", 0.7)
+        sessions.start(ME, S, "t", "again", 0.7)
     assert len(told_of(sessions)["interactions"]) == 1
+
+
+def test_tokens_of_another_tokenizer_are_not_gone_on_from(sessions: Sessions) -> None:
+    """Sessions outlive replicas, in whose place may come those of another model."""
+    record(sessions, ids(5), sampled(10))
+    with pytest.raises(FailedPrecondition, match="holds tokens of another tokenizer"):
+        sessions.begun(ME, S, [], "other")
+    assert told_of(sessions)["sequences"][0]["ids"] == [5, 10]
+
+
+def test_a_response_names_its_weights_also_where_versions_come_again(sessions: Sessions) -> None:
+    for checksum in ("a", "b"):
+        sessions.record(ME, S, "c", ids(5), sampled(10), b"", checksum)
+    assert [each["weights_checksum"] for each in told_of(sessions)["interactions"]] == ["a", "b"]
 
 
 def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,27 +232,27 @@ def test_sessions_are_bounded_in_number_bytes_and_age(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MOST_SESSIONS", 3)
     monkeypatch.setattr(module, "MOST_OF_ONE", 2)
     for name in ("s1", "s2"):
-        sessions.start(ME, name, "", 1.0)
+        sessions.start(ME, name, "t")
     with pytest.raises(ResourceExhausted, match="me has 2 sessions, and the most is 2") as full:
-        sessions.start(ME, "s3", "", 1.0)
+        sessions.start(ME, "s3", "t")
     assert full.value.retry_after_s
-    sessions.start("other", "s3", "", 1.0)
+    sessions.start("other", "s3", "t")
     with pytest.raises(ResourceExhausted, match="all have 3 sessions"):
-        sessions.start("third", "s4", "", 1.0)
+        sessions.start("third", "s4", "t")
     clock.now += KEPT_S - 1
-    sessions.begun(ME, "s1", [])
+    sessions.begun(ME, "s1", [], "t")
     clock.now += 2
     with pytest.raises(NotFound, match="nothing was heard of it for 60 minutes"):
-        sessions.begun(ME, "s2", [])
+        sessions.begun(ME, "s2", [], "t")
     assert sessions.counts["sessions"] == 1
     monkeypatch.setattr(module, "MOST_TURNS", 1)
     sessions.record(ME, "s1", "c", ids(5), sampled(10), b"")
     with pytest.raises(ResourceExhausted, match="s1 has 1 responses") as never:
-        sessions.begun(ME, "s1", [])
+        sessions.begun(ME, "s1", [], "t")
     assert never.value.retry_after_s is None
     monkeypatch.setattr(module, "MOST_BYTES", sessions.counts["session_bytes"])
-    for refused in (lambda: sessions.start(ME, "s5", "", 1.0), lambda: sessions.begun("other", "s3", [])):
+    for refused in (lambda: sessions.start(ME, "s5", "t"), lambda: sessions.begun("other", "s3", [], "t")):
         with pytest.raises((ResourceExhausted, NotFound)):
             refused()
     sessions.remove(ME, "s1")
-    sessions.start(ME, "s5", "", 1.0)
+    sessions.start(ME, "s5", "t")

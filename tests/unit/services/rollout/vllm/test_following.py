@@ -91,8 +91,8 @@ class Model:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    async def follow(self, messages: list[Any], begun: Begun) -> Any:
-        request = ChatCompletionRequest.model_validate({"messages": messages})
+    async def follow(self, messages: list[Any], begun: Begun, **more: Any) -> Any:
+        request = ChatCompletionRequest.model_validate({"messages": messages, **more})
         return await following(Renderer(self.tokenizer), self.engine, request, messages, begun)
 
 
@@ -106,7 +106,7 @@ async def two_turns(model: Model, count: int) -> int:
     sessions, following_ids = Sessions(), model.tokenizer(model.next, add_special_tokens=False)["input_ids"]
     for number in range(count):
         name, messages, prompt = f"s{number}", [USER], model.first([USER])
-        sessions.start("me", name, "", 1.0)
+        sessions.start("me", name, "t")
         expected = prompt.tolist()
         for turn in range(3):
             drawn = random.integers(0, len(model.tokenizer), int(random.integers(1, 12)))
@@ -115,10 +115,12 @@ async def two_turns(model: Model, count: int) -> int:
             others += model.tokenizer(text, add_special_tokens=False)["input_ids"] != sampled[:-1].tolist()
             answer = {"role": "assistant", "content": text}
             segment = Segment(sampled, np.zeros(len(sampled), np.float32), ((0, 0, len(sampled)),))
-            sessions.record("me", name, str(turn), prompt, segment, answered({"messages": messages}, answer))
+            sessions.record(
+                "me", name, str(turn), prompt, segment, answered(digests({"messages": messages})[-1], answer)
+            )
             expected += [*sampled.tolist(), *following_ids]
             messages = [*messages, answer, NEXT]
-            begun, _ = sessions.begun("me", name, digests({"messages": messages}))
+            begun, _ = sessions.begun("me", name, digests({"messages": messages}), "t")
             prompt = await model.follow(messages, begun)
             assert prompt.tolist() == expected
         told = sessions.trajectory("me", name)
@@ -143,6 +145,17 @@ async def test_a_response_that_was_cut_off_is_ended_first() -> None:
     got = await model.follow([USER, {"role": "assistant", "content": "a"}, NEXT], begun)
     assert got[:3].tolist() == [1, 2, 3]
     assert model.tokenizer.decode(got[3:]) == model.end + model.next
+
+
+async def test_a_response_that_ended_as_the_request_asked_is_not_ended_twice() -> None:
+    """The folder of a base model names <|endoftext|> alone, and its chats are asked to stop at <|im_end|>."""
+    model = Model("qwen")
+    ended = model.end_id
+    model.engine.end_ids = (model.tokenizer.eos_token_id,)
+    begun = Begun(np.asarray([1, 2, ended], np.int32), 2)
+    history = [USER, {"role": "assistant", "content": "a"}, NEXT]
+    got = await model.follow(history, begun, stop_token_ids=[ended])
+    assert model.tokenizer.decode(got[3:]) == model.next
 
 
 async def test_reasoning_that_the_template_would_drop_stays() -> None:

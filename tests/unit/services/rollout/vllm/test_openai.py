@@ -397,7 +397,7 @@ def talking(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> Replica:
     session."""
     monkeypatch.setattr(replica.llm.renderer.tokenizer, "chat_template", TEMPLATE)
     replica.llm.say = "z{} "
-    replica.sessions.held.start(ME.name, "s", "", 1.0)
+    replica.sessions.held.start(ME.name, "s", "t")
     return replica
 
 
@@ -431,6 +431,7 @@ async def test_what_was_sampled_is_not_rendered_again(talking: Replica, stream: 
     ]
     assert [each["logprobs"] for each in sequence["segments"] if each["sampled"]] == [[-0.5] * 3, [-0.5] * 2, [-0.5]]
     assert sequence["segments"][1]["version_spans"] == spans(3)
+    assert [each["weights_checksum"] for each in told["interactions"]] == ["c", "b", "b"]
     if not stream:
         assert second.json["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
         assert [each["id"] for each in told["interactions"]] == [got.json["id"] for got in (first, second, third)]
@@ -476,7 +477,7 @@ async def test_settings_that_would_train_on_another_distribution_are_refused(
 
 
 async def test_the_temperature_is_the_sessions(talking: Replica) -> None:
-    talking.sessions.held.start(ME.name, "hot", "", 1.5)
+    talking.sessions.held.start(ME.name, "hot", "t", "", 1.5)
     await talking.ask(CHAT, "hot", messages=[USER], max_tokens=1)
     await talking.ask(GENERATE, "hot", token_ids=[5], sampling_params={"max_tokens": 1})
     assert [params.temperature for _, params in talking.llm.asked] == [1.5, 1.5]
@@ -496,14 +497,35 @@ async def test_an_answer_that_no_session_holds_is_an_error(talking: Replica, str
     talking.sessions.failure = Unavailable("their tokens are lost")
     talking.llm.gate.set()
     if stream:
-        error = (await asking).events[-1]["error"]
-        assert (error["code"], error["message"]) == (503, "their tokens are lost")
+        *events, last = (await asking).events
+        assert (last["error"]["code"], last["error"]["message"]) == (503, "their tokens are lost")
+        assert not any(choice.get("finish_reason") for event in events for choice in event["choices"])
     else:
         with pytest.raises(Unavailable, match="their tokens are lost"):
             await asking
     with pytest.raises(Unavailable):
         await talking.ask(CHAT, "s", **body)
     assert talking.admission.waiting_rows == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, GENERATE])
+async def test_the_end_of_a_stream_is_sent_when_the_session_holds_it(talking: Replica, path: str) -> None:
+    """A client that leaves there, or asks for the next turn, does so without waiting for more."""
+    more: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    prompts: Any = {CHAT: {"messages": [USER]}, TEXT: {"prompt": [5]}, GENERATE: {"token_ids": [5]}}
+    limit: Any = {"sampling_params": {"max_tokens": 3}} if path == GENERATE else {"max_tokens": 3}
+    held = OpenSession(talking.sessions, ME.name, "s")
+    response = await talking.completions.answer(path, json.dumps(prompts[path] | limit | more).encode(), ME, held)
+    seen = []
+
+    def leave(body: bytes) -> bool:
+        seen.append((b'"finish_reason": "length"' in body, len(told_of(talking)["interactions"])))
+        return seen[-1][0]
+
+    await asyncio.wait_for(heard(response, leave), 30)
+    assert seen[0] == (False, 0)
+    assert seen[-1] == (True, 1)
+    assert all(count == 1 for ended, count in seen if ended)
 
 
 async def test_messages_bring_their_own_tokens(talking: Replica) -> None:

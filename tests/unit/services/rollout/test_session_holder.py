@@ -1,0 +1,44 @@
+"""The actor that holds the sessions, as a replica asks it: what it refuses arrives as it was raised."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from quartet.wire.errors import NotFound, ResourceExhausted
+from quartet.wire.http_errors import http_error
+from services.rollout import sessions
+from services.rollout.session_holder import HeldSessions, SessionHolder
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldSessions:
+    """Sessions whose holder is in this process; what goes to it and comes from it is pickled, as Ray does."""
+    holder = SessionHolder()
+
+    async def ask(method: str, *args: Any) -> Any:
+        return pickle.loads(pickle.dumps(holder.ask(method, *pickle.loads(pickle.dumps(args)))))
+
+    actor = SimpleNamespace(ask=SimpleNamespace(remote=ask))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
+    monkeypatch.setattr(HeldSessions, "_started", HeldSessions._existing)
+    return HeldSessions("rollout", "t")
+
+
+async def test_a_refusal_asks_for_its_pause_once_and_tells_callers_over_http_nothing_else(
+    held: HeldSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 1)
+    await held.ask("start", "me", "s1", "t")
+    with pytest.raises(ResourceExhausted) as full:
+        await held.ask("start", "me", "s2", "t")
+    assert full.value.retry_after_s == sessions.PAUSE_S
+    assert str(full.value) == "all have 1 sessions, and the most is 1 (retry after 5000 ms)"
+    assert b"retry after" not in http_error(full.value).body
+
+
+async def test_other_refusals_are_what_they_are(held: HeldSessions) -> None:
+    with pytest.raises(NotFound, match="s is not here"):
+        await held.ask("end", "me", "s")
