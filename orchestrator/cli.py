@@ -234,7 +234,7 @@ def score(
         Path | None, typer.Option(help="Where to write the rows; one that exists is continued. Left out: printed.")
     ] = None,
     application: Annotated[str, typer.Option(help="Name of the reward service's application.")] = "reward",
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of a call of up to 256 rows.")] = 600,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of a call of up to 64 rows.")] = 600,
     overwrite: Annotated[bool, typer.Option(help="Begin again, though the output exists.")] = False,
 ) -> None:
     """Write the rows of a JSONL file or of standard input with the scores of a reward service, in order."""
@@ -378,7 +378,9 @@ def evaluate(
     )
     try:
         results = asyncio.run(
-            rows.evaluate_rows(wanted, lambda: Service.at(target, application, scorer, timeout_s), _say)
+            rows.evaluate_rows(
+                wanted, lambda: Service.at(target, application, scorer, max(timeout_s, rows.SCORE_S)), _say
+            )
         )
     except (KeyboardInterrupt, asyncio.CancelledError):
         _say(f"interrupted; the same command goes on in {folder}")

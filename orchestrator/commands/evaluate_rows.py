@@ -36,6 +36,8 @@ from quartet.config.base import ConfigError
 if TYPE_CHECKING:  # of what a model's folder needs alone
     from orchestrator.commands.evaluate import OfflineRollout
 
+SCORE_S = 600.0
+"""Shortest deadline of a call of the hub, in seconds: a judge may take long for some tens of responses."""
 START_S = 1800.0
 """Longest start of a folder's engine, in seconds."""
 PREPARED = 256
@@ -68,7 +70,7 @@ class Wanted:
     at_once: int = 16
     """Responses that are asked for at the same time."""
     timeout_s: float = 120.0
-    """Longest time for a response, and for a call of the hub, in seconds."""
+    """Longest time for a response, in seconds."""
     by: Sequence[str] = ()
     pass_at: Sequence[int] = ()
     pass_score: float = 1.0

@@ -19,9 +19,9 @@ from orchestrator.monitoring.bar import Bar
 from quartet.config.base import MIB, ConfigError
 from quartet.wire.outcomes import Outcome
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Batches that are being scored at the same time."""
-MOST_ROWS, MOST_BYTES = 256, MIB
+MOST_ROWS, MOST_BYTES = 64, MIB
 """Rows and bytes of responses of a batch: it is sent once it has so many."""
 _SCORED = Outcome.SCORED.name.lower()
 

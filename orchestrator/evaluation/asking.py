@@ -11,8 +11,8 @@ from orchestrator.evaluation.rows import Row, RowFile
 from quartet.wire.errors import Unavailable
 from quartet.wire.outcomes import MAY_PASS
 
-TOGETHER = 256
-"""Most answers that are scored in one call."""
+TOGETHER = 32
+"""Most answers that are scored in one call: so many verdicts may be lost where a command ends amid it."""
 SCORING = 4
 """Calls at a time."""
 FAILURES = 32

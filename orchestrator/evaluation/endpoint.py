@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.evaluation.journal import Answer
-from orchestrator.evaluation.rows import Row
+from orchestrator.evaluation.rows import Row, is_text
 from orchestrator.experience.beside import in_thread
 from quartet.config.base import MIB, ConfigError
 from quartet.security.port import on_loopback
@@ -201,4 +201,6 @@ def _answer(reply: Any, chat: bool) -> Answer:
     if not isinstance(text, str):
         declined = choice.get("message", {}).get("refusal") if chat else None
         raise _Refused(f"declined: {declined}"[:_SAID] if declined else f"no text (finish_reason {reason})")
+    if not is_text(text):
+        raise _Refused("the answer holds half of a surrogate pair, which is not a character")
     return Answer(text, reason != "length" if reason else None, version if isinstance(version, int) else None)

@@ -72,6 +72,9 @@ def parse(line: bytes, number: int, name: str) -> Row:
     response = values.get("response")
     if response is not None and not isinstance(response, str):
         raise ConfigError(f"{where}: response: should be text, got {shown(response)[:_SHOWN]}")
+    for field in ("prompt", "response", "label"):
+        if isinstance(text := values.get(field), str) and not is_text(text):
+            raise ConfigError(f"{where}: {field}: holds half of a surrogate pair, which is not a character")
     prompt = values.get("prompt", values.get("messages"))
     if prompt is None:
         raise ConfigError(f"{where}: prompt: required, a text or a list of messages")
@@ -97,6 +100,15 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: should be a JSON object, got {shown(values)[:_SHOWN]}")
     return values
+
+
+def is_text(text: str) -> bool:
+    """False if half of a surrogate pair is in it, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -147,8 +159,9 @@ def hold(file: BinaryIO, path: Path) -> None:
 
 
 def dumped(values: Mapping[str, Any]) -> bytes:
-    """A line of JSONL."""
-    return json.dumps(values, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass") + b"\n"
+    """A line of JSONL, in UTF-8."""
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    return (text if is_text(text) else json.dumps(values, allow_nan=False)).encode() + b"\n"
 
 
 class RowFile:

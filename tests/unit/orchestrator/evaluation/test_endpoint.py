@@ -88,6 +88,7 @@ async def test_an_answer_that_is_late_is_none_and_may_come_another_time(reply: R
     [
         (Reply({"error": {"message": "prompt is too long"}}, 400), "status 400: prompt is too long"),
         (Reply({"detail": "bad field"}, 422), "status 422: bad field"),
+        (chat("\ud800"), "the answer holds half of a surrogate pair, which is not a character"),
         (chat(None, "tool_calls"), "no text (finish_reason tool_calls)"),
         (
             Reply({"choices": [{"message": {"content": None, "refusal": "I will not"}}]}),

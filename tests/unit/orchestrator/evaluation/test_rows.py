@@ -33,6 +33,13 @@ def test_prompts_are_texts_or_messages() -> None:
     assert row(prompt="", response="").response == ""
 
 
+def test_a_line_is_utf_8_whatever_it_holds() -> None:
+    for value in ("é", "\U0001f600", "\ud800", "\n"):
+        line = dumped({"prompt": "p", "other": value})
+        assert line.decode().count("\n") == 1
+        assert parse(line, 1, "a.jsonl").values["other"] == value
+
+
 def test_labels_that_are_no_texts_are_written_as_json() -> None:
     assert [row(prompt="p", label=label).label for label in (None, 7, [1, "a"])] == ["", "7", '[1, "a"]']
 
@@ -62,6 +69,9 @@ def test_rows_of_one_prompt_and_label_have_one_key() -> None:
         (b'{"messages": [1]}', "messages[0]: should be a mapping, got 1"),
         (b'{"messages": [{"role": "user"}]}', "messages[0].content: required"),
         (b'{"prompt": [{"role": 1, "content": ""}]}', "prompt[0].role: should be text, got 1"),
+        (rb'{"prompt": "\ud800"}', "prompt: holds half of a surrogate pair"),
+        (rb'{"prompt": "p", "response": "a \udfff"}', "response: holds half of a surrogate pair"),
+        (rb'{"prompt": "p", "label": "\ud800"}', "label: holds half of a surrogate pair"),
         (b'{"prompt": "p", "response": 1}', "response: should be text, got 1"),
         (b'{"messages": [{"role": "assistant", "content": "r"}]}', "messages: the last should be a response"),
     ],
