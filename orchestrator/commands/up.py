@@ -17,11 +17,12 @@ from orchestrator.deployment import cluster, serving
 from orchestrator.deployment.file import Deployment, ServicesFile, load_file
 from orchestrator.deployment.listeners import PortError, check_closed, check_ports
 from orchestrator.deployment.redeployment import changes, kept
-from quartet.config.base import ConfigError
+from quartet.config.base import Config, ConfigError
 from quartet.security import credentials, local
 from quartet.security.credentials import VARIABLE as CREDENTIALS
 from quartet.security.port import on_loopback
 from quartet.wire.errors import Unavailable, from_rpc
+from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
 _MEANWHILE = (
@@ -76,17 +77,25 @@ def _up(config: Path, deployment: ServicesFile, timeout_s: float, say: Callable[
         if fresh:
             cluster.stop(ray)
         raise
-    http = f"; OpenAI's protocol at {', '.join(openai_addresses(deployment))}" if port.http else ""
-    say(f"all running: {', '.join(deployment.applications)}; gRPC at {deployment.target}{http}; logs in {ray.logs}")
+    doors = {"gRPC": [deployment.target]}
+    if port.http:
+        doors |= {"OpenAI's protocol": openai_addresses(deployment), "scores": _http(deployment, RewardConfig)}
+    said = "; ".join(f"{door} at {', '.join(places)}" for door, places in doors.items() if places)
+    say(f"all running: {', '.join(deployment.applications)}; {said}; logs in {ray.logs}")
 
 
 def openai_addresses(deployment: ServicesFile) -> list[str]:
     """The addresses at which clients of OpenAI's protocol reach the rollout applications."""
+    return [f"{address}/v1" for address in _http(deployment, RolloutConfig)]
+
+
+def _http(deployment: ServicesFile, service: type[Config]) -> list[str]:
+    """The addresses of the applications of a service, told by its `args:`, at the HTTP port."""
     port = deployment.ports["http_options.port"]
     return [
-        f"http://127.0.0.1:{port}{str(application.get('route_prefix', '/')).rstrip('/')}/v1"
+        f"http://127.0.0.1:{port}{str(application.get('route_prefix', '/')).rstrip('/')}"
         for application in deployment.raw.get("applications") or []
-        if isinstance(deployment.services.get(str(application.get("name"))), RolloutConfig)
+        if isinstance(deployment.services.get(str(application.get("name"))), service)
     ]
 
 
