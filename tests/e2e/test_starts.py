@@ -36,6 +36,7 @@ def frozen(quartet: Quartet) -> list[psutil.Process]:
     return [psutil.Process(engine_of(victim)), psutil.Process(victim)]
 
 
+@pytest.mark.exhaustive  # in `make test` it is killed as a run starts; what is waited for, and said, by units
 async def test_a_proxy_that_stands_still_and_then_dies_as_a_run_starts(quartet: Quartet, short: Run) -> None:
     """A frozen proxy accepts connections and answers none, so that the start waits until Serve has another."""
     proxy = named(quartet, "ray::ProxyActor")
