@@ -1,5 +1,6 @@
 """The reward service's HTTP door in this process: the port and its guard, the door, and replicas without Serve."""
 
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,14 +27,18 @@ from services.reward.scorers.scorer import Result, Scored, results
 from tests.unit.http_door import http_door
 
 OPEN = Port(local="open", http=True)
+GO_ON = threading.Event()
 SEEN: list[Pair] = []
 """Pairs that `length` was given."""
 
 
 def length(pairs: Sequence[Pair]) -> list[Any]:
-    """Characters of the response. Fails on w14, does not apply to w15, declines w16, gives no number for w17."""
+    """Characters of the response. Fails on w14, does not apply to w15, declines w16, gives no number for w17, and
+    waits for GO_ON at w18."""
     SEEN.extend(pairs)
     del SEEN[:-100]
+    if any(pair.response == "w18" for pair in pairs):
+        GO_ON.wait(60)
     if any(pair.response == "w14" for pair in pairs):
         raise OSError("a secret")
     special: dict[str, Any] = {

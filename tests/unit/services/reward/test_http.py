@@ -1,5 +1,6 @@
 """The HTTP door of the reward service: its own JSON, the protocols of others, and that no door invents a score."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from tests.http_requests import Answer, ask
 from tests.models import BOS, EOS, MAX_LENGTH
 from tests.unit import reward_door
 from tests.unit.reward_door import Scorers, replicas
+from tests.unit.waiting import until
 
 LENGTH = {"kind": "function", "function": "tests.unit.reward_door:length"}
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }} <eos> {% endfor %}"
@@ -289,6 +291,18 @@ async def test_the_shares_limits_are_those_of_grpc(folders: tuple[str, str]) -> 
         named = [("quartet-run", "eval"), ("quartet-purpose", "training")]
         assert (await asked(port, "/v1/rewards", {"pairs": PAIRS}, *named)).status == 200
         assert few.shares[-1] == Share("eval", Purpose.EVALUATION)
+        # A caller's share of the waiting work is half of it.
+        reward_door.GO_ON.clear()
+        held = asyncio.create_task(asked(port, "/v1/rewards", {"pairs": [pair("w18")] * 4}, named[0]))
+        await until(lambda: few.front._admission.waiting_rows == 4)
+        refused = await asked(port, "/v1/rewards", {"pairs": PAIRS}, named[0])
+        other = asyncio.create_task(asked(port, "/v1/rewards", {"pairs": PAIRS}, ("quartet-run", "other")))
+        await until(lambda: few.front._admission.waiting_rows == 5)
+        reward_door.GO_ON.set()
+        assert ((await held).status, (await other).status) == (200, 200)
+        assert (refused.status, refused.json["error"]["param"]) == (429, "pairs")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "of this caller wait already" in refused.message
         # The only scorer answers by what it is, too.
         identity = "function:tests.unit.reward_door:length"
         assert (await asked(port, "/v1/models")).json["data"][0]["id"] == identity
