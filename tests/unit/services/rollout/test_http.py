@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from quartet.serving.desk import Desk
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted, ServiceError
+from services.rollout import http
 from services.rollout.http import KEY, Door
 from services.rollout.metrics import METRICS, packed
 from services.rollout.session_holder import OpenSession
+from services.rollout.sessions import as_json
 from tests.unit.local_sessions import LocalSessions
 
 
@@ -170,7 +173,14 @@ class SlowSessions(LocalSessions):
         return await super().ask(method, *args)
 
 
-async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns() -> None:
+async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def written(told: Any) -> str:
+        threads.append(threading.current_thread())
+        return as_json(told)
+
+    monkeypatch.setattr(http, "as_json", written)
     sessions = SlowSessions()
     asked = door_of(Completions(), sessions)
     for name in ("a", "b"):
@@ -184,6 +194,8 @@ async def test_one_trajectory_is_written_at_a_time_and_callers_take_turns() -> N
     sessions.let.set()
     assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 5
     assert sessions.asked.index("b") <= 2
+    assert len(threads) == 5
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from quartet.serving.slots import EngineSlots
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
 from services.rollout.config import RolloutConfig
+from services.rollout.histories import digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION
 from services.rollout.session_holder import OpenSession
@@ -435,6 +437,21 @@ async def test_what_was_sampled_is_not_rendered_again(talking: Replica, stream: 
     if not stream:
         assert second.json["session"] == {"session_id": "s", "sequence": 0, "forks": 0}
         assert [each["id"] for each in told["interactions"]] == [got.json["id"] for got in (first, second, third)]
+
+
+async def test_a_history_is_read_once_and_beside_the_event_loop(
+    talking: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(given: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return digests(given)
+
+    monkeypatch.setattr(module, "digests", noted)
+    await talking.ask(CHAT, "s", messages=[USER], max_tokens=1)
+    [thread] = threads
+    assert thread is not threading.current_thread()
 
 
 async def test_a_history_that_was_changed_is_a_fork(talking: Replica) -> None:
