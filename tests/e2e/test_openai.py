@@ -18,9 +18,9 @@ PAUSE_S = 0.3
 """Seconds between two chats, in which the run has the processors to itself."""
 
 
-async def _chat(client: AsyncOpenAI, stop: asyncio.Event) -> list[Any]:
+async def _chat(client: AsyncOpenAI, stop: asyncio.Event, proofs: dict[int, float]) -> list[Any]:
     """Events of streams, one after the other until they have seen enough versions; the last of each holds all spans
-    of its response."""
+    of its response. Notes the proofs that they tell of, by version."""
     ends: list[Any] = []
     while not stop.is_set() and len({span["version"] for each in ends for span in each}) < VERSIONS:
         stream = await client.chat.completions.create(
@@ -39,6 +39,8 @@ async def _chat(client: AsyncOpenAI, stop: asyncio.Event) -> list[Any]:
                 told = [v["version"] for v in so_far for _ in range(v["end"] - v["start"])]
                 assert told == versions[: len(told)]
         ends.append(spans[-1])
+        if (proof := (events[-1].model_extra or {})["proved"]) is not None:
+            proofs[proof["version"]] = proof["difference"]
         await asyncio.sleep(PAUSE_S)
     return ends
 
@@ -49,12 +51,13 @@ async def test_versions_move_with_the_pushes_and_the_run_ends_as_it_would(quarte
     raw["orchestrator"]["steps"] = STEPS
     run.config.write_text(yaml.safe_dump(raw))
     stop = asyncio.Event()
+    proofs: dict[int, float] = {}
     try:
         async with AsyncOpenAI(
             base_url=f"http://127.0.0.1:{quartet.http}/rollout/v1", api_key=quartet.token
         ) as client:
             # One stream after the other: an event for each token takes both cores from the run.
-            chat = asyncio.create_task(_chat(client, stop))
+            chat = asyncio.create_task(_chat(client, stop, proofs))
             await asyncio.to_thread(run.finish)
             stop.set()
             spans = await asyncio.wait_for(chat, PATIENCE_S)
@@ -67,6 +70,9 @@ async def test_versions_move_with_the_pushes_and_the_run_ends_as_it_would(quarte
     seen = {span["version"] for each in spans for span in each}
     print(f"{len(spans)} chats, {sum(len(each) > 1 for each in spans)} across a push, versions {sorted(seen)}")
     assert len(seen) >= VERSIONS
+    assert proofs
+    assert proofs.keys() <= {1, *pushed}  # the first is pushed before the first step
+    assert all(difference < 1e-3 for difference in proofs.values())
     newest: Any = cards[0]
     assert [card.id for card in cards] == ["chatted", f"chatted@{newest.policy_version}"]
     assert newest.policy_version >= max(pushed)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -402,3 +403,40 @@ async def test_the_numbers_of_all_replicas_are_told(quartet: Quartet) -> None:
 
 async def test_health_is_told(quartet: Quartet) -> None:
     assert (await asked(quartet, "/health")).json == {"status": "serving"}
+
+
+@pytest.mark.exhaustive
+async def test_a_replica_that_dies_takes_no_tokens_of_a_session_with_it(quartet: Quartet) -> None:
+    """The turns are refused by name, and the next ones go on after those that were answered."""
+    started = [(await asked(quartet, START, {})).json for _ in range(12)]
+    histories: list[list[Any]] = [[*SAID] for _ in started]
+    answered = [0 for _ in started]
+
+    async def turn(place: int, most: int) -> int:
+        body = {"messages": histories[place], "max_tokens": most, "ignore_eos": True}
+        got = await ask(quartet.http, f"/rollout{CHAT}", body, bearer(started[place]["api_key"]))
+        if got.status == 200:
+            assert got.json["session"]["forks"] == 0
+            histories[place] += [got.json["choices"][0]["message"], *SAID]
+            answered[place] += 1
+        return got.status
+
+    async def all_turns(most: int) -> set[int]:
+        return set(await asyncio.gather(*(turn(place, most) for place in range(len(started)))))
+
+    assert await all_turns(4) == {200}
+    asking = asyncio.create_task(all_turns(60))
+    await asyncio.sleep(0.1)
+    dying = min(rollouts(quartet).values())
+    os.kill(dying, signal.SIGKILL)
+    assert await asking <= {200, 503}
+
+    async def replaced() -> bool:
+        return len(rollouts(quartet)) == quartet.rollout_replicas and dying not in rollouts(quartet).values()
+
+    await eventually(replaced, 120)
+    assert await all_turns(4) == {200}
+    for session, count in zip(started, answered, strict=True):
+        told = (await asked(quartet, "/rl/trajectory", {"session_id": session["session_id"]})).json
+        [sequence] = told["sequences"]
+        assert [segment["sampled"] for segment in sequence["segments"]] == [False, True] * count

@@ -46,6 +46,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from quartet.config.base import ConfigError
 from quartet.seams.vllm import end_late_renders
 from quartet.serving.desk import Desk
+from quartet.serving.grouped import grouped
 from quartet.serving.http import refusal
 from quartet.serving.share import Share
 from quartet.serving.slots import Running
@@ -68,6 +69,8 @@ STILL_S = 2.0
 """Seconds without an output after which it is asked whether the engine still answers."""
 TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token", "model_max_length"})
 """Facts about a tokenizer that are told."""
+MOST_MESSAGES = 500
+"""Most messages a second of all streams together: with many, tokens are sent several at a time."""
 LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
 _DONE, _CHAT = "[DONE]", "/v1/chat/completions"
 _SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
@@ -84,6 +87,8 @@ class VLLMCompletions:
         llm: AsyncLLM = engine.llm
         self._renderer = llm.renderer
         end_late_renders(llm.renderer)
+        self._streams = 0
+        """Number of streams that are open."""
         self.sampled = 0
         """Number of tokens that have been sampled for requests over HTTP."""
         self._names: list[BaseModelPath] = []
@@ -157,7 +162,9 @@ class VLLMCompletions:
             given = check_of_session(given, temperature)
             call.turn = _Turn(session, known[-1] if known else b"")
             begun = found if found.messages >= begun.messages else begun
-        call.keeps = call.turn is not None or bool(given.get("return_token_ids"))
+        # Their log-probs are in a message that brings them, whether or not they are asked for otherwise.
+        tells = path == _CHAT and given.get("return_token_ids") and not given.get("stream")
+        call.keeps = call.turn is not None or bool(tells)
         given = _prepared(given, path)
         request = _parsed(kind, given)
         try:
@@ -173,13 +180,21 @@ class VLLMCompletions:
             if isinstance(reply, Response):
                 await self._close(call)
                 return reply
-            return _Streamed(partial(self._close, call), reply)
+            self._streams += 1
+            return _Streamed(partial(self._close_stream, call), grouped(reply, self._gap_s))
         except TimeoutError:
             await self._close(call)
             raise InvalidArgument(LATE) from None
         except BaseException:
             await self._close(call)
             raise
+
+    def _gap_s(self) -> float:
+        return self._streams / MOST_MESSAGES
+
+    async def _close_stream(self, call: "_Call") -> None:
+        self._streams -= 1
+        await self._close(call)
 
     async def _close(self, call: "_Call") -> None:
         self.sampled += call.sampled
@@ -470,6 +485,7 @@ class _Call:
         reply |= {"policy_version": version, "weights_checksum": engine.checksums.get(version, "")}
         reply["proved"] = proof and {"version": proof.policy_version, "difference": proof.difference}
         for choice in reply.get("choices", ()):
+            _name_tokens(choice.get("logprobs"))
             choice["version_spans"] = [
                 {"version": version, "start": start, "end": end}
                 for version, start, end in self._taken[choice["index"]].spans
@@ -552,6 +568,14 @@ class _Call:
 
 
 _CALL: ContextVar[_Call] = ContextVar("call")
+
+
+def _name_tokens(logprobs: Any) -> None:
+    """Adds to log-probs of tokens without texts the names that vLLM has for them elsewhere, which clients of prime-rl
+    look for."""
+    for entry in (logprobs or {}).get("content") or ():
+        if "token_id" in entry:
+            entry["token"] = f"token_id:{entry['token_id']}"
 
 
 async def _all(

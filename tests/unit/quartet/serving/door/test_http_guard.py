@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from ray.serve._private import default_impl, http_util
 from ray.serve.config import HTTPOptions
 
 from quartet.config.base import ConfigError
@@ -17,8 +18,10 @@ from quartet.security import watched
 from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
+from quartet.serving import proxy
 from quartet.serving.door.http_guard import ROUTES
 from quartet.serving.door.json_bounds import DEEPEST, MOST_ELEMENTS
+from quartet.serving.door.open_calls import OpenCalls
 from tests.http_requests import JSON, Answer, ask, bearer
 from tests.unit.front_door import CALLERS
 from tests.unit.http_door import Replicas, Send, http_door
@@ -348,6 +351,22 @@ async def test_open_requests_have_shares(keys: Keys, tmp_path: Path) -> None:
         released.set()
         assert {(await each).status for each in (*first, other)} == {200}
         assert (await ask(port, COMPLETIONS, {}, proof(few, "client"))).status == 200
+
+
+async def test_requests_and_calls_of_one_caller_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ports of a process have one count, since their calls are open in one process."""
+    opened: list[OpenCalls] = []
+    monkeypatch.setattr(proxy, "open_port", lambda *_, calls, **__: opened.append(calls))
+    monkeypatch.setattr(proxy, "_start_attended_only", lambda server: None)
+    for module, name in ((default_impl, "add_grpc_address"), (http_util, "uvicorn")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for name, value in OPEN.environment.items():
+        monkeypatch.setenv(name, value)
+    [guard] = proxy.bind_to_host()
+    default_impl.add_grpc_address(None, "0.0.0.0:1")
+    [calls] = opened
+    assert isinstance(calls, OpenCalls)
+    assert calls in guard.args
 
 
 async def _trace(send: Send) -> None:

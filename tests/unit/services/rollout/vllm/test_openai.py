@@ -18,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.input_processor import InputProcessor
 
 from protos import rollout_pb2 as pb
+from quartet.config.base import ConfigError
 from quartet.config.limits import LimitsConfig
 from quartet.serving.admission import Admission
 from quartet.serving.share import Share
@@ -368,7 +369,8 @@ async def test_tokens_in_and_tokens_out(replica: Replica) -> None:
     assert got.status == 200, got.body
     [choice] = got.json["choices"]
     assert (choice["token_ids"], got.json["prompt_token_ids"]) == ([10, 11, 12], [5, 6])
-    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-0.5] * 3
+    told = [(each["logprob"], each["token"]) for each in choice["logprobs"]["content"]]
+    assert told == [(-0.5, "token_id:10"), (-0.5, "token_id:11"), (-0.5, "token_id:12")]
     assert (choice["version_spans"], got.json["policy_version"]) == (spans(3), 4)
     events = (await replica.ask(GENERATE, **body, stream=True, cache_salt="mine")).events
     assert [event["choices"][0]["token_ids"] for event in events] == [[10], [11], [12]]
@@ -620,3 +622,32 @@ async def test_a_template_without_end_keeps_no_thread_and_no_caller(
     renderer.tokenizer.chat_template = TEMPLATE
     assert (await talking.ask(CHAT, messages=[USER], max_tokens=1)).status == 200
     assert talking.admission.waiting_rows == 0
+
+
+@pytest.mark.parametrize("parser", [{"tool_parser": "not_there"}, {"reasoning_parser": "not_there"}])
+async def test_a_parser_that_vllm_does_not_have_is_named(
+    replica: Replica, policy_folder: Path, parser: dict[str, str]
+) -> None:
+    config = RolloutConfig(model=str(policy_folder), kv_cache_mib=1, **parser)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"rollout\.args\.tool_parser: .*not_there.*not been registered"):
+        VLLMCompletions(config, replica.completions._served)
+
+
+async def test_many_streams_get_several_tokens_at_a_time(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MESSAGES", 1e-3)  # a gap of at least 1000 s
+    body = json.dumps({"prompt": [5], "max_tokens": 20, "stream": True, "return_token_ids": True}).encode()
+    messages: list[bytes] = []
+    response = await replica.completions.answer(TEXT, body, ME, None)
+
+    async def send(message: Any) -> None:
+        messages.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    await asyncio.wait_for(response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send), 30)
+    sent = [message for message in messages if message]
+    events = Answer(200, {}, b"".join(sent)).events
+    assert [event["choices"][0]["token_ids"] for event in events] == [[token] for token in range(10, 30)]
+    assert len(sent) == 2  # the first, and all others
+    assert replica.completions._streams == 0
