@@ -6,6 +6,7 @@ names may have others.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,26 @@ def broken_tokenizers(deployment: ServicesFile) -> Iterator[str]:
             load_tokenizer(path)
         except ConfigError as error:
             yield f"{field}: {error}"
+
+
+def unlike_tokenizers(deployment: ServicesFile) -> Iterator[str]:
+    """Models of named scorers whose tokenizer is not the one that the scorer is given; those of a run's scorer
+    without a name are compared with the policy's."""
+    for name, section in deployment.services.items():
+        named = (
+            {key: each for key, each in section.hosted.items() if key} if isinstance(section, RewardConfig) else {}
+        )
+        for scorer, hosted in named.items():
+            for field, part in scorers({scorer: hosted}, f"applications.{name}.args"):
+                if not isinstance(part, ModelScorerConfig) or hosted.tokenizer in (None, part.model):
+                    continue
+                with suppress(ConfigError):  # reported by the check of tokenizers
+                    one, other = (tokenizer_hash(load_tokenizer(path)) for path in (part.model, hosted.tokenizer))
+                    if one != other:
+                        yield (
+                            f"{field}.model: the tokenizer of {part.model} is not {hosted.tokenizer}, which the "
+                            f"scorer is given; set {field_of(scorer)}.tokenizer to that of the model"
+                        )
 
 
 def _tokenizers(deployment: ServicesFile, which: _Scorers) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from orchestrator.commands.checks.models import (
     load_model_config,
     missing_functions,
     models,
+    unlike_tokenizers,
 )
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
@@ -50,6 +51,7 @@ def unstartable(deployment: ServicesFile) -> Iterator[str]:
     yield from missing_functions(deployment)
     yield from broken_models(deployment)
     yield from broken_tokenizers(deployment)
+    yield from unlike_tokenizers(deployment)
     yield from unpackable(deployment)
     for placed in deployment.placed():
         name, section, gpus = placed.name, placed.section, placed.gpus

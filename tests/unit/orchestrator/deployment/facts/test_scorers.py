@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -123,6 +124,19 @@ def test_what_would_not_start_is_named_by_its_fact(tmp_path: Path) -> None:
     file = loaded({"scorers": {"rules": "math:no"}}, tmp_path)
     [line] = problems(lambda: checked(file))
     assert file.worded(line).startswith("scorers.rules.function: 'math:no' should be package.module:name, but ")
+
+
+def test_a_model_whose_tokenizer_is_another_is_named(reward_folder: Path, tmp_path: Path) -> None:
+    other = copytree(reward_folder, tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"w4"', '"v4"'))
+    model = {"kind": "model", "model": str(reward_folder)}
+    scorers = {"own": model | {"tokenizer": str(reward_folder)}, "other": model, "rules": FUNCTION}
+    file = loaded({"scorers": scorers, "tokenizer": str(other)}, tmp_path)
+    [line] = problems(lambda: checked(file))
+    assert file.worded(line) == (
+        f"scorers.other.model: the tokenizer of {reward_folder} is not {other}, which the scorer is given; set "
+        "scorers.other.tokenizer to that of the model"
+    )
 
 
 def test_a_run_is_told_that_the_file_has_none(tmp_path: Path) -> None:
