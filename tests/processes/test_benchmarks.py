@@ -47,6 +47,8 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 """Module below benchmarks -> its arguments."""
 QUICK = {"loop_cost", "staleness"}
 """The benchmarks in `make test`: a process by itself, and real clients of emulated services."""
+NEEDS = {"rollout": "models", "vs_trl": "trl", "gpu.step": "trl"}
+"""The fixture of what a benchmark reads and does not make."""
 PEER = "vs_trl.peer"
 """TRL's side of a race, which the race runs in TRL's environment."""
 SERVED = "emulated.answers"
@@ -127,7 +129,9 @@ def test_it_runs(folder: Path, name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", sorted(set(SMALLEST) - QUICK))
-def test_it_runs_too(folder: Path, models: None, trl: None, name: str) -> None:
+def test_it_runs_too(folder: Path, request: pytest.FixtureRequest, name: str) -> None:
+    if made := NEEDS.get(name):
+        request.getfixturevalue(made)
     check(folder, name)
 
 
