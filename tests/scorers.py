@@ -1,14 +1,17 @@
 """Function scorers and judges for tests, named by import path."""
 
+import asyncio
+import contextlib
+import ctypes
 import json
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
@@ -73,6 +76,8 @@ def parsed(pairs: Sequence[Pair]) -> Any:
 
 def tensor(pairs: Sequence[Pair]) -> Any:
     """Words of the response, as a model of the user's might give them."""
+    import torch  # here, as it takes seconds, in every process of a scorer of this module
+
     return torch.tensor(count(pairs), dtype=torch.bfloat16, requires_grad=True)
 
 
@@ -155,3 +160,95 @@ def spotty(pairs: Sequence[Pair]) -> list[float]:
     if any(pair.label == "breaks" for pair in pairs):
         raise ValueError("the password is 1234")
     return [math.nan if pair.label == "nan" else words for pair, words in zip(pairs, count(pairs), strict=True)]
+
+
+def length(pairs: Sequence[Pair]) -> list[float | None]:
+    """Characters of the response; hangs on the prompt `w13`, breaks on `w14` and does not apply to `w15`."""
+    prompts = {pair.prompt for pair in pairs}
+    if "w13" in prompts:
+        threading.Event().wait()
+    if "w14" in prompts:
+        raise OSError("a secret")
+    return [None if pair.prompt == "w15" else float(len(pair.response)) for pair in pairs]
+
+
+HELD: list[bytearray] = []
+"""Memory that `faulty` leaks."""
+
+
+def faulty(pairs: Sequence[Pair]) -> list[float | None]:
+    """Words of the response, pair by pair; does what the label says before."""
+    return [_after(pair) for pair in pairs]
+
+
+def faulty_at_once(pairs: Sequence[Pair]) -> list[float | None]:
+    """The same, after it has taken all pairs, so that none can be seen to be at fault."""
+    return [_after(pair) for pair in list(pairs)]
+
+
+def _after(pair: Pair) -> float | None:
+    match pair.label:
+        case "hangs":
+            threading.Event().wait()
+        case "spins":
+            while True:
+                pass
+        case "exits":
+            os._exit(3)
+        case "leaves":
+            sys.exit(4)
+        case "crashes":
+            ctypes.string_at(0)
+        case "killed":
+            os.kill(os.getpid(), 9)
+        case "closes":
+            os.closerange(3, 100)
+        case "scribbles":
+            for number in range(3, 100):
+                with contextlib.suppress(OSError):
+                    os.write(number, b"\x00\x00\x00\x05hello")
+        case "gulps":
+            bytearray(8 << 30)
+        case "leaks":
+            HELD.append(bytearray(60 << 20))
+        case "raises":
+            raise ValueError("the password is 1234")
+        case "declines":
+            return None
+    return float(len(pair.response.split()))
+
+
+async def waits(pairs: Sequence[Pair]) -> list[float]:
+    """Words of the response, of one pair at a time; waits until as many calls as the label says are in progress, for
+    ever where it says `hangs`, and blocks the event loop where it says `blocks`."""
+    [pair] = pairs
+    HELD.append(bytearray())
+    match pair.label:
+        case "hangs":
+            await asyncio.Event().wait()
+        case "blocks":
+            threading.Event().wait()
+        case "raises":
+            raise ValueError("the password is 1234")
+        case number:
+            while len(HELD) < int(number or 0):
+                await asyncio.sleep(0.01)
+    return count(pairs)
+
+
+def secrets(pairs: Sequence[Pair]) -> list[float]:
+    """1 for a pair whose label is a variable of the environment, else 0."""
+    return [float(pair.label in os.environ) for pair in pairs]
+
+
+def process(pairs: Sequence[Pair]) -> list[float]:
+    """The number of the process."""
+    return [float(os.getpid())] * len(pairs)
+
+
+def whole(pairs: Sequence[Pair]) -> list[float]:
+    """1 for a pair that holds all that the test put into it."""
+    return [float(pair == WHOLE) for pair in pairs]
+
+
+WHOLE = Pair(prompt="w1 \ud800", response="w2", label="5", ended=False, texts=("w2", "w3"))

@@ -25,7 +25,8 @@ from services.critic.trainer import CriticTrainer
 from services.reference.config import ReferenceConfig
 from services.reference.model import Frozen, Question
 from services.reference.replica import Reference
-from services.reward.config import FunctionScorerConfig, Hosted
+from services.reward.config import Hosted
+from services.reward.kinds import FunctionScorerConfig
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Result, Scored, Scorer
 from services.rollout.config import RolloutConfig
@@ -150,6 +151,8 @@ class EmulatedScorer:
     vocab_size: int | None = VOCABULARY
     texts = False
     names: tuple[str, ...] = ()
+    passes = 1
+    patience_s: float | None = None
 
     def __init__(self, sleep: Sleep) -> None:
         self.batch_tokens = sleep.tokens

@@ -40,8 +40,11 @@ def imported(path: str, field: str) -> Any:
         raise ConfigError(f"{field}: importing {module} fails with {type(error).__name__}: {error}") from None
 
 
-def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair]], Sequence[float]]:
-    """The function at `package.module:name`, which stands at `field` of the configuration.
+def load_function(
+    path: str, field: str = "function", *, asynchronous: bool = False
+) -> Callable[[Sequence[Pair]], Sequence[float]]:
+    """The function at `package.module:name`, which stands at `field` of the configuration; with `asynchronous` it may
+    be a coroutine function.
 
     Raises:
         ConfigError: it does not exist, is not a function of one argument, or its module cannot be imported.
@@ -49,7 +52,7 @@ def load_function(path: str, field: str = "function") -> Callable[[Sequence[Pair
     function = imported(path, field)
     if not callable(function):
         raise ConfigError(f"{field}: {path!r} is not a function")
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) and not asynchronous:
         raise ConfigError(f"{field}: {path!r} is an async function; write it with def, as it is called in a thread")
     if (taken := _other_arguments(function)) is not None:
         raise ConfigError(f"{field}: {path!r} should take one argument, a sequence of pairs, but takes {taken}")

@@ -27,6 +27,8 @@ MOST_ROWS = 1024
 """Most rows of one pass, however short: the model's input for a row takes far more memory than a short row itself."""
 MODEL_HANGS = "the model of this replica hangs; the replica will be replaced"
 CHECK_S = 10.0
+END_S = 5.0
+"""Seconds in which a pass that is cancelled has to end."""
 TESTED_S = 10.0
 """Time for which a model that has answered counts as working, in seconds; a test reads all weights on the device."""
 
@@ -47,9 +49,12 @@ class Work(Protocol[Made, Given]):
 class SpoiltError(Exception):
     """Some row makes the model fail. Its pass is divided until that row is alone, and then has this result."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, suspect: int | None = None) -> None:
+        """`suspect` is the index of the item that is probably the cause: it is tried alone next, and the others
+        without it. Wrong guesses cost passes, and no item its result."""
         super().__init__(str(result))
         self.result = result
+        self.suspect = suspect
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +79,19 @@ class _Call(Generic[Item, Result]):
 _Part = Slice[_Call[Item, Result]]
 
 
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A pass that computes, and when it began."""
+
+    content: str
+    began: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        """The time so far."""
+        return time.monotonic() - self.began
+
+
 class Batcher(Generic[Item, Result]):
     """Runs a function of many items for many callers, in passes of at most `batch_tokens` tokens.
 
@@ -81,10 +99,10 @@ class Batcher(Generic[Item, Result]):
     call to an idle service never waits for others, and a busy service forms large batches by itself.
 
     A pass that fails is divided in two until the calls that make it fail are alone, with SpoiltError until the rows
-    are, by passes with deadlines of their own. When nothing but SpoiltError has come for as long as a pass may take,
-    no pass is divided, as its rows hardly differ: all have the error's result, until a pass succeeds. A pass that
-    exceeds its deadline counts as hung, and with it the model's thread: all calls, present and later, are answered
-    with Unavailable.
+    are, by passes with deadlines of their own. When nothing but SpoiltError has come for `patience_s`, no pass is
+    divided, as its rows hardly differ: all have the error's result, until a pass succeeds. A pass that exceeds its
+    deadline counts as hung, and with it the model: all calls, present and later, are answered with Unavailable. A
+    `run` that bears to be cancelled may end with SpoiltError instead.
 
     For example, calls A, B and C wait and B's rows make the model fail. The pass ABC fails, then A succeeds and BC
     fails, then B alone fails and C succeeds: only B gets the error.
@@ -96,15 +114,22 @@ class Batcher(Generic[Item, Result]):
         *,
         batch_tokens: int,
         batch_s: float,
+        passes: int = 1,
+        cancels: bool = False,
+        patience_s: float | None = None,
         turn: AbstractAsyncContextManager[Any] | None = None,
         check_s: float = CHECK_S,
     ) -> None:
         """
         Args:
-            run: returns a sequence or array of one result per item, in order; never runs twice at the same time.
-                Either a coroutine function, or a plain one, which runs in a separate thread.
+            run: returns a sequence or array of one result per item, in order. Either a coroutine function, or a plain
+                one, which runs in a separate thread.
             batch_tokens: most tokens in one pass; a longer row is a pass of its own.
             batch_s: deadline of a pass, in seconds.
+            passes: most passes at the same time.
+            cancels: True if `run` is cancelled at the deadline, and has END_S to end with SpoiltError. It is then not
+                hung.
+            patience_s: time without a pass that succeeds after which none is divided, in seconds; None: `batch_s`.
             turn: context held from the choice of a pass to its end; the deadline begins within it.
             check_s: longest time, in seconds, that an idle model may take to answer a health check.
         """
@@ -115,13 +140,15 @@ class Batcher(Generic[Item, Result]):
             else lambda items: asyncio.get_running_loop().run_in_executor(thread, run, items)
         )
         self._batch_tokens, self._batch_s, self._check_s = batch_tokens, batch_s, check_s
+        self._passes, self._cancels = passes, cancels
+        self._patience_s = batch_s if patience_s is None else patience_s
         self._turn: AbstractAsyncContextManager[Any] = turn or nullcontext()
         self._queue: FairQueue[_Call[Item, Result]] = FairQueue(quantum=max(batch_tokens // 8, 1))
         self._open: set[_Call[Item, Result]] = set()
-        self._working: asyncio.Task[None] | None = None
-        self._began: float | None = None
+        self._working: set[asyncio.Task[None]] = set()
+        self._running: set[_Running] = set()
         self._spoilt_s = 0.0
-        self._content = self._hung = ""
+        self._hung = ""
         self._answered = -math.inf
 
     async def submit(self, share: Share, work: Work[Item, Result]) -> None:
@@ -138,8 +165,7 @@ class Batcher(Generic[Item, Result]):
         call = _Call(share, work, len(work.costs))
         self._open.add(call)
         self._queue.add(share, call, work.costs)
-        if self._working is None:
-            self._working = asyncio.create_task(self._work())
+        self._work_on()
         try:
             await call.answer
         finally:
@@ -150,71 +176,91 @@ class Batcher(Generic[Item, Result]):
     def check(self) -> None:
         """Raises RuntimeError, which names the pass and its duration, once a pass has exceeded its deadline."""
         if self._hung:
-            raise RuntimeError(f"{self._hung}; now {self._seconds:.0f} s")
-        if self._seconds > self._batch_s:
-            raise RuntimeError(self._overdue)
+            raise RuntimeError(f"{self._hung}; now {self._longest.seconds if self._longest else 0:.0f} s")
+        late_s = self._batch_s + (END_S if self._cancels else 0)
+        if (running := self._longest) is not None and running.seconds > late_s:
+            raise RuntimeError(self._overdue(running))
 
     async def check_health(self, check: Callable[[], None]) -> None:
         """Raises unless the model works. A model that computes is judged by the deadline of its pass; an idle one by
         `check`, which must be quick, unless it answered in the last TESTED_S. The length of the queue is ignored."""
         self.check()
-        if self._working is None and time.monotonic() - self._answered >= TESTED_S:
+        if not self._working and time.monotonic() - self._answered >= TESTED_S:
             async with asyncio.timeout(self._check_s):
                 await asyncio.get_running_loop().run_in_executor(self._thread, check)
             self._answered = time.monotonic()
 
     @property
-    def _seconds(self) -> float:
-        return 0.0 if self._began is None else time.monotonic() - self._began
+    def _longest(self) -> _Running | None:
+        """The pass that began first."""
+        return min(self._running, key=lambda running: running.began, default=None)
 
-    @property
-    def _overdue(self) -> str:
-        return f"{self._content} has run for {self._seconds:.0f} s, longer than batch_s, {self._batch_s:g} s"
+    def _overdue(self, running: _Running) -> str:
+        return f"{running.content} has run for {running.seconds:.0f} s, longer than batch_s, {self._batch_s:g} s"
+
+    def _work_on(self) -> None:
+        """Starts one more series of passes if something waits and one more is allowed."""
+        if self._queue and not self._hung and len(self._working) < self._passes:
+            self._working.add(asyncio.create_task(self._work()))
 
     async def _work(self) -> None:
+        served = False
         try:
             while self._queue and not self._hung:
                 async with self._turn:
                     purpose = self._queue.next_purpose()
                     if purpose is not None:
-                        await self._pass(purpose, self._queue.take(purpose, self._batch_tokens, MOST_ROWS))
+                        parts = self._queue.take(purpose, self._batch_tokens, MOST_ROWS)
+                        self._work_on()
+                        await self._pass(purpose, parts)
+            served = not self._hung
         finally:
-            self._working = None
-            for call in list(self._open):
-                call.fail(Unavailable(MODEL_HANGS if self._hung else "this replica stops"))
+            self._working -= {asyncio.current_task()}
+            if not served:
+                for call in list(self._open):
+                    call.fail(Unavailable(MODEL_HANGS if self._hung else "this replica stops"))
 
     async def _pass(self, purpose: Purpose, parts: list[_Part[Item, Result]]) -> None:
         parts = [part for part in parts if not part.call.answer.done()]
         if not parts:
             return
-        self._began, self._content = time.monotonic(), _described(parts)
+        running = _Running(_described(parts))
+        self._running.add(running)
         computing = asyncio.ensure_future(self._compute(parts))
         done, _ = await asyncio.wait({computing}, timeout=self._batch_s)
+        if not done and self._cancels:
+            computing.cancel()
+            done, _ = await asyncio.wait({computing}, timeout=END_S)
         if not done:
-            self._hung = self._overdue
+            self._hung = self._overdue(running)
             return
-        took_s, self._began = self._seconds, None
+        self._running.discard(running)
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
-        self._spoilt_s = self._spoilt_s + took_s if isinstance(error, SpoiltError) else 0.0
+        self._spoilt_s = self._spoilt_s + running.seconds / self._passes if isinstance(error, SpoiltError) else 0.0
         if isinstance(error, Exception):
             self._answered = -math.inf
             await self._divide(purpose, parts, error)
 
     async def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
-        """Divides a failed pass in two; a call that fails alone is answered with the error, a row with its result."""
+        """Divides a failed pass; a call that fails alone is answered with the error, a row with its result."""
+        pieces = [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
         if isinstance(error, SpoiltError):
-            rows = sum(len(part.rows) for part in parts)
-            if rows == 1 or self._spoilt_s > self._batch_s:
+            rows = _rows(parts)
+            if rows == 1 or self._spoilt_s > self._patience_s:
                 await self._put(parts, [error.result] * rows)
                 return
-            if len(parts) == 1:
-                parts = _halves(parts[0])
-        if len(parts) == 1:
+            if error.suspect is not None:
+                before, rest = _cut(parts, error.suspect)
+                suspect, after = _cut(rest, 1)
+                pieces = [*_halved(before), *_halved(after), suspect]
+            elif len(parts) == 1:
+                pieces = _halved(parts)
+        elif len(parts) == 1:
             parts[0].call.fail(error)
             return
-        middle = len(parts) // 2
-        self._queue.again(purpose, parts[middle:])
-        self._queue.again(purpose, parts[:middle])
+        for piece in reversed(pieces):
+            if piece:
+                self._queue.again(purpose, piece)
 
     async def _compute(self, parts: list[_Part[Item, Result]]) -> None:
         items = await asyncio.get_running_loop().run_in_executor(self._thread, _items, parts)
@@ -222,11 +268,12 @@ class Batcher(Generic[Item, Result]):
         for part, made in zip(parts, items, strict=True):
             if isinstance(made, Exception):
                 part.call.fail(made)
+        parts[:] = [part for part, _ in right]  # in whose rows an error's suspect is counted
         if not right:
             return
         results = await self._run([item for _, made in right for item in made])
         self._answered = time.monotonic()
-        await self._put([part for part, _ in right], results)
+        await self._put(parts, results)
 
     async def _put(self, parts: list[_Part[Item, Result]], results: Sequence[Result]) -> None:
         """Stores the results of these parts in their calls."""
@@ -238,16 +285,31 @@ class Batcher(Generic[Item, Result]):
                 part.call.fail(error)
 
 
-def _halves(part: _Part[Item, Result]) -> list[_Part[Item, Result]]:
-    """The rows of a part, at least two, in two parts."""
-    middle = len(part.rows) // 2
-    halves = (part.rows[:middle], part.rows[middle:])
-    return [Slice(part.call, rows, int(part.call.work.costs[rows].sum())) for rows in halves]
+def _rows(parts: Sequence[_Part[Any, Any]]) -> int:
+    return sum(len(part.rows) for part in parts)
+
+
+def _halved(parts: list[_Part[Item, Result]]) -> list[list[_Part[Item, Result]]]:
+    """The two halves of the rows of some parts."""
+    return [*_cut(parts, _rows(parts) // 2)]
+
+
+def _cut(parts: list[_Part[Item, Result]], rows: int) -> tuple[list[_Part[Item, Result]], list[_Part[Item, Result]]]:
+    """The first `rows` rows, and the others."""
+    first: list[_Part[Item, Result]] = []
+    others: list[_Part[Item, Result]] = []
+    for part in parts:
+        here = min(rows, len(part.rows))
+        for side, kept in ((first, part.rows[:here]), (others, part.rows[here:])):
+            if len(kept):
+                side.append(Slice(part.call, kept, int(part.call.work.costs[kept].sum())))
+        rows -= here
+    return first, others
 
 
 def _described(parts: Sequence[_Part[Any, Any]]) -> str:
     names = sorted({part.call.share.name for part in parts})
-    rows, tokens = sum(len(part.rows) for part in parts), sum(part.tokens for part in parts)
+    rows, tokens = _rows(parts), sum(part.tokens for part in parts)
     return f"a batch of {rows} rows and {tokens} tokens for {', '.join(names[:8])}"
 
 
@@ -266,7 +328,7 @@ def _put(
     parts: Sequence[_Part[Any, Result]], results: Sequence[Result]
 ) -> list[tuple[_Part[Any, Result], Exception | None]]:
     """Stores results in their calls; returns each part with its error, if any."""
-    rows = sum(len(part.rows) for part in parts)
+    rows = _rows(parts)
     if len(results) != rows:
         raise RuntimeError(f"{len(results)} results for {rows} rows")
     put: list[tuple[_Part[Any, Result], Exception | None]] = []

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from quartet.config.base import Config, Count, ModelPath, matching
 from quartet.config.frozen import FrozenConfig
-from quartet.config.functions import PATH
 from quartet.config.limits import LimitsConfig
 from quartet.config.scores import ScoreName
+from services.reward.kinds import AnyWorkerScorerConfig, OwnConfig
 
 INGRESS = "Reward"
 """Name of the deployment that takes an application's calls."""
@@ -22,17 +22,6 @@ ScorerName = Annotated[
     matching(rf"(?!{INGRESS}$)[A-Za-z][\w-]*", f"letters, digits, `_` and `-`, a letter first; not {INGRESS}"),
 ]
 """A name by which requests choose a scorer, and that of its deployment."""
-
-
-class OwnConfig(Config):
-    """Settings that a scorer may have of its own; null: as in the application's args."""
-
-    tokenizer: ModelPath | None = None
-    """Folder of the tokenizer of the requests' token ids."""
-    max_length: Count | None = None
-    """Longest prompt + response, in tokens."""
-    limits: LimitsConfig | None = None
-    """Limits on waiting calls, their shares among callers, and the time of a pass."""
 
 
 class ModelScorerConfig(FrozenConfig, OwnConfig):
@@ -49,27 +38,6 @@ class ModelScorerConfig(FrozenConfig, OwnConfig):
     def names(self) -> tuple[str, ...]:
         """Names of the scores of a pair: none, as there is one."""
         return ()
-
-
-class FunctionScorerConfig(OwnConfig):
-    """A Python function of texts."""
-
-    kind: Literal["function"]
-    """Kind of the scorer."""
-    function: Annotated[str, matching(PATH, "package.module:function")]
-    """`package.module:function`, which takes a sequence of Pair (quartet/wire/pairs.py) and returns
-    a score for each."""
-    names: tuple[ScoreName, ...] = ()
-    """Names of the scores, if the function gives several for each pair: it then returns a mapping of exactly these
-    names to numbers for each. Empty: it returns a number for each."""
-    batch_tokens: Count = 16_384
-    """Most tokens of the pairs in one call of the function."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        if len({*self.names}) < len(self.names):
-            raise ValueError(f"names: {', '.join(self.names)} has one twice; give each score a name of its own")
-        return self
 
 
 class SeveralScorerConfig(OwnConfig):
@@ -96,7 +64,7 @@ class SeveralScorerConfig(OwnConfig):
 
 
 ScorerConfig = Annotated[
-    Union[ModelScorerConfig, FunctionScorerConfig, SeveralScorerConfig],  # noqa: UP007 - forward references
+    Union[ModelScorerConfig, AnyWorkerScorerConfig, SeveralScorerConfig],  # noqa: UP007 - forward references
     Field(discriminator="kind"),
 ]
 
@@ -116,7 +84,7 @@ class RewardConfig(Config):
     """One scorer, or several by name; and what holds for those that do not say it themselves."""
 
     scorer: ScorerConfig | None = None
-    """The only scorer; its `kind` is model, function or several."""
+    """The only scorer; its `kind` is model, function, several, or one of those of docs/rewards.md."""
     scorers: dict[ScorerName, ScorerConfig] = Field(default_factory=dict)
     """Name -> scorer, in the place of `scorer`: requests choose one by its name. Each of several is a deployment of
     its name, whose replicas and resources `deployments:` sets, beside `Reward`, which takes the calls. A scorer's own

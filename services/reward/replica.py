@@ -3,6 +3,7 @@
 Import path for Serve: `services.reward.replica:build`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.batcher import Batcher
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.share import Share
-from services.reward.config import INGRESS, Hosted, RewardConfig
+from services.reward.config import INGRESS, Hosted, RewardConfig, field_of
 from services.reward.doors import Doors
 from services.reward.ingress import Ingress
 from services.reward.names import chosen
@@ -44,13 +45,16 @@ class Reward(Doors):
 
         prepare_replica()
         tokenizer = None if hosted.tokenizer is None else load_tokenizer(hosted.tokenizer)
-        scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device())
+        scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device(), f"reward.args.{field_of(name)}")
         self._info = _described(hosted, name, tokenizer, scorer)
         self._admission = Admission(hosted.limits)
         self._batcher: Batcher[Scored, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
             batch_s=hosted.limits.batch_s,
+            passes=scorer.passes,
+            cancels=inspect.iscoroutinefunction(scorer.score),
+            patience_s=scorer.patience_s,
         )
         self._encoder = Encoder(
             tokenizer,

@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "grpc_reflection": "grpcio-reflection",
     "grpc_tools": "grpcio-tools",
     "importlinter": "import-linter",
+    "math_verify": "math-verify",
     "pydantic_core": "pydantic-core",
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",

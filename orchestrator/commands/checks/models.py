@@ -17,14 +17,12 @@ from transformers import AutoModel, AutoModelForCausalLM
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.deployment.file import Deployment, ServicesFile
 from quartet.config.base import ConfigError
-from quartet.config.functions import load_function, source_of
 from quartet.models.loading import check_whole, load_config, load_tokenizer
 from quartet.models.scalar import check_scalar
 from quartet.wire.identity import tokenizer_hash, vocabulary_size
 from services.critic.config import CriticConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import (
-    FunctionScorerConfig,
     Hosted,
     ModelScorerConfig,
     RewardConfig,
@@ -200,17 +198,17 @@ def _entries(model: Any) -> int:
 
 
 def missing_functions(deployment: ServicesFile) -> Iterator[str]:
-    """Scoring functions that cannot be imported here, except those of services with their own environment."""
+    """Scorers of functions for which something is missing here: the function itself, a package, a variable of the
+    environment; except those of services with their own environment."""
     for application in deployment.raw.get("applications") or []:
         name = str(application.get("name"))
         section = deployment.services.get(name)
         if not isinstance(section, RewardConfig) or _brings_code(application.get("runtime_env")):
             continue
         for field, scorer in scorers(section.hosted, f"applications.{name}.args"):
-            if isinstance(scorer, FunctionScorerConfig):
+            if not isinstance(scorer, ModelScorerConfig | SeveralScorerConfig):
                 try:
-                    where = f"{field}.function"
-                    source_of(load_function(scorer.function, where), scorer.function, where)
+                    scorer.check(field)
                 except ConfigError as error:
                     yield str(error)
 

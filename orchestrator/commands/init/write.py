@@ -164,7 +164,7 @@ def _yaml(value: Any) -> str:
 def _reward_model(reward: str, expected: str) -> Model | None:
     """The model that scores; None if a function does."""
     if not Path(reward).is_dir() and FUNCTION.fullmatch(reward):
-        load_function(reward, "--reward")
+        load_function(reward, "--reward", asynchronous=True)
         return None
     model = Model.at(reward, "--reward")
     if model.config.num_labels != 1:

@@ -1,4 +1,4 @@
-"""Scorers of pairs: a model, a Python function, or several by name.
+"""Scorers of pairs: a model, a function in worker processes, or several by name.
 
-May import config and quartet. encoding and replica import it.
+May import config, kinds and quartet. encoding and replica import it.
 """

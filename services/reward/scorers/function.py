@@ -1,9 +1,8 @@
-"""A Python function as a scorer."""
+"""A scorer whose scores a Python function gives: the user's, or that of one of the kinds in `kinds`."""
 
+import asyncio
 import hashlib
-import inspect
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,104 +10,157 @@ from typing import Any
 import numpy as np
 
 from protos import reward_pb2 as pb
-from quartet.config.functions import load_function, source_of
+from quartet.config.base import GIB, ConfigError
 from quartet.serving.batcher import SpoiltError
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.outcomes import Outcome, Unscored
-from services.reward.config import FunctionScorerConfig
+from services.reward.kinds import AnyWorkerScorerConfig
 from services.reward.scorers.scorer import Result, Scored, results
+from services.reward.scorers.workers import EndedError, LateError, Setting, StartError, Workers
 
 MOST_REASON = 500
 """Most characters of a reason that a function gives."""
+_MOST_LOGGED = 4
+"""Most errors of one call whose text is written to the log."""
 log = logging.getLogger("ray.serve")  # whose lines are in logs/serve, a file for each replica
 
 
 class FunctionScorer:
-    """Scores texts by the user's Python function."""
+    """Scores texts by a function in worker processes, of which each has one batch at a time."""
 
-    def __init__(self, config: FunctionScorerConfig) -> None:
-        self._function = load_function(config.function)
-        self._name = config.function
-        self.max_length = 1 << 30
+    max_length = 1 << 30
+    texts = True
+    vocab_size: int | None = None
+
+    def __init__(self, config: AnyWorkerScorerConfig, where: str = "reward.args.scorer") -> None:
+        """`where` is the scorer's place in the configuration. ConfigError if the function cannot be called."""
+        config.check_machine(where)
+        self._name = config.title.removeprefix("function:")
+        self._config = config
         self.batch_tokens = config.batch_tokens
-        self.texts = True
-        self.vocab_size: int | None = None
         self.names = config.names
-        source = source_of(self._function, config.function, "reward.args.scorer.function")
-        self.identity = pb.ScorerIdentity(
-            name=f"function:{config.function}",
-            model_hash=hashlib.sha256(source.encode()).hexdigest(),
+        self.passes = config.workers
+        self.patience_s: float | None = 8 * config.pair_timeout_s
+        setting = Setting(
+            function=config.function_path,
+            options=config.options,
             names=config.names,
+            field=f"{where}.{config.FIELD}",
+            memory_bytes=int(config.memory_gib * GIB),
+            variables=config.variables,
         )
+        try:
+            self._workers = Workers(setting)
+        except StartError as error:
+            text = str(error)
+            raise ConfigError(text if text.startswith(setting.field) else f"{setting.field}: {text}") from None
+        digest = hashlib.sha256((config.source + self._workers.source).encode()).hexdigest()
+        self.identity = pb.ScorerIdentity(name=config.title, model_hash=digest, names=self.names)
 
-    def score(self, pairs: Sequence[Scored]) -> list[Result]:
+    async def score(self, pairs: Sequence[Scored]) -> list[Result]:
         """The function's results.
 
         Raises:
-            SpoiltError: the function raised; with the reason for the pair on which it does so alone.
+            SpoiltError: the function raised, took too long or ended its process; with the reason for the pair on
+                which it does so alone.
             FailedPrecondition: it gave something other than one result for each pair; names the function.
         """
+        texts = [scored.pair for scored in pairs]
+        seconds = [min(self._config.pair_timeout_s, pair.timeout_s or np.inf) for pair in texts]
+        for again in (False, True):
+            try:
+                answer = await self._workers.call(texts, seconds, fresh=again)
+                # What other calls have left in the process is no pair's fault.
+                if again or len(pairs) > 1 or not _for_memory(answer):
+                    break
+            except EndedError as error:
+                if not again and (not error.called or (error.for_memory and len(pairs) == 1)):
+                    continue
+                reason = f"{self._name}: its process {error}"
+                raise SpoiltError(Unscored(Outcome.FAILED, reason), error.at) from None
+            except LateError as error:
+                raise SpoiltError(Unscored(Outcome.TIMEOUT, self._late(error.seconds)), error.at) from None
+            except StartError as error:
+                raise SpoiltError(Unscored(Outcome.FAILED, f"{self._name}: {error}"[:MOST_REASON])) from None
+            except asyncio.CancelledError:
+                reason = f"{self._name} took longer than limits.batch_s for {len(pairs)} pairs at once"
+                raise SpoiltError(Unscored(Outcome.TIMEOUT, reason)) from None
         try:
-            scores = self._function([scored.pair for scored in pairs])
-            scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of torch, NumPy, pandas
-        except Exception as error:
-            if len(pairs) == 1:
-                log.exception("%s failed", self._name)
-            # Without the error's text, which may hold secrets.
-            reason = (
-                f"{self._name} raised {type(error).__name__} in {self._place(error)}; see the reward service's log "
-                f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names"
-            )
-            outcome = Outcome.TIMEOUT if isinstance(error, TimeoutError) else Outcome.FAILED
-            raise SpoiltError(Unscored(outcome, reason)) from None
+            return self._results(answer, len(pairs))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # Of a process that the function has changed.
+            raise SpoiltError(Unscored(Outcome.FAILED, f"{self._name}: its process sent no answer")) from None
+
+    def check(self) -> None:
+        """Raises RuntimeError if no process can be started any more. Does not call the function, which may rightly
+        refuse a made-up pair."""
+        if self._workers.problem:
+            raise RuntimeError(f"{self._name}: {self._workers.problem}")
+
+    def _results(self, answer: Mapping[str, Any], pairs: int) -> list[Result]:
+        """The results in an answer, of which nothing is taken as given. ValueError and the like if it is none."""
         should = (
             f"should give for each pair a mapping of {', '.join(self.names)} to numbers"
             if self.names
             else "should give one number each"
         )
-        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(pairs):
-            given = f"{len(scores)} scores" if isinstance(scores, Sequence) else f"a {type(scores).__name__}"
-            raise FailedPrecondition(f"{self._name} gave {given} for {len(pairs)} pairs; {should}")
-        return [self._result(each, f"{self._name} gave {{}} for pair {n}; {should}") for n, each in enumerate(scores)]
+        if (defect := answer.get("defect")) is not None:
+            raise FailedPrecondition(f"{self._name} gave {_plain(defect)}; {should}")
+        if (raised := answer.get("raised")) is not None:
+            if pairs == 1:
+                self._log(raised)
+            raise SpoiltError(self._raised(raised), answer["at"])
+        values = np.frombuffer(answer["scores"], np.float64).reshape(pairs, len(self.names) or 1)
+        with np.errstate(over="ignore"):
+            found = results(values.astype(np.float32), self._name)
+        unscored = {int(row): why for row, why in answer["unscored"]}
+        for why in [why["raised"] for why in unscored.values() if "raised" in why][:_MOST_LOGGED]:
+            self._log(why)
+        return [self._unscored(unscored[row]) if row in unscored else each for row, each in enumerate(found)]
 
-    def _result(self, given: Any, problem: str) -> Result:
-        """The scores of a pair in the order of the names. FailedPrecondition, with what was given put into `problem`,
-        if they are none."""
-        if given is None:
+    def _unscored(self, why: Mapping[str, Any]) -> Unscored:
+        """The outcome of a pair for which the function gave no score."""
+        if "none" in why:
             return Unscored(Outcome.NOT_APPLICABLE, f"{self._name} gave None")
-        if isinstance(given, Unscored):
-            if given.outcome not in [*Outcome][1:]:
-                raise FailedPrecondition(problem.format(f"an Unscored of outcome {given.outcome!r}"))
-            # The user's own text, which the reply has to be able to hold.
-            text = str(given.reason)[:MOST_REASON].encode(errors="replace").decode()
-            return Unscored(Outcome(given.outcome), text)
-        numbers = [given]
-        if self.names:
-            if not isinstance(given, Mapping):
-                raise FailedPrecondition(problem.format(f"a {type(given).__name__}"))
-            if {*given} != {*self.names}:
-                raise FailedPrecondition(problem.format(", ".join(sorted(map(str, given))) or "no name"))
-            numbers = [given[name] for name in self.names]
-        try:
-            with np.errstate(over="ignore"):
-                values = np.asarray(numbers, np.float32)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise FailedPrecondition(problem.format("something that is no number")) from None
-        if values.ndim != 1:
-            raise FailedPrecondition(problem.format(f"a {type(given).__name__}"))
-        [result] = results(values[None], self._name)
-        return result
+        if "late" in why:
+            return Unscored(Outcome.TIMEOUT, self._late(float(why["late"])))
+        if "raised" in why:
+            return self._raised(why["raised"])
+        outcome = Outcome(why["outcome"])
+        if outcome is Outcome.SCORED:
+            raise ValueError("a score without a number")
+        return Unscored(outcome, _plain(why["reason"]))
 
-    def check(self) -> None:
-        """Does nothing, since a function may rightly refuse a made-up pair."""
+    def _raised(self, raised: Mapping[str, Any]) -> Unscored:
+        """The outcome of an error, without its text, which may hold secrets."""
+        if raised["memory"]:
+            return Unscored(
+                Outcome.FAILED, f"{self._name} needs more memory than memory_gib, {self._config.memory_gib:g}, allows"
+            )
+        place = f"line {int(raised['line'])} of {_plain(Path(_plain(raised['file'])).name)}"
+        return Unscored(
+            Outcome.TIMEOUT if raised["late"] else Outcome.FAILED,
+            f"{self._name} raised {_plain(raised['name'])} in {place}; see the reward service's log "
+            f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names",
+        )
 
-    def _place(self, error: Exception) -> str:
-        """The last line of the function's own file on the way to the error, or else the line that raised it."""
-        frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(inspect.getmodule(self._function), "__file__", None)
-        own = [frame for frame in frames if frame.filename == file]
-        frame = (own or frames)[-1]
-        return f"line {frame.lineno} of {Path(frame.filename).name}"
+    def _late(self, seconds: float) -> str:
+        whose = "pair_timeout_s" if seconds >= self._config.pair_timeout_s else "the caller's pair_timeout_s"
+        return f"{self._name} took longer for a pair than {whose}, {seconds:g} s"
+
+    def _log(self, raised: Mapping[str, Any]) -> None:
+        log.error("%s failed\n%s", self._name, str(raised["trace"]).encode(errors="replace").decode())
+
+
+def _for_memory(answer: Any) -> bool:
+    """True if the function raised MemoryError."""
+    raised = answer.get("raised")
+    return isinstance(raised, dict) and bool(raised.get("memory"))
+
+
+def _plain(text: Any) -> str:
+    """The user's own text, which the reply has to be able to hold."""
+    return str(text)[:MOST_REASON].encode(errors="replace").decode()
 
 
 def _log_name() -> str:

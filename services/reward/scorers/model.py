@@ -42,6 +42,8 @@ class ModelScorer:
         self._passes = FrozenPasses(config.batch_tokens, device, packing=config.packing, last=True)
         self.max_length = max_length(self._model)
         self.texts = False
+        self.passes = 1
+        self.patience_s: float | None = None
         self.names: tuple[str, ...] = ()
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         self.identity = pb.ScorerIdentity(

@@ -1,6 +1,6 @@
 """The interface of scorers: pairs in, for each one number out, or one for each name of the scorer."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,10 +46,16 @@ class Scorer(Protocol):
     """Entries of its vocabulary; None if it has no vocabulary."""
     names: tuple[str, ...]
     """Names of the scores of a pair; empty if there is one score."""
+    passes: int
+    """Most calls of `score` at the same time; more than one only if it is a coroutine function."""
+    patience_s: float | None
+    """Time without a success after which no more pairs are looked for that make it fail, in seconds; None: that of
+    one pass."""
 
-    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
         """For each of B pairs its scores, [K] float32, all finite: one for each of K names, in their order, or a
-        single one; or the reason why it is not scored.
+        single one; or the reason why it is not scored. A coroutine function, if it is one, ends soon after it is
+        cancelled, with SpoiltError.
 
         Raises:
             SpoiltError: one of the pairs makes it fail; holds the reason why that pair is not scored.

@@ -157,8 +157,8 @@ def test_scorers_nest(model: str) -> None:
     inner = "reward.args.scorer.scorers.rules.scorers.right"
     assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
     assert lines[1:] == [
-        f"{inner}.funktion: unknown field; known: batch_tokens, function, kind, limits, max_length, names, "
-        "tokenizer; did you mean function?"
+        f"{inner}.funktion: unknown field; known: batch_tokens, environment, function, kind, limits, max_length, "
+        "memory_gib, names, pair_timeout_s, tokenizer, workers; did you mean function?"
     ]
 
 

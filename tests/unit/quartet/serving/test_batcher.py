@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -238,9 +237,9 @@ def test_the_deadline_begins_with_the_turn(doubler: Doubler, monkeypatch: pytest
 async def test_a_batcher_that_is_stopped_answers_its_callers(doubler: Doubler) -> None:
     batcher = make_batcher(doubler)
     first = await busy(batcher, doubler)
-    working: Any = batcher._working
+    [working] = batcher._working
     working.cancel()
     with pytest.raises(Unavailable, match="stops"):
         await first
     doubler.gate.set()
-    await until(lambda: batcher._working is None)
+    await until(lambda: not batcher._working)

@@ -16,7 +16,8 @@ from protos import reward_pb2 as pb
 from quartet.security.port import CALLBACK, CALLBACK_VARIABLE
 from quartet.wire.callers import Purpose
 from quartet.wire.errors import ResourceExhausted
-from services.reward.config import FunctionScorerConfig, Hosted
+from services.reward.config import Hosted
+from services.reward.kinds import FunctionScorerConfig
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Result, Scored
 from tests.trajectories import of
@@ -64,6 +65,8 @@ class TakesTime:
     texts = False
     vocab_size: int | None = None
     names: tuple[str, ...] = ()
+    passes = 1
+    patience_s: float | None = None
 
     def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
         """Zeros."""

@@ -1,12 +1,11 @@
 """The reward deployment without Serve: what it admits, and what becomes of a scorer that hangs."""
 
 import asyncio
-import importlib
 import re
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from quartet.columns import Columns
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import ResourceExhausted, Unavailable
-from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
+from services.reward.scorers.scorer import Result, Scored
 from tests.trajectories import of
 from tests.unit.contexts import Context
 from tests.unit.waiting import until
@@ -29,33 +28,46 @@ from tests.unit.waiting import until
 HANGS, HUNG = threading.Event(), threading.Event()
 
 
-def length(pairs: Sequence[Pair]) -> list[float | None]:
-    """Characters of the response; hangs on the prompt `w13`, breaks on `w14` and does not apply to `w15`."""
-    prompts = {pair.prompt for pair in pairs}
-    if "w13" in prompts:
-        HUNG.set()
-        HANGS.wait()
-    if "w14" in prompts:
-        raise OSError("a secret")
-    return [None if pair.prompt == "w15" else float(len(pair.response)) for pair in pairs]
+class Hangs:
+    """A scorer of ones in this process; hangs on the prompt 13."""
+
+    identity = pb.ScorerIdentity(name="function:hangs")
+    max_length, batch_tokens = 128, 1000
+    texts = False
+    vocab_size: int | None = None
+    names: tuple[str, ...] = ()
+    passes = 1
+    patience_s: float | None = None
+
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """Ones."""
+        if any(13 in pair.prompt_ids for pair in pairs):
+            HUNG.set()
+            HANGS.wait()
+        return [np.ones(1, np.float32)] * len(pairs)
+
+    def check(self) -> None:
+        """Finds nothing wrong."""
 
 
-def as_imported() -> Any:
-    """This module as the scorer imported it."""
-    return importlib.import_module("tests.unit.services.reward.test_reward_replica")
+def replica(folder: Path, make: Any = None, **changes: Any) -> Any:
+    """A reward replica without Serve, whose scorer is `tests.scorers:length`, or what `make` makes."""
+    scorer = {"kind": "function", "function": "tests.scorers:length"} | changes
+    limits = {
+        "max_call_rows": 100,
+        "max_call_tokens": 4000,
+        "max_waiting_rows": 400,
+        "batch_s": 20.0 - 19 * bool(make),
+    }
+    made = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
+    config = {"tokenizer": str(folder), "scorer": scorer, "limits": limits}
+    made.__init__(RewardConfig.parse(config, "reward.args").hosted[""], make=make)
+    return made
 
 
 @pytest.fixture
-def reward(policy_folder: Path) -> Iterator[Any]:
-    HANGS.clear()
-    HUNG.clear()
-    scorer = {"kind": "function", "function": "tests.unit.services.reward.test_reward_replica:length"}
-    limits = {"max_call_rows": 100, "max_call_tokens": 4000, "max_waiting_rows": 400, "batch_s": 1.0}
-    made = object.__new__(Reward.func_or_class)  # type: ignore[attr-defined]
-    args = {"tokenizer": str(policy_folder), "scorer": scorer, "limits": limits}
-    made.__init__(RewardConfig.parse(args, "reward.args").hosted[""])
-    yield made
-    as_imported().HANGS.set()
+def reward(policy_folder: Path) -> Any:
+    return replica(policy_folder)
 
 
 def pairs(count: int, prompt: int = 5) -> pb.ScoreRequest:
@@ -86,7 +98,7 @@ async def test_pairs_without_a_score_are_nan_with_an_outcome_and_a_reason_each(r
     assert (scores[0], scores[2]) == (5.0, 2.0)
     assert [*reply.outcomes] == [pb.SCORED, pb.FAILED, pb.SCORED, pb.NOT_APPLICABLE]
     broken, declined = reply.reasons
-    assert re.search(r":length raised OSError in line \d+ of test_reward_replica\.py; see the reward", broken)
+    assert re.search(r":length raised OSError in line \d+ of scorers\.py; see the reward", broken)
     assert "secret" not in broken
     assert declined.endswith(":length gave None")
     # Where all are scored nothing is said.
@@ -132,9 +144,10 @@ async def test_a_few_long_texts_are_counted_too(reward: Any) -> None:
         await reward.Score(pb.ScoreRequest(texts=texts), Context())
 
 
-async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(reward: Any) -> None:
+async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder: Path) -> None:
+    reward = replica(policy_folder, lambda *_: Hangs())
     hung = asyncio.create_task(reward.Score(pairs(1, prompt=13), Context("a")))
-    await until(as_imported().HUNG.is_set)
+    await until(HUNG.is_set)
     waiting = asyncio.create_task(reward.Score(pairs(2), Context("b", Purpose.FOREIGN)))
     await asyncio.wait_for(reward.check_health(), 1)
     for call in (hung, waiting):
@@ -144,3 +157,20 @@ async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(reward: Any) -
         RuntimeError, match=r"a batch of 1 rows and 2 tokens for a has run for [1-9] s, longer than batch_s"
     ):
         await reward.check_health()
+    HANGS.set()
+
+
+async def test_a_pair_on_which_the_function_hangs_costs_no_other_its_score(policy_folder: Path) -> None:
+    """Nor a later call its time: the replica stays well."""
+    reward = replica(policy_folder, pair_timeout_s=4.0)
+    texts = pb.TextPairs(prompts=["w5", "w13", "w6"], responses=["w7 w8", "w7", "w9"])
+    hung = asyncio.create_task(reward.Score(pb.ScoreRequest(texts=texts), Context("a")))
+    other = await reward.Score(pairs(2), Context("b", Purpose.FOREIGN))
+    assert unpack_floats(other.scores, "scores").tolist() == [2.0] * 2
+    assert not hung.done()
+    reply = await hung
+    scores = unpack_floats(reply.scores, "scores")
+    assert (scores[0], np.isnan(scores[1]), scores[2]) == (5.0, True, 2.0)
+    assert [*reply.outcomes] == [pb.SCORED, pb.TIMEOUT, pb.SCORED]
+    assert [*reply.reasons] == ["tests.scorers:length took longer for a pair than pair_timeout_s, 4 s"]
+    await reward.check_health()

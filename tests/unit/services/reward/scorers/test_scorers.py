@@ -1,6 +1,8 @@
 """Scorers: a model, a function, and several by name."""
 
+import asyncio
 import hashlib
+import inspect
 import json
 import logging.handlers
 import re
@@ -25,7 +27,7 @@ from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
 from services.reward.scorers.make import make_scorer
-from services.reward.scorers.scorer import Scored, Scorer
+from services.reward.scorers.scorer import Result, Scored, Scorer
 from tests import plain
 from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
@@ -48,6 +50,12 @@ def function(name: str) -> dict[str, str]:
     return {"kind": "function", "function": f"tests.scorers:{name}"}
 
 
+def scored(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> Sequence[Result]:
+    """The results, of a scorer that computes here or in processes of its own."""
+    found: Any = scorer.score(pairs)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[no-any-return]
+
+
 def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
     """The scores, [B], of a scorer that names none."""
     scores = table(scorer, pairs)
@@ -58,7 +66,7 @@ def single(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
 
 def table(scorer: Scorer, pairs: Sequence[Scored] = PAIRS) -> np.ndarray:
     """The scores, [B, K], all of which there are."""
-    results = scorer.score(pairs)
+    results = scored(scorer, pairs)
     assert not [each for each in results if isinstance(each, Unscored)]
     return np.asarray(results)
 
@@ -165,7 +173,7 @@ def test_a_function_sees_texts_and_labels() -> None:
 )
 def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"^{message}$"):
-        make(**function(name)).score(PAIRS)
+        scored(make(**function(name)))
 
 
 @pytest.mark.parametrize(
@@ -178,11 +186,11 @@ def test_functions_that_do_not_score_are_named(name: str, message: str) -> None:
 )
 def test_a_function_that_raises_has_an_outcome_and_a_reason(name: str, outcome: Outcome, reason: str) -> None:
     with pytest.raises(SpoiltError) as caught:
-        make(**function(name)).score(PAIRS)
+        scored(make(**function(name)))
     assert caught.value.result.outcome is outcome
     assert re.fullmatch(f"tests.scorers:{reason}", caught.value.result.reason)
     with pytest.raises(SpoiltError) as caught:
-        make(kind="several", scorers={"words": function("count"), "own": function(name)}).score(PAIRS)
+        scored(make(kind="several", scorers={"words": function("count"), "own": function(name)}))
     assert caught.value.result.reason.startswith(f"own: tests.scorers:{name} raised")
 
 
@@ -195,23 +203,23 @@ def test_a_function_that_raises_has_an_outcome_and_a_reason(name: str, outcome: 
     ],
 )
 def test_pairs_without_a_score_have_an_outcome_and_a_reason(name: str, outcome: Outcome, reason: str) -> None:
-    assert make(**function(name)).score(PAIRS) == [Unscored(outcome, reason)] * 4
+    assert scored(make(**function(name))) == [Unscored(outcome, reason)] * 4
 
 
 def test_a_function_says_itself_that_a_pair_is_not_scored() -> None:
     two, four, one, _ = PAIRS
-    results = make(**function("picky")).score([two, one, four])
+    results = scored(make(**function("picky")), [two, one, four])
     told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
     assert told == [[2.0], Unscored(Outcome.REFUSED, "one word is not judged"), [4.0]]
     several = make(kind="several", scorers={"words": function("count"), "picky": function("picky")})
-    results = several.score([two, one])
+    results = scored(several, [two, one])
     told = [each if isinstance(each, Unscored) else each.tolist() for each in results]
     assert told == [[2.0, 2.0], Unscored(Outcome.REFUSED, "picky: one word is not judged")]
     with pytest.raises(
         FailedPrecondition, match=r"says_scored gave an Unscored of outcome .* for pair 0; should give"
     ):
-        make(**function("says_scored")).score(PAIRS)
-    [long] = make(**function("says_much")).score(PAIRS[:1])
+        scored(make(**function("says_scored")))
+    [long] = scored(make(**function("says_much")), PAIRS[:1])
     assert isinstance(long, Unscored)
     assert len(long.reason) == 500
     long.reason.encode()
@@ -257,11 +265,11 @@ def test_a_function_gives_several_scores_by_name() -> None:
 )
 def test_functions_whose_named_scores_are_wrong_are_named(name: str, message: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"^tests.scorers:{name} {message}$"):
-        make(**named(name, "right", "words")).score(PAIRS)
+        scored(make(**named(name, "right", "words")))
 
 
 def test_a_pair_is_scored_by_all_names_or_by_none() -> None:
-    *good, wrong = make(**named("two_not_finite", "right", "words")).score(PAIRS)
+    *good, wrong = scored(make(**named("two_not_finite", "right", "words")))
     assert [each.tolist() for each in good if not isinstance(each, Unscored)] == [[0.0, n] for n in LENGTHS[1:]]
     assert isinstance(wrong, Unscored)
     assert wrong.outcome is Outcome.NOT_FINITE
@@ -296,7 +304,7 @@ def test_the_file_that_holds_an_errors_text_is_named(tmp_path: Path) -> None:
     log.addHandler(buffer)
     try:
         with pytest.raises(SpoiltError, match=r"for its text: replica_reward_Reward_7\.log in `serve` of"):
-            make(**function("broken")).score(PAIRS[:1])
+            scored(make(**function("broken")), PAIRS[:1])
     finally:
         log.removeHandler(buffer)
         file.close()

@@ -1,0 +1,124 @@
+"""The price of a function scorer's worker processes: cheap functions, and calls of which some hang, leak or exit.
+
+python -m benchmarks.function_workers [--seconds 10] [--rounds 3]
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks.emulated.functions import FAULTS, count
+from quartet.serving.batcher import Batcher
+from quartet.serving.share import Share
+from quartet.wire.callers import Purpose
+from quartet.wire.outcomes import Unscored
+from quartet.wire.pairs import Pair
+from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers.function import FunctionScorer
+from services.reward.scorers.scorer import Result, Scored, results
+
+PAIRS, CALLERS = 8, 16
+TIMEOUT_S = 1.0
+NO_IDS = np.zeros(1, np.int32)
+TEXT = "word " * 100
+
+
+@dataclass
+class Call:
+    """A call of PAIRS pairs, the last of them with a label."""
+
+    label: str = ""
+    results: list[Result] = field(default_factory=list)
+    costs: np.ndarray = field(default_factory=lambda: np.full(PAIRS, 100, np.int32))
+
+    def items(self, rows: Sequence[int]) -> list[Scored]:
+        """The pairs."""
+        return [Scored(NO_IDS, NO_IDS, Pair("", TEXT, self.label if row == PAIRS - 1 else "")) for row in rows]
+
+    def put(self, rows: Sequence[int], results: Sequence[Result]) -> None:
+        """Keeps the results."""
+        self.results += results
+
+
+def workers(function: str) -> Batcher[Scored, Result]:
+    """A batcher over a scorer of this module, as a replica has it."""
+    config = FunctionScorerConfig(
+        kind="function",
+        function=f"benchmarks.emulated.functions:{function}",
+        pair_timeout_s=TIMEOUT_S,
+        workers=6,
+        memory_gib=1.0,
+        batch_tokens=PAIRS * 100,
+    )
+    made = FunctionScorer(config)
+    return Batcher(
+        made.score,
+        batch_tokens=made.batch_tokens,
+        batch_s=20,
+        passes=made.passes,
+        cancels=True,
+        patience_s=made.patience_s,
+    )
+
+
+def in_process() -> Batcher[Scored, Result]:
+    """The same with the cheap function in this process."""
+
+    def score(pairs: Sequence[Scored]) -> list[Result]:
+        return results(np.asarray(count([each.pair for each in pairs]), np.float32)[:, None], "count")
+
+    return Batcher(score, batch_tokens=PAIRS * 100, batch_s=20)
+
+
+async def throughput(batcher: Batcher[Scored, Result], seconds: float, faulty: float = 0.0) -> float:
+    """Calls without a fault that are answered with all scores, per second."""
+    random = np.random.default_rng(0)
+    good, share = 0, Share("run", Purpose.TRAINING)
+    began = time.monotonic()
+
+    async def caller() -> None:
+        nonlocal good
+        while time.monotonic() < began + seconds:
+            call = Call(str(random.choice(FAULTS)) if random.random() < faulty else "")
+            await batcher.submit(share, call)
+            unscored = sum(isinstance(each, Unscored) for each in call.results)
+            assert unscored <= bool(call.label), "a pair paid for another"
+            good += not call.label
+
+    # The callers of hung pairs wait, and others come in their place.
+    waiting = {asyncio.create_task(caller()) for _ in range(CALLERS)}
+    await asyncio.sleep(seconds)
+    counted = good
+    await asyncio.gather(*waiting)
+    return counted / seconds
+
+
+async def measured(seconds: float, rounds: int) -> None:
+    """Measures in turns, and prints medians."""
+    here, apart, working = in_process(), workers("count"), workers("works")
+    await throughput(working, min(seconds, 2))
+    taken = []
+    for _ in range(rounds):
+        cheap = [PAIRS * await throughput(each, seconds) for each in (here, apart)]
+        taken.append([*cheap, await throughput(working, seconds), await throughput(working, seconds, 0.01)])
+    inside, outside, without, beside = np.median(taken, axis=0)
+    print(f"a cheap function: {inside:,.0f} pairs/s in process, {outside:,.0f} in worker processes")
+    print(f"{without:.1f} calls/s without faults, {beside:.1f} beside 1 % of calls that hang, leak or exit")
+    print(f"ratio {beside / without:.3f}; single rounds {' '.join(f'{b / a:.3f}' for *_, a, b in taken)}")
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=0.1, help="time of each measurement")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each side")] = 3,
+) -> None:
+    """Measures and prints."""
+    asyncio.run(measured(seconds, rounds))
+
+
+if __name__ == "__main__":
+    typer.run(main)

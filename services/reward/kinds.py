@@ -1,0 +1,299 @@
+"""Scorers whose scores a function gives: the user's own, and the kinds that `services.reward.scorers.kinds` holds.
+
+Each kind is a class here and a module of its name there, whose `make` gets the fields of the class.
+"""
+
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from quartet.config.base import Config, ConfigError, Count, ModelPath, Seconds, matching
+from quartet.config.functions import PATH, load_function, source_of
+from quartet.config.limits import LimitsConfig
+from quartet.config.scores import ScoreName
+
+_MODULES = Path(__file__).parent / "scorers/kinds"
+
+
+def _pattern(text: str) -> str:
+    import regex
+
+    try:
+        regex.compile(text)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""A regular expression of the package regex, which knows all of Python's own."""
+Variable = Annotated[str, matching(r"[A-Za-z_]\w*", "the name of a variable of the environment")]
+
+
+class OwnConfig(Config):
+    """Settings that a scorer may have of its own; null: as in the application's args."""
+
+    tokenizer: ModelPath | None = None
+    """Folder of the tokenizer of the requests' token ids."""
+    max_length: Count | None = None
+    """Longest prompt + response, in tokens."""
+    limits: LimitsConfig | None = None
+    """Limits on waiting calls, their shares among callers, and the time of a pass."""
+
+
+class WorkerScorerConfig(OwnConfig):
+    """The processes of a scorer whose scores a function gives."""
+
+    PACKAGES: ClassVar[tuple[str, ...]] = ()
+    """Packages that the kind needs beside those that every service has."""
+    FIELD: ClassVar[str] = "kind"
+    """The key that errors of its function name."""
+
+    kind: str
+    """Kind of the scorer."""
+    pair_timeout_s: Seconds = 10
+    """Longest time that may be spent on one pair, in seconds. A process that is longer at one is killed; that pair
+    has the outcome TIMEOUT, and all others of its batch are scored by another process. A call of all pairs may take
+    limits.batch_s."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Most processes at the same time, each with one batch. They are started as they are needed. More than the cores,
+    so that others go on while some wait or hang."""
+    memory_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Most memory of each process, in GiB, shared files and libraries not counted. A pair for which the function
+    needs more has the outcome FAILED."""
+    environment: tuple[Variable, ...] = ()
+    """Names of variables of the service's environment that the function may read, such as that of a key. Of all others
+    it has a few without secrets, such as PATH."""
+    batch_tokens: Count = 16_384
+    """Most tokens of the pairs in one call of the function."""
+
+    @property
+    def title(self) -> str:
+        """The name of the kind, in the scorer's identity and in errors."""
+        return self.kind
+
+    @property
+    def function_path(self) -> str:
+        """`module:name` of the function that makes the scorer's."""
+        return f"services.reward.scorers.kinds.{self.title}:make"
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The fields that belong to the kind; None for a function that is used as it is."""
+        own = self.model_dump(mode="json", exclude={*WorkerScorerConfig.model_fields})
+        return own | {"pair_timeout_s": self.pair_timeout_s}
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All variables of the environment that the processes get."""
+        return self.environment
+
+    @property
+    def source(self) -> str:
+        """The text by which the scorer is identified: its code and its fields. Empty if a process has to read it."""
+        code = [(_MODULES / f"{name}.py").read_text() for name in (self.title, "answers")]
+        versions = [f"{package} {version(package)}" for package in self.PACKAGES]
+        fields = {name: value for name, value in (self.options or {}).items() if name != "pair_timeout_s"}
+        return "\n".join([*code, *versions, json.dumps(fields, sort_keys=True)])
+
+    def check_machine(self, where: str) -> None:
+        """Raises ConfigError, at `where`, if this machine lacks what the scorer needs."""
+        for package in self.PACKAGES:
+            try:
+                version(package)
+            except PackageNotFoundError:
+                raise ConfigError(
+                    f"{where}.kind: {self.title} needs the package {package}, which is not installed here: "
+                    f"pip install {package}"
+                ) from None
+        for name in self.variables:
+            if not os.environ.get(name):
+                raise ConfigError(
+                    f"{where}.{self._field_of(name)}: the variable {name} is not set in the environment"
+                )
+
+    def check(self, where: str) -> None:
+        """Raises ConfigError, at `where`, if the scorer cannot start here; for `quartet check`."""
+        self.check_machine(where)
+
+    def _field_of(self, variable: str) -> str:
+        return "environment"
+
+
+class FunctionScorerConfig(WorkerScorerConfig):
+    """A Python function of texts."""
+
+    FIELD = "function"
+
+    kind: Literal["function"]
+    """Kind of the scorer."""
+    function: Annotated[str, matching(PATH, "package.module:function")]
+    """`package.module:function`, which takes a sequence of Pair (quartet/wire/pairs.py) and returns a score for each.
+    An async function is called with one pair at a time, for all pairs at once on one event loop."""
+    names: tuple[ScoreName, ...] = ()
+    """Names of the scores, if the function gives several for each pair: it then returns a mapping of exactly these
+    names to numbers for each. Empty: it returns a number for each."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if len({*self.names}) < len(self.names):
+            raise ValueError(f"names: {', '.join(self.names)} has one twice; give each score a name of its own")
+        return self
+
+    @property
+    def title(self) -> str:
+        """The kind and the path."""
+        return f"function:{self.function}"
+
+    @property
+    def function_path(self) -> str:
+        """The user's function."""
+        return self.function
+
+    @property
+    def options(self) -> None:
+        """No options, as the function is used as it is."""
+        return None
+
+    @property
+    def source(self) -> str:
+        """Empty."""
+        return ""
+
+    def check(self, where: str) -> None:
+        """Checks the machine and imports the function."""
+        super().check(where)
+        field = f"{where}.function"
+        source_of(load_function(self.function, field, asynchronous=True), self.function, field)
+
+
+class _Kind(WorkerScorerConfig):
+    """A kind whose pairs have one score each."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scores of a pair: none, as there is one."""
+        return ()
+
+
+class _AnswerKind(_Kind):
+    """A kind that compares an answer in the response with the expected one."""
+
+    expected: str = ""
+    """Column of the pair that holds what is expected. Empty: its label."""
+    extract: Pattern = ""
+    """Regular expression of the answer in the response: its first group, or the whole of it if it has none; the last
+    match counts, and a response without one scores 0. Empty: the whole response."""
+
+
+Normalisation = Literal["strip", "case", "spaces", "punctuation", "articles", "unicode", "numbers"]
+
+
+class ExactScorerConfig(_AnswerKind):
+    """1 if the answer is the expected text, else 0."""
+
+    kind: Literal["exact"]
+    """Kind of the scorer."""
+    normalise: tuple[Normalisation, ...] = ("strip",)
+    """Changes of both texts before they are compared, in this order. strip: no blanks around them; case: lower case;
+    spaces: one blank for each run of blanks; punctuation: none; articles: no `a`, `an`, `the`; unicode: NFKC; numbers:
+    a text that is a number is compared as one, without `$`, `%` and commas between digits."""
+
+
+class RegexScorerConfig(_AnswerKind):
+    """1 if the regular expression matches the answer, else 0."""
+
+    kind: Literal["regex"]
+    """Kind of the scorer."""
+    pattern: Pattern = ""
+    """The regular expression, of the package regex. Empty: that of each pair, in the place of the expected answer."""
+    whole: bool = False
+    """Match the whole answer, not some part of it."""
+
+
+class JsonSchemaScorerConfig(_AnswerKind):
+    """1 if the answer is JSON that the schema admits, else 0."""
+
+    kind: Literal["json_schema"]
+    """Kind of the scorer."""
+    json_schema: dict[str, Any] = Field(default_factory=dict)
+    """The schema, by default of draft 2020-12. Empty: that
+    of each pair, in the place of the expected answer. References to other documents are refused, as nothing is
+    fetched."""
+
+    @model_validator(mode="after")
+    def _schema_is_one(self) -> Self:
+        import jsonschema
+
+        try:
+            jsonschema.validators.validator_for(self.json_schema).check_schema(self.json_schema)
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"json_schema: is no schema: {error.message} at {error.json_path}") from None
+        if outside := next((ref for ref in _references(self.json_schema) if not ref.startswith("#")), ""):
+            raise ValueError(
+                f"json_schema: refers to {outside!r}, which would have to be fetched; copy it into $defs"
+            )
+        return self
+
+
+class MathScorerConfig(_AnswerKind):
+    """1 if the answer equals the expected one as mathematics, by math-verify, else 0: `\\frac{1}{2}` is 0.5."""
+
+    PACKAGES = ("math-verify",)
+
+    kind: Literal["math"]
+    """Kind of the scorer."""
+    digits: Annotated[int, Field(ge=1, le=15)] = 6
+    """Decimal places that have to be equal where both are numbers."""
+    strict: bool = True
+    """Sets are not intervals, and names of variables count."""
+
+
+class CodeScorerConfig(_AnswerKind):
+    """The share of tests that a program in the response passes, each in a process with limits of its own.
+
+    The tests are the expected answer: Python with asserts, or JSON: a list of such texts, or an object of `inputs`
+    and `outputs`, lists of what the program reads and has to write.
+    """
+
+    kind: Literal["code"]
+    """Kind of the scorer."""
+    extract: Pattern = r"(?s)```(?:py(?:thon)?)?[ \t]*\n(.*?)```"
+    """Regular expression of the program in the
+    response; the last match counts, and a response without one is taken as a program as a whole."""
+    all_or_nothing: bool = False
+    """1 if all tests pass, else 0."""
+    pair_timeout_s: Seconds = 60
+    """Longest time that may be spent on one pair, in seconds. Tests that are not reached
+    in four fifths of it count as not passed."""
+    test_s: Seconds = 3
+    """Longest time of one test, in seconds; a test that takes longer has not passed."""
+    most_tests: Count = 20
+    """Most tests of a pair that are run, the first ones."""
+    test_memory_mib: Annotated[int, Field(ge=64)] = 512
+    """Most memory of a test, in MiB."""
+    network: bool = False
+    """Tests may reach the network. False: each has a network of its own with nothing in it; the
+    service does not start where the kernel gives an ordinary user none."""
+
+
+def _references(schema: Any) -> "list[str]":
+    """All `$ref` in a schema."""
+    if isinstance(schema, dict):
+        own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+        return own + [ref for value in schema.values() for ref in _references(value)]
+    return [ref for value in schema for ref in _references(value)] if isinstance(schema, list) else []
+
+
+AnyWorkerScorerConfig = (
+    FunctionScorerConfig
+    | ExactScorerConfig
+    | RegexScorerConfig
+    | JsonSchemaScorerConfig
+    | MathScorerConfig
+    | CodeScorerConfig
+)

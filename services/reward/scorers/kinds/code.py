@@ -1,0 +1,141 @@
+"""The share of tests that a program passes, each in a process of its own (`sandbox`)."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.wire.pairs import Pair
+from services.reward.scorers.kinds import sandbox
+from services.reward.scorers.kinds.answers import Given, UnusableError, by_pairs, extracting, regex_seconds
+
+_MOST_OUTPUT = 1 << 20
+"""Most bytes of a test's output that are compared."""
+_TRIED = "print(7)"
+
+
+class Sandbox:
+    """Runs programs within limits."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._seconds = float(options["test_s"])
+        self._limits = {
+            "memory_bytes": options["test_memory_mib"] << 20,
+            "cpu_s": max(1, round(self._seconds + 0.5)),
+            "network": options["network"],
+        }
+
+    def run(self, program: str, given: str, seconds: float, *, may_exit: bool) -> tuple[bool, str]:
+        """Runs a program, with this standard input, for so many seconds at most; returns whether it came to its end,
+        which sys.exit is too with `may_exit`, and its output."""
+        mark = secrets.token_hex(16)
+        with tempfile.TemporaryDirectory(prefix="quartet-test-") as folder:
+            place = Path(folder)
+            room = place / "room"
+            room.mkdir()
+            for name, content in (("program.py", program), ("input", given)):
+                (place / name).write_bytes(content.encode(errors="surrogatepass"))
+            own = {"program": str(place / "program.py"), "folder": str(room), "may_exit": may_exit}
+            with (place / "input").open("rb") as stdin, (place / "output").open("wb") as stdout:
+                ours, theirs = os.pipe()
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", sandbox.__file__, str(theirs), json.dumps(self._limits | own)],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs,),
+                    env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(room), "TMPDIR": str(room)}
+                    | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+                    | {sandbox.MARK: mark},
+                    start_new_session=True,
+                )
+                os.close(theirs)
+                try:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(seconds)
+                finally:
+                    _kill(process)
+                with os.fdopen(ours, "rb") as told:
+                    os.set_blocking(told.fileno(), False)
+                    ended = (told.read(len(mark)) or b"") == mark.encode()
+            with (place / "output").open("rb") as output:
+                return ended and process.returncode == 0, output.read(_MOST_OUTPUT).decode(errors="replace")
+
+
+def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
+    """The scorer's function. RuntimeError if programs cannot be run within the limits here."""
+    box, most = Sandbox(options), options["most_tests"]
+    if box.run(_TRIED, "", 60.0, may_exit=False) != (True, "7\n"):
+        raise RuntimeError(
+            "a program cannot be run within the limits here"
+            + (
+                ""
+                if options["network"]
+                else "; where the kernel gives processes no network of their own, set network: true"
+            )
+        )
+
+    extract = extracting(options["extract"], regex_seconds(options))
+
+    def score(response: str, tests: Sequence[tuple[str, str, str | None]]) -> float:
+        found = extract(response)
+        program = response if found is None else found
+        ends, passed = time.monotonic() + 0.8 * options["pair_timeout_s"], 0
+        for asserts, given, wanted in tests[:most]:
+            left = min(options["test_s"], ends - time.monotonic())
+            if left <= 0:
+                break
+            text = f"{program}\n\n{asserts}" if asserts else program
+            ended, output = box.run(text, given, left, may_exit=wanted is not None)
+            if ended and (wanted is None or _lines(output) == _lines(wanted)):
+                passed += 1
+            elif options["all_or_nothing"]:
+                break
+        share = passed / len(tests[:most])
+        return float(share == 1) if options["all_or_nothing"] else share
+
+    return by_pairs(score, {**options, "extract": ""}, expected=lambda value: [*_tests(value)])
+
+
+def _tests(value: Any) -> Iterator[tuple[str, str, str | None]]:
+    """(asserts, input, output) of each test; the output is None for asserts."""
+    found: Any = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = value
+    if isinstance(found, Mapping):
+        inputs, outputs = found.get("inputs"), found.get("outputs")
+        if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
+            raise UnusableError("holds no `inputs` and as many `outputs`")
+        yield from (("", _text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
+    elif isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        yield from ((each, "", None) for each in found)
+    elif isinstance(found, str) and found.strip():
+        yield (found, "", None)
+    else:
+        raise UnusableError("holds no tests")
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lines(output: str) -> list[str]:
+    """The lines without blanks at their ends, and without empty ones at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,46 @@
+"""1 for an answer that is the expected text."""
+
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from quartet.wire.pairs import Pair
+from services.reward.scorers.kinds.answers import Given, by_pairs, text
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _number(value: str) -> str:
+    """A text that is a number as all numbers equal to it."""
+    bare = re.sub(r"(?<=\d),(?=\d{3})", "", value.strip().strip("$%").strip())
+    try:
+        number = Decimal(bare)
+    except InvalidOperation:
+        return value
+    return str(number.normalize() + 0) if number.is_finite() else value
+
+
+_STEPS: dict[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "case": str.casefold,
+    "spaces": lambda value: " ".join(value.split()),
+    "punctuation": lambda value: value.translate(_PUNCTUATION),
+    "articles": lambda value: re.sub(r"\b(?:a|an|the)\b ?", "", value, flags=re.IGNORECASE),
+    "unicode": lambda value: unicodedata.normalize("NFKC", value),
+    "numbers": _number,
+}
+
+
+def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
+    """The scorer's function."""
+
+    def normal(value: Any) -> str:
+        made = text(value)
+        for name in options["normalise"]:
+            made = _STEPS[name](made)
+        return made
+
+    return by_pairs(lambda answer, wanted: float(normal(answer) == wanted), options, expected=normal)

@@ -1,0 +1,51 @@
+"""1 for an answer that is JSON which a schema admits."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jsonschema
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from quartet.wire.pairs import Pair
+from services.reward.scorers.kinds.answers import Given, UnusableError, by_pairs
+
+
+def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
+    """The scorer's function."""
+    own = _validator(options["json_schema"]) if options["json_schema"] else None
+
+    def read(value: Any) -> Any:
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            if not isinstance(schema, dict):
+                raise UnusableError("is no object, as a schema is")
+            return _validator(schema)
+        except (ValueError, RecursionError, jsonschema.SchemaError):
+            raise UnusableError("is no JSON schema") from None
+
+    def score(answer: str, wanted: Any) -> float:
+        try:
+            value = json.loads(answer, parse_constant=_refused)
+        except (ValueError, RecursionError):
+            return 0.0
+        try:
+            return float((wanted if own is None else own).is_valid(value))
+        except RecursionError:
+            return 0.0
+        except Unresolvable:
+            raise UnusableError("refers to another document") from None
+
+    return by_pairs(score, options, expected=read if own is None else None)
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    kind.check_schema(schema)
+    return kind(schema, registry=Registry())  # which fetches nothing
+
+
+def _refused(constant: str) -> None:
+    """Refuses NaN and the infinities, which JSON does not have."""
+    raise ValueError(constant)

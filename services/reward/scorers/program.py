@@ -1,0 +1,266 @@
+"""The program of a worker process: calls a scorer's function for batches of pairs that come through a socket.
+
+`workers.Worker` starts it as a file, so that it imports only what the function needs: neither torch nor pydantic. Its
+arguments are the numbers of the socket and of the memory in which it says where it is, the id of the process that
+starts it, and the folders in which Python looks for modules.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from quartet.wire.pairs import Pair
+
+NOWHERE = -1
+"""In the place of a pair's index while the function is at none."""
+_MOST_TRACE = 20_000
+"""Most characters of a traceback, for the service's log."""
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+
+
+class DefectError(Exception):
+    """The function gave something else than it should; the text says what it gave."""
+
+
+class Watched(list["Pair"]):
+    """The pairs of a call, which say at which of them the function is."""
+
+    def __init__(self, pairs: Sequence["Pair"], place: "memoryview[int]") -> None:
+        super().__init__(pairs)
+        self._place = place
+
+    def _at(self, index: int) -> None:
+        self._place[0] += 1
+        self._place[1] = index
+
+    def __iter__(self) -> Iterator["Pair"]:
+        for index, pair in enumerate(super().__iter__()):
+            self._at(index)
+            yield pair
+        self._at(NOWHERE)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, int) and -len(self) <= at < len(self):
+            self._at(at % len(self))
+        return super().__getitem__(at)
+
+    def __reduce__(self) -> Any:
+        """Makes it a plain list in processes that the function starts."""
+        return list, (), None, super().__iter__()
+
+
+class Caller:
+    """A scorer's function with all that is needed to call it."""
+
+    def __init__(self, function: Callable[..., Any], names: Sequence[str], place: "memoryview[int]") -> None:
+        self._function = function
+        self._names = names
+        self._place = place
+        self._file = getattr(inspect.getmodule(function), "__file__", None)
+        self.coroutine = inspect.iscoroutinefunction(function)
+        """True if each pair has a deadline on the event loop of this process."""
+        self._runner: Any = None
+        if self.coroutine:
+            import asyncio
+
+            self._runner = asyncio.Runner()
+
+    def answer(self, pairs: Sequence["Pair"], seconds: Sequence[float]) -> dict[str, Any]:
+        """The scores of the pairs, or the error; `seconds` is the time that each may take."""
+        try:
+            if self._runner is None or getattr(self._function, "takes_all", False):
+                given = self._function(Watched(pairs, self._place))
+                rows = _of_each(self._runner.run(given) if self._runner else given, len(pairs))
+            else:
+                rows = self._runner.run(self._each(pairs, seconds))
+            return self._told(rows)
+        except DefectError as defect:
+            return {"defect": str(defect)}
+        except BaseException as error:  # SystemExit too: only the process itself may end
+            return {"raised": self._raised(error)}
+
+    async def _each(self, pairs: Sequence["Pair"], seconds: Sequence[float]) -> list[Any]:
+        """Calls the coroutine function for each pair, with a deadline of its own, and returns what it gives."""
+        import asyncio
+
+        async def one(index: int) -> Any:
+            limit = asyncio.timeout(seconds[index])
+            try:
+                async with limit:
+                    [given] = _of_each(await self._function([pairs[index]]), 1)
+                return given
+            except DefectError:
+                raise
+            except BaseException as error:
+                late = limit.expired() and isinstance(error, TimeoutError)
+                return _Failed({"late": seconds[index]} if late else {"raised": self._raised(error)})
+            finally:
+                done[index] = True
+                while self._place[1] < len(pairs) - 1 and done[self._place[1]]:
+                    self._place[1] += 1
+                self._place[0] += 1
+
+        done = [False] * len(pairs)
+        self._place[0] += 1
+        self._place[1] = 0
+        return list(await asyncio.gather(*map(one, range(len(pairs)))))
+
+    def _told(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The frame that holds what the function gave."""
+        from quartet.wire.outcomes import Unscored
+
+        scores, unscored = array("d"), list[Any]()
+        nothing = [float("nan")] * (len(self._names) or 1)
+        for row, given in enumerate(rows):
+            if given is None:
+                unscored.append([row, {"none": True}])
+            elif isinstance(given, _Failed):
+                unscored.append([row, given.why])
+            elif isinstance(given, Unscored):
+                if given.outcome not in range(1, 6):
+                    raise DefectError(f"an Unscored of outcome {given.outcome!r} for pair {row}")
+                unscored.append([row, {"outcome": int(given.outcome), "reason": str(given.reason)[:2000]}])
+            else:
+                scores.extend(self._numbers(given, row))
+                continue
+            scores.extend(nothing)
+        return {"scores": scores.tobytes(), "unscored": unscored}
+
+    def _numbers(self, given: Any, row: int) -> list[float]:
+        """The scores of a pair in the order of the names."""
+        if not self._names:
+            return [_number(given, row)]
+        if not isinstance(given, Mapping):
+            raise DefectError(f"a {type(given).__name__} for pair {row}")
+        if {*given} != {*self._names}:
+            raise DefectError(f"{', '.join(sorted(map(str, given))) or 'no name'} for pair {row}")
+        return [_number(given[name], row) for name in self._names]
+
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        """The kind and the place of an error, and its text for the log."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == self._file]
+        frame = (own or frames)[-1]
+        text = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+        traceback.clear_frames(error.__traceback__)  # with what they hold of memory
+        return {
+            "name": type(error).__name__,
+            "line": frame.lineno or 0,
+            "file": os.path.basename(frame.filename),
+            "late": isinstance(error, TimeoutError),
+            "memory": isinstance(error, MemoryError),
+            "trace": text,
+        }
+
+
+class _Failed:
+    """The reason why a call for one pair failed."""
+
+    def __init__(self, why: dict[str, Any]) -> None:
+        self.why = why
+
+
+def _of_each(given: Any, pairs: int) -> Sequence[Any]:
+    """The values for all pairs as a sequence. DefectError unless it holds one for each."""
+    given = given.tolist() if hasattr(given, "tolist") else given  # of torch, NumPy, pandas
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise DefectError(f"a {type(given).__name__} for {pairs} pairs")
+    if len(given) != pairs:
+        raise DefectError(f"{len(given)} scores for {pairs} pairs")
+    return given
+
+
+def _number(given: Any, row: int) -> float:
+    if isinstance(given, Sequence | Mapping | set) and not isinstance(given, str | bytes):
+        raise DefectError(f"a {type(given).__name__} for pair {row}")
+    try:
+        if isinstance(given, str | bytes):
+            raise TypeError
+        return float(given)
+    except OverflowError:  # a whole number beyond any float
+        return float("inf")
+    except (TypeError, ValueError, RuntimeError):
+        raise DefectError(f"something that is no number for pair {row}") from None
+
+
+def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
+    """The function that the parent names, and the text by which it is identified where that is asked for."""
+    path, options = given["function"], given["options"]
+    if options is not None:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)(options), ""
+    if given["whole"]:
+        from quartet.config.functions import load_function, source_of
+
+        function = load_function(path, given["field"], asynchronous=True)
+        return function, source_of(function, path, given["field"])
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name), ""
+
+
+def _end_with(parent: int) -> None:
+    """Makes the kernel end this process with its parent, even where it computes without end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _limit(memory_bytes: int) -> None:
+    """Limits the process's memory, and leaves no image of it on the disk when it ends in a fault."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the first to go when the machine has no memory left
+
+
+def main() -> NoReturn:
+    """Serves the parent until it closes the socket."""
+    number, memory, parent, path = sys.argv[1:]
+    sys.path[:] = json.loads(path)
+    _end_with(int(parent))
+    from services.reward.scorers.frames import packed, pairs_of, received, unpacked
+
+    sock = socket.socket(fileno=int(number))
+    sock.set_inheritable(False)
+    place = memoryview(mmap.mmap(int(memory), 16)).cast("q")
+    os.close(int(memory))
+    first = unpacked(received(sock))
+    try:
+        _limit(first["memory_bytes"])
+        function, source = _loaded(first)
+        caller = Caller(function, first["names"], place)
+        answer: dict[str, Any] = {"source": source, "coroutine": caller.coroutine}
+    except BaseException as error:
+        text = str(error) if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: {error}"
+        sock.sendall(packed({"problem": text[:2000]}))
+        os._exit(1)
+    sock.sendall(packed(answer))
+    while frame := received(sock):
+        asked = unpacked(frame)
+        place[0] = 1  # the function is called, and is to blame for whatever ends the process now
+        answer = caller.answer(pairs_of(asked["pairs"]), asked["seconds"])
+        ends = answer.get("raised", {}).get("memory", False)
+        sock.sendall(packed(answer | {"call": asked["call"], "ends": ends}))
+        if ends:
+            os._exit(0)  # what a leak holds is given back with the process alone
+        del frame, asked, answer
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Kinds of scorers that check an answer by a rule, each in its worker processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from quartet.config.base import ConfigError
+from quartet.wire.pairs import Pair
+from services.reward.config import RewardConfig, ScorerConfig
+from services.reward.scorers.function import FunctionScorer
+from tests.unit.scorer_calls import batcher, scored
+
+NOT_APPLICABLE, TIMEOUT = "NOT_APPLICABLE", "TIMEOUT"
+
+
+def config(**fields: Any) -> Any:
+    return TypeAdapter[Any](ScorerConfig).validate_json(json.dumps(fields))
+
+
+def made(**fields: Any) -> FunctionScorer:
+    return FunctionScorer(config(**fields))
+
+
+def told(scorer: FunctionScorer, pairs: Sequence[tuple[str, str] | Pair]) -> list[Any]:
+    """The scores of pairs, each a response and a label, or the outcomes of those without one."""
+    whole = [each if isinstance(each, Pair) else Pair("", each[0], each[1]) for each in pairs]
+
+    async def all_of_them() -> Any:
+        return (await scored(batcher(scorer), whole)).told
+
+    return list(asyncio.run(all_of_them()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "cases"),
+    [
+        ({}, {("7", "7"): 1, (" 7\n", "7"): 1, ("seven", "7"): 0, ("7", ""): NOT_APPLICABLE, ("Yes", "yes"): 0}),
+        (
+            {"extract": r"answer is (\S+)", "normalise": ["case"]},
+            {("answer is A or answer is B", "b"): 1, ("A", "A"): 0},
+        ),
+        (
+            {"normalise": ["unicode", "case", "punctuation", "articles", "spaces", "strip"]},
+            {("The  Eiffel\nTower!", "eiffel tower"): 1, ("ﬁne", "fine"): 1, ("an eiffel", "the eifel"): 0},
+        ),
+        (
+            {"normalise": ["numbers"]},
+            {("$1,234.50", "1234.5"): 1, ("7.0", "7"): 1, ("-0", "0"): 1, ("1e3", "1000"): 1, ("12", "1,2"): 0},
+        ),
+    ],
+)
+def test_exact(fields: dict[str, Any], cases: Mapping[tuple[str, str], Any]) -> None:
+    assert told(made(kind="exact", **fields), [*cases]) == [*cases.values()]
+
+
+def test_what_is_expected_may_be_in_a_column() -> None:
+    scorer = made(kind="exact", expected="answer", normalise=["numbers"])
+    columns: list[dict[str, Any]] = [{"answer": "7"}, {"answer": 7}, {"answer": 7.5}, {"answer": None}, {}]
+    assert told(scorer, [Pair("", "7", columns=each) for each in columns]) == [
+        1,
+        1,
+        0,
+        NOT_APPLICABLE,
+        NOT_APPLICABLE,
+    ]
+
+
+def test_the_last_response_of_a_conversation_is_the_answer() -> None:
+    pair = Pair("", "6 wrong 7", "7", texts=("6", " wrong ", "7"))
+    assert told(made(kind="exact"), [pair]) == [1]
+
+
+def test_regular_expressions() -> None:
+    scorer = made(kind="regex", pattern=r"(?s)<think>.*</think>\s*\S", pair_timeout_s=5.0)
+    assert told(scorer, [("<think>\nso\n</think> 7", ""), ("7", ""), ("<think></think>", "")]) == [1, 0, 0]
+    whole = made(kind="regex", pattern=r"\d+", whole=True)
+    assert told(whole, [("77", ""), ("77 ", "")]) == [1, 0]
+    own = made(kind="regex")
+    assert told(own, [("7", r"^\d$"), ("x", r"^\d$"), ("7", "("), ("7", "")]) == [1, 0, *[NOT_APPLICABLE] * 2]
+
+
+def test_a_regular_expression_without_end_costs_its_pair_alone() -> None:
+    scorer = made(kind="regex", pattern=r"(a|aa)+$", pair_timeout_s=1.0)
+    assert told(scorer, [("a", ""), ("a" * 60 + "b", ""), ("c", "")]) == [1, TIMEOUT, 0]
+
+
+def test_json_schemas() -> None:
+    schema = {"type": "object", "required": ["name"], "properties": {"name": {"$ref": "#/$defs/name"}}}
+    schema["$defs"] = {"name": {"type": "string", "minLength": 2}}
+    scorer = made(kind="json_schema", json_schema=schema)
+    responses = ['{"name": "ab"}', '{"name": "a"}', "[]", "{", '{"name": "ab", "n": NaN}', "[" * 100_000]
+    assert told(scorer, [(each, "") for each in responses]) == [1, 0, 0, 0, 0, 0]
+    fenced = made(kind="json_schema", json_schema=schema, extract=r"(?s)```json\n(.*?)```")
+    assert told(fenced, [('Here:\n```json\n{"name": "ab"}\n```', ""), ('{"name": "ab"}', "")]) == [1, 0]
+    own = made(kind="json_schema", expected="schema")
+    columns: list[Any] = [{"type": "array"}, '{"type": "object"}', {"type": "nonsense"}, "no JSON", 7]
+    pairs = [Pair("", "[]", columns={"schema": each}) for each in columns]
+    assert told(own, pairs) == [1, 0, *[NOT_APPLICABLE] * 3]
+    away = Pair("", "[]", columns={"schema": {"$ref": "http://127.0.0.1:1/schema"}})
+    assert told(own, [away]) == [NOT_APPLICABLE]
+
+
+def test_mathematics() -> None:
+    cases = {
+        (r"So it is $\frac{1}{2}$.", "0.5"): 1,
+        (r"\boxed{2x + 2}", "$2(x+1)$"): 1,
+        ("The answer is 42", "42"): 1,
+        ("The answer is 41", "42"): 0,
+        ("I do not know", "42"): 0,
+        (r"$\{1, 2\}$", r"\{2, 1\}"): 1,
+        ("42", "$"): NOT_APPLICABLE,
+        (r"$x + 1$", "1 + x"): 1,
+    }
+    assert told(made(kind="math"), [*cases]) == [*cases.values()]
+
+
+ASSERTS = "assert double(2) == 4\nassert double(-1) == -2"
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\n"
+
+
+@pytest.fixture(scope="module")
+def code() -> FunctionScorer:
+    """Without a network of its own where this machine's kernel gives none."""
+    fields = {"kind": "code", "test_s": 10.0, "pair_timeout_s": 200.0}
+    with contextlib.suppress(ConfigError):
+        return made(**fields)
+    return made(**fields, network=True)
+
+
+def test_programs_pass_their_asserts(code: FunctionScorer) -> None:
+    right, wrong = "def double(x):\n    return 2 * x", "def double(x):\n    return x + 2"
+    lists = json.dumps(["assert double(2) == 4", "assert double(3) == 6"])
+    cases = {
+        (fenced(right), ASSERTS): 1,
+        (right, ASSERTS): 1,
+        (fenced(wrong), ASSERTS): 0,
+        (fenced(wrong), lists): 0.5,
+        (fenced("def double(x:"), ASSERTS): 0,
+        (fenced(f"{right}\nimport sys\nsys.exit(0)"), ASSERTS): 0,
+        (fenced(f"{right}\nimport os\nos._exit(0)"), ASSERTS): 0,
+        (fenced(right), ""): NOT_APPLICABLE,
+        (fenced(right), "[7]"): NOT_APPLICABLE,
+    }
+    assert told(code, [*cases]) == [*cases.values()]
+
+
+def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
+    tests = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]})
+    adds = "a, b = map(int, input().split())\nprint(a + b)"
+    cases = {
+        (fenced(adds), tests): 1,
+        (fenced(f"{adds}\nimport sys\nsys.exit()"), tests): 1,
+        (fenced("print(3)"), tests): 0.5,
+        (fenced("print('x' * 10 ** 9)"), tests): 0,
+        (fenced(adds), json.dumps({"inputs": ["1 2"], "outputs": []})): NOT_APPLICABLE,
+    }
+    assert told(code, [*cases]) == [*cases.values()]
+
+
+def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last program passes, and the others do not."""
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    programs = {
+        "memory": "held = bytearray(4 << 30)",
+        "disk": "open('file', 'wb').write(bytes(64 << 20))",
+        "processes": "import os\nwhile True:\n    os.fork()",
+        "elsewhere": f"open({str(tmp_path / 'made')!r}, 'w')",
+        "secret": f"assert open({str(secret)!r}).read() == 'token'",
+        "environment": "import os\nassert 'HIDDEN' in os.environ",
+        "network": "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\n",
+        "signals": f"import os\nos.kill({os.getpid()}, 0)",
+    }
+    quick = made(kind="code", test_s=2.0, network=code._config.model_dump()["network"])
+    scores = told(quick, [(fenced(program), "pass") for program in [*programs.values(), "pass"]])
+    passed = {name for name, score in zip([*programs, "pass"], scores, strict=True) if score}
+    # Without namespaces and Landlock a kernel leaves these to the user's own rights.
+    assert passed - {"signals", "elsewhere", "secret"} == {"pass"}
+    assert not (tmp_path / "made").exists() or "elsewhere" in passed
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ({"kind": "regex", "pattern": "("}, "scorer.pattern: is no regular expression: missing )"),
+        ({"kind": "exact", "extract": "[a"}, "scorer.extract: is no regular expression: "),
+        ({"kind": "exact", "normalise": ["trim"]}, "scorer.normalise.0: "),
+        ({"kind": "json_schema", "json_schema": {"type": 7}}, "json_schema: is no schema: 7 is not valid under"),
+        (
+            {"kind": "json_schema", "json_schema": {"$ref": "http://a/b"}},
+            "json_schema: refers to 'http://a/b', which",
+        ),
+        ({"kind": "regex", "pair_timeout_s": 0}, "scorer.pair_timeout_s: "),
+        ({"kind": "code", "test_memory_mib": 1}, "scorer.test_memory_mib: "),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(scorer: dict[str, Any], message: str, policy_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^reward.args.*{re.escape(message)}"):
+        RewardConfig.parse({"tokenizer": str(policy_folder), "scorer": scorer}, "reward.args")
+
+
+def test_what_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"^a\.environment: the variable NO_SUCH_KEY is not set in the environment$"
+    ):
+        config(kind="exact", environment=("NO_SUCH_KEY",)).check("a")
+    monkeypatch.setattr("services.reward.kinds.MathScorerConfig.PACKAGES", ("no-such-package",))
+    with pytest.raises(
+        ConfigError, match=r"^a\.kind: math needs the package no-such-package, which is not installed"
+    ):
+        config(kind="math").check("a")
+
+
+def test_a_scorers_identity_follows_its_fields() -> None:
+    hashes = {
+        made(kind="exact", **more).identity.model_hash for more in ({}, {"normalise": ["case"]}, {"workers": 2})
+    }
+    assert len(hashes) == 2
+    with pytest.raises(ValidationError):
+        config(kind="exact", normalise="case")

@@ -1,0 +1,207 @@
+"""Worker processes of scorers: what they cost when they hang, end, or need too much memory."""
+
+import asyncio
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quartet.serving.batcher import SpoiltError
+from quartet.wire.outcomes import Outcome, Unscored
+from quartet.wire.pairs import Pair
+from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers.function import FunctionScorer
+from tests.scorers import WHOLE
+from tests.unit.scorer_calls import batcher, called, row
+from tests.unit.waiting import until
+
+
+def scorer(name: str, **options: Any) -> FunctionScorer:
+    settings = {"pair_timeout_s": 2.0, "workers": 3} | options
+    return FunctionScorer(FunctionScorerConfig(kind="function", function=f"tests.scorers:{name}", **settings))
+
+
+def processes() -> list[psutil.Process]:
+    """The worker processes of this one."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        try:
+            if any(part.endswith("scorers/program.py") for part in each.cmdline()):
+                found.append(each)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+FAULTS = {
+    "exits": "ended with exit code 3",
+    "crashes": "was ended by SIGSEGV",
+    "killed": "was ended by SIGKILL, as where the machine runs out of memory",
+    "closes": "ended with exit code 1",
+    "scribbles": "",
+    "gulps": "needs more memory than memory_gib, 1, allows",
+    "leaves": r"raised SystemExit in line \d+ of scorers\.py; see the reward service's log",
+    "raises": r"raised ValueError in line \d+ of scorers\.py; see the reward service's log",
+}
+
+
+@pytest.mark.parametrize("function", ["faulty", "faulty_at_once"])
+async def test_a_pair_that_ends_its_process_costs_no_other_its_score(function: str) -> None:
+    passes = batcher(scorer(function, memory_gib=1.0))
+    labels = [label for fault in FAULTS for label in ("", fault, "")]
+    call = await called(passes, *labels)
+    assert call.told == ["FAILED" if label else 1.0 for label in labels]
+    for at, fault in enumerate(labels):
+        if fault:
+            assert re.match(f"tests.scorers:{function}:? .*{FAULTS[fault]}", call.reason(at))
+            assert not re.search("1234|/", call.reason(at))
+
+
+async def test_pairs_that_hang_cost_no_other_its_score_nor_later_calls_their_time() -> None:
+    made = scorer("faulty")
+    passes = batcher(made)
+    hung = asyncio.create_task(called(passes, "", "hangs", "", "spins", ""))
+    await until(lambda: passes._running)
+    others = await asyncio.gather(*(called(passes, "", "declines") for _ in range(20)))
+    assert not hung.done()
+    assert [each.told for each in others] == [[1.0, "NOT_APPLICABLE"]] * 20
+    call = await hung
+    assert call.told == [1.0, "TIMEOUT", 1.0, "TIMEOUT", 1.0]
+    assert call.reason(1) == "tests.scorers:faulty took longer for a pair than pair_timeout_s, 2 s"
+    await passes.check_health(made.check)
+
+
+async def test_a_process_that_leaks_is_replaced_and_all_pairs_are_scored() -> None:
+    call = await called(batcher(scorer("faulty", memory_gib=0.25, pair_timeout_s=30.0)), *["leaks"] * 12)
+    assert call.told == [1.0] * 12
+
+
+async def test_the_callers_own_time_counts_too() -> None:
+    made = scorer("faulty", pair_timeout_s=100.0)
+    late = row(Pair("w1", "w2", "hangs", timeout_s=0.5))
+    with pytest.raises(
+        SpoiltError, match=r"took longer for a pair than the caller's pair_timeout_s, 0\.5 s"
+    ) as caught:
+        await made.score([row(Pair("w1", "w2")), late])
+    assert (caught.value.result.outcome, caught.value.suspect) == (Outcome.TIMEOUT, 1)
+
+
+async def test_a_batch_that_takes_longer_than_a_pass_may_is_divided() -> None:
+    made = scorer("faulty", pair_timeout_s=100.0)
+    call = await called(batcher(made, batch_s=1.0), "hangs", "")
+    assert call.told == ["TIMEOUT", 1.0]
+    assert call.reason(0) == "tests.scorers:faulty took longer than limits.batch_s for 1 pairs at once"
+
+
+async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -> None:
+    made = scorer("waits")
+    results = await made.score([row(Pair("w1", "w2", label)) for label in ["5", "5", "hangs", "raises", "5"]])
+    told = [each.outcome.name if isinstance(each, Unscored) else each.tolist()[0] for each in results]
+    assert told == [1.0, 1.0, "TIMEOUT", "FAILED", 1.0]
+    assert "took longer for a pair than pair_timeout_s, 2 s" in str(results[2])
+    assert "waits raised ValueError in line" in str(results[3])
+    assert "1234" not in str(results[3])
+
+
+async def test_a_coroutine_function_that_blocks_its_loop_is_killed() -> None:
+    call = await called(batcher(scorer("waits", pair_timeout_s=1.0)), "", "blocks", "")
+    assert call.told == [1.0, "TIMEOUT", 1.0]
+
+
+async def test_a_function_sees_what_it_asks_for_of_the_environment_and_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    made = scorer("secrets", environment=("JUDGE_KEY",))
+    labels = ["PATH", "WANDB_API_KEY", "RAY_AUTH_TOKEN", "JUDGE_KEY"]
+    results = await made.score([row(Pair("", "", label)) for label in labels])
+    assert [float(each[0]) for each in results if not isinstance(each, Unscored)] == [1, 0, 0, 1]
+
+
+async def test_all_of_a_pair_arrives() -> None:
+    [score] = await scorer("whole").score([row(WHOLE)])
+    assert score == [1.0]
+
+
+async def test_a_process_that_ended_between_two_calls_costs_none_its_score() -> None:
+    made = scorer("process")
+    [[first]] = await made.score([row(Pair("", ""))])  # type: ignore[misc]
+    os.kill(int(first), signal.SIGKILL)
+    [[second]] = await made.score([row(Pair("", ""))])  # type: ignore[misc]
+    assert first != second
+
+
+async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "comes_and_goes.py"
+    module.write_text("import os\n\n\ndef score(pairs):\n    os._exit(7)\n")
+    monkeypatch.setenv("QUARTET_FUNCTIONS", str(tmp_path))
+    made = FunctionScorer(FunctionScorerConfig(kind="function", function="comes_and_goes:score"))
+    made.check()
+    module.write_text("raise ValueError('gone')\n")
+    call = await called(batcher(made), "")
+    assert call.told == ["FAILED"]
+    call = await called(batcher(made), "")
+    assert "gone" in call.reason(0)
+    with pytest.raises(RuntimeError, match="comes_and_goes:score: ValueError: gone"):
+        made.check()
+
+
+async def test_nothing_is_left_of_a_scorer_that_is_gone() -> None:
+    before = {each.pid for each in processes()}
+    made = scorer("process")
+    await asyncio.gather(*(made.score([row(Pair("", ""))]) for _ in range(2)))
+    own = [each for each in processes() if each.pid not in before]
+    assert len(own) == 2
+    del made
+    gc.collect()
+    _, alive = psutil.wait_procs(own, timeout=10)
+    assert not alive
+
+
+PARENT = """
+import asyncio, os, sys
+from services.reward.kinds import FunctionScorerConfig
+from services.reward.scorers.function import FunctionScorer
+from services.reward.scorers.scorer import Scored
+from quartet.wire.pairs import Pair
+
+async def main():
+    config = FunctionScorerConfig(kind="function", function="tests.scorers:faulty", pair_timeout_s=1000.0)
+    scorer = FunctionScorer(config)
+    print("started", flush=True)
+    await scorer.score([Scored(None, None, Pair("", "", "spins"))])
+
+asyncio.run(main())
+"""
+
+
+def test_processes_end_with_the_replica_that_is_killed() -> None:
+    """Even one that computes without end, and never reads of it."""
+    root = Path(__file__).parents[5]
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout
+        assert parent.stdout.readline() == b"started\n"
+        [child] = psutil.Process(parent.pid).children()
+        while child.cpu_times().user < 0.5:
+            child.cpu_percent(0.05)
+        parent.kill()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive
+
+
+def test_a_worker_imports_neither_torch_nor_pydantic() -> None:
+    """A worker that replaces another costs little."""
+    code = "import services.reward.scorers.program, services.reward.scorers.frames, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert not loaded & {"torch", "numpy", "pydantic", "ray", "google.protobuf", "asyncio"}
