@@ -66,8 +66,8 @@ class WorkerScorerConfig(OwnConfig):
     """Most memory of each process, in GiB, shared files and libraries not counted. A pair for which the function
     needs more has the outcome FAILED."""
     environment: tuple[Variable, ...] = ()
-    """Names of variables of the service's environment that the function may read, such as that of a key. Of all others
-    it has a few without secrets, such as PATH."""
+    """Names of variables of the service's environment that the function may read, such as that of a key. Of all
+    others it has a few without secrets, such as PATH."""
     batch_tokens: Count = 16_384
     """Most tokens of the pairs in one call of the function."""
 
@@ -200,8 +200,8 @@ class ExactScorerConfig(_AnswerKind):
     """Kind of the scorer."""
     normalise: tuple[Normalisation, ...] = ("strip",)
     """Changes of both texts before they are compared, in this order. strip: no blanks around them; case: lower case;
-    spaces: one blank for each run of blanks; punctuation: none; articles: no `a`, `an`, `the`; unicode: NFKC; numbers:
-    a text that is a number is compared as one, without `$`, `%` and commas between digits."""
+    spaces: one blank for each run of blanks; punctuation: none; articles: no `a`, `an`, `the`; unicode: NFKC;
+    numbers: a text that is a number is compared as one, without `$`, `%` and commas between digits."""
 
 
 class RegexScorerConfig(_AnswerKind):
