@@ -192,7 +192,7 @@ def test_scorers_by_name_have_settings_of_their_own_or_those_of_all(model: str, 
         ),
         ({"scorers": {"a": {"kind": "oracle"}}}, "args.scorers.a.kind: should be one of"),
         ({"scorer": {"kind": "oracle"}}, "args.scorer.kind: should be one of"),
-        ({"scorer": rules | {"funktion": 1}}, "args.scorer.funktion: unknown field; known: batch_tokens, function"),
+        ({"scorer": rules | {"funktion": 1}}, "args.scorer.funktion: unknown field; known: batch_tokens, environment"),
     ):
         [line] = problems(RewardConfig, section, "args")
         assert line.startswith(problem)
