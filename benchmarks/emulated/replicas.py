@@ -152,6 +152,7 @@ class EmulatedScorer:
     texts = False
     names: tuple[str, ...] = ()
     passes = 1
+    batch_s: float | None = None
     patience_s: float | None = None
 
     def __init__(self, sleep: Sleep) -> None:

@@ -125,7 +125,7 @@ class Batcher(Generic[Item, Result]):
             run: returns a sequence or array of one result per item, in order. Either a coroutine function, or a plain
                 one, which runs in a separate thread.
             batch_tokens: most tokens in one pass; a longer row is a pass of its own.
-            batch_s: deadline of a pass, in seconds.
+            batch_s: deadline of a pass, in seconds; infinite if `run` ends by itself.
             passes: most passes at the same time.
             cancels: True if `run` is cancelled at the deadline, and has END_S to end with SpoiltError. It is then not
                 hung.
@@ -227,7 +227,7 @@ class Batcher(Generic[Item, Result]):
         running = _Running(_described(parts))
         self._running.add(running)
         computing = asyncio.ensure_future(self._compute(parts))
-        done, _ = await asyncio.wait({computing}, timeout=self._batch_s)
+        done, _ = await asyncio.wait({computing}, timeout=None if math.isinf(self._batch_s) else self._batch_s)
         if not done and self._cancels:
             computing.cancel()
             done, _ = await asyncio.wait({computing}, timeout=END_S)

@@ -57,8 +57,8 @@ class WorkerScorerConfig(OwnConfig):
     """Kind of the scorer."""
     pair_timeout_s: Seconds = 10
     """Longest time that may be spent on one pair, in seconds. A process that is longer at one is killed; that pair
-    has the outcome TIMEOUT, and all others of its batch are scored by another process. A call of all pairs may take
-    limits.batch_s."""
+    has the outcome TIMEOUT, and all others of its batch are scored by another process. limits.batch_s does not count,
+    but for one in `kind: several` beside a model."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
     """Most processes at the same time, each with one batch. They are started as they are needed. More than the cores,
     so that others go on while some wait or hang."""
@@ -70,6 +70,8 @@ class WorkerScorerConfig(OwnConfig):
     others it has a few without secrets, such as PATH."""
     batch_tokens: Count = 16_384
     """Most tokens of the pairs in one call of the function."""
+    concurrency: Count = 64
+    """Most pairs of an async function in each process at the same time."""
 
     @property
     def title(self) -> str:
@@ -281,6 +283,68 @@ class CodeScorerConfig(_AnswerKind):
     service does not start where the kernel gives an ordinary user none."""
 
 
+class JudgeScorerConfig(_Kind):
+    """The score that a language model gives, behind an endpoint that speaks OpenAI's protocol."""
+
+    kind: Literal["judge"]
+    """Kind of the scorer."""
+    pair_timeout_s: Seconds = 60
+    """Longest time that may be spent on one pair, in seconds, with all that is asked again."""
+    url: Annotated[str, matching(r"https?://[^\s?#]+", "http(s)://host:port/v1")]
+    """Address of the endpoint, up to and with `/v1`."""
+    model: str
+    """Name of the model, as the endpoint knows it."""
+    rubric: Annotated[str, Field(min_length=1)]
+    """The instructions: what is good, and in which form the score has to be given."""
+    template: str = ""
+    """The message with what is judged: `{prompt}`, `{response}`, `{label}` and each column's
+    `{name}` are put in; with `against` `{first}` and `{second}`. Each is set between marks that a response cannot
+    know. Empty: the prompt, and what is judged."""
+    score: Pattern = r"(?i)score[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score in the judge's answer; the last match counts."""
+    lowest: float = 0.0
+    """Least score; a number below counts as none."""
+    highest: float = 10.0
+    """Largest score; a number above counts as none."""
+    unparseable: Literal["fail"] | float = "fail"
+    """Worth of an answer without a score: the outcome FAILED, or this number."""
+    against: str = ""
+    """Compare the response with this column, or the `label`: the judge is asked twice, with the positions swapped. It
+    gives `highest` where the first is better and `lowest` where the second is, and the score is the mean of both
+    verdicts. Empty: no comparison."""
+    api_key: Variable | Literal[""] = ""
+    """Variable of the service's environment that holds the key. Empty: none is sent."""
+    concurrency: Count = 16
+    """Most requests of each process at the same time."""
+    max_tokens: Count = 1024
+    """Most tokens of the judge's answer."""
+    extra: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
+    """Further fields of the request."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same, with the whole template."""
+        judged = "First answer:\n{first}\n\nSecond answer:\n{second}" if self.against else "Answer:\n{response}"
+        return {**(super().options or {}), "template": self.template or f"Question:\n{{prompt}}\n\n{judged}"}
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The same, with that of the key."""
+        return (*self.environment, *([self.api_key] if self.api_key else []))
+
+    @model_validator(mode="after")
+    def _judges_the_response(self) -> Self:
+        wanted = ("{first}", "{second}") if self.against else ("{response}",)
+        if missing := [each for each in wanted if self.template and each not in self.template]:
+            raise ValueError(f"template: lacks {', '.join(missing)}")
+        if self.lowest >= self.highest:
+            raise ValueError(f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}")
+        return self
+
+    def _field_of(self, variable: str) -> str:
+        return "api_key" if variable == self.api_key else "environment"
+
+
 def _references(schema: Any) -> "list[str]":
     """All `$ref` in a schema."""
     if isinstance(schema, dict):
@@ -296,4 +360,5 @@ AnyWorkerScorerConfig = (
     | JsonSchemaScorerConfig
     | MathScorerConfig
     | CodeScorerConfig
+    | JudgeScorerConfig
 )

@@ -51,7 +51,7 @@ class Reward(Doors):
         self._batcher: Batcher[Scored, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
-            batch_s=hosted.limits.batch_s,
+            batch_s=hosted.limits.batch_s if scorer.batch_s is None else scorer.batch_s,
             passes=scorer.passes,
             cancels=inspect.iscoroutinefunction(scorer.score),
             patience_s=scorer.patience_s,

@@ -41,7 +41,7 @@ def replica(quartet: Quartet) -> int:
 async def test_a_function_that_hangs_costs_its_pair_and_nothing_of_the_replica(
     quartet: Quartet, tmp_path: Path
 ) -> None:
-    """Its processes end with the replica, which is killed."""
+    """The worker processes end with the replica, which is killed."""
     reached = tmp_path / "reached"
     client = RewardClient(quartet.channel, "hangs")
 

@@ -1,5 +1,6 @@
 """Calls of pairs to a scorer through a batcher, as a replica has it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def row(pair: Pair) -> Scored:
     return Scored(NO_IDS, NO_IDS, pair)
 
 
-def batcher(made: FunctionScorer, batch_s: float = 60) -> Batcher[Scored, Result]:
+def batcher(made: FunctionScorer, batch_s: float = math.inf) -> Batcher[Scored, Result]:
     """A batcher with the settings that the replica gives it."""
     return Batcher(
         made.score, batch_tokens=1000, batch_s=batch_s, passes=made.passes, cancels=True, patience_s=made.patience_s

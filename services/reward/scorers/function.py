@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class FunctionScorer:
     max_length = 1 << 30
     texts = True
     vocab_size: int | None = None
+    batch_s: float | None = math.inf  # a worker that does not go on is killed
 
     def __init__(self, config: AnyWorkerScorerConfig, where: str = "reward.args.scorer") -> None:
         """`where` is the scorer's place in the configuration. ConfigError if the function cannot be called."""
@@ -47,6 +49,7 @@ class FunctionScorer:
             names=config.names,
             field=f"{where}.{config.FIELD}",
             memory_bytes=int(config.memory_gib * GIB),
+            concurrency=config.concurrency,
             variables=config.variables,
         )
         try:
@@ -66,7 +69,7 @@ class FunctionScorer:
             FailedPrecondition: it gave something other than one result for each pair; names the function.
         """
         texts = [scored.pair for scored in pairs]
-        seconds = [min(self._config.pair_timeout_s, pair.timeout_s or np.inf) for pair in texts]
+        seconds = [min(self._config.pair_timeout_s, pair.timeout_s or math.inf) for pair in texts]
         for again in (False, True):
             try:
                 answer = await self._workers.call(texts, seconds, fresh=again)
@@ -83,7 +86,7 @@ class FunctionScorer:
             except StartError as error:
                 raise SpoiltError(Unscored(Outcome.FAILED, f"{self._name}: {error}"[:MOST_REASON])) from None
             except asyncio.CancelledError:
-                reason = f"{self._name} took longer than limits.batch_s for {len(pairs)} pairs at once"
+                reason = f"{self._name} was stopped after limits.batch_s"
                 raise SpoiltError(Unscored(Outcome.TIMEOUT, reason)) from None
         try:
             return self._results(answer, len(pairs))

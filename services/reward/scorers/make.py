@@ -32,6 +32,8 @@ class SeveralScorers:
         self.batch_tokens = min(scorer.batch_tokens for scorer in scorers.values())
         self.texts = any(scorer.texts for scorer in scorers.values())
         self.passes = max(scorer.passes for scorer in scorers.values())
+        alone = all(scorer.batch_s is not None for scorer in scorers.values())
+        self.batch_s = max(scorer.batch_s or 0.0 for scorer in scorers.values()) if alone else None
         self.patience_s = max(each.patience_s or 0.0 for each in scorers.values()) or None
         self._thread = DaemonThread("scorer")
         sizes = [scorer.vocab_size for scorer in scorers.values() if scorer.vocab_size is not None]

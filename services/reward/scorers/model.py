@@ -43,6 +43,7 @@ class ModelScorer:
         self.max_length = max_length(self._model)
         self.texts = False
         self.passes = 1
+        self.batch_s: float | None = None
         self.patience_s: float | None = None
         self.names: tuple[str, ...] = ()
         self.vocab_size: int | None = int(extra.get_text_config().vocab_size)  # type: ignore[union-attr, operator]

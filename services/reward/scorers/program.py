@@ -65,7 +65,11 @@ class Watched(list["Pair"]):
 class Caller:
     """A scorer's function with all that is needed to call it."""
 
-    def __init__(self, function: Callable[..., Any], names: Sequence[str], place: "memoryview[int]") -> None:
+    def __init__(
+        self, function: Callable[..., Any], names: Sequence[str], place: "memoryview[int]", concurrency: int
+    ) -> None:
+        """`concurrency` is the largest number of pairs that a coroutine function has at the same time."""
+        self._concurrency = concurrency
         self._function = function
         self._names = names
         self._place = place
@@ -97,9 +101,10 @@ class Caller:
         import asyncio
 
         async def one(index: int) -> Any:
-            limit = asyncio.timeout(seconds[index])
+            limit = asyncio.timeout(None)
             try:
-                async with limit:
+                async with turn, limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds[index])
                     [given] = _of_each(await self._function([pairs[index]]), 1)
                 return given
             except DefectError:
@@ -113,6 +118,7 @@ class Caller:
                     self._place[1] += 1
                 self._place[0] += 1
 
+        turn = asyncio.Semaphore(self._concurrency)
         done = [False] * len(pairs)
         self._place[0] += 1
         self._place[1] = 0
@@ -243,7 +249,7 @@ def main() -> NoReturn:
     try:
         _limit(first["memory_bytes"])
         function, source = _loaded(first)
-        caller = Caller(function, first["names"], place)
+        caller = Caller(function, first["names"], place, first["concurrency"])
         answer: dict[str, Any] = {"source": source, "coroutine": caller.coroutine}
     except BaseException as error:
         text = str(error) if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: {error}"

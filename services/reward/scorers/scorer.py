@@ -48,6 +48,8 @@ class Scorer(Protocol):
     """Names of the scores of a pair; empty if there is one score."""
     passes: int
     """Most calls of `score` at the same time; more than one only if it is a coroutine function."""
+    batch_s: float | None
+    """Time after which a call counts as hung, in seconds: infinite if it ends by itself; None: limits.batch_s."""
     patience_s: float | None
     """Time without a success after which no more pairs are looked for that make it fail, in seconds; None: that of
     one pass."""

@@ -66,6 +66,8 @@ class Setting:
     """Key of the configuration at which the function stands."""
     memory_bytes: int
     """Most memory of its own."""
+    concurrency: int
+    """Most pairs of a coroutine function at the same time."""
     variables: Sequence[str] = ()
     """Further variables of the environment."""
 
@@ -130,6 +132,7 @@ class Worker:
                 "names": list(setting.names),
                 "field": setting.field,
                 "memory_bytes": setting.memory_bytes,
+                "concurrency": setting.concurrency,
                 "whole": whole,
             }
         )
@@ -146,8 +149,12 @@ class Worker:
         try:
             self._socket.sendall(self._first)
             return self._started(received(self._socket))
-        except OSError as error:
-            raise StartError(f"its process did not start: {type(error).__name__}") from None
+        except TimeoutError:
+            raise StartError(f"its process has not imported it within {START_S:g} s") from None
+        except OSError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            return self._started(b"")
         finally:
             self._socket.setblocking(False)
 
@@ -157,8 +164,11 @@ class Worker:
         try:
             async with asyncio.timeout(START_S):
                 self._started(await self._exchanged(self._first))
-        except OSError as error:
-            raise StartError(f"its process did not start: {type(error).__name__}") from None
+        except TimeoutError:
+            raise StartError(f"its process has not imported it within {START_S:g} s") from None
+        except OSError:
+            await self._ended()
+            self._started(b"")
 
     def _started(self, frame: bytes) -> str:
         try:
@@ -185,6 +195,7 @@ class Worker:
         exchanged = loop.create_task(self._exchanged(frame))
         try:
             seen, since, pause = 0, loop.time(), min(seconds) / _LOOKS
+            end = since + sum(seconds) + max(seconds)  # of a function that goes round and round
             while True:
                 limit = seconds[self._at(len(pairs)) or 0] + self._slack_s
                 done, _ = await asyncio.wait({exchanged}, timeout=pause)
@@ -192,6 +203,8 @@ class Worker:
                     break
                 if self._place[0] != seen:
                     seen, since = self._place[0], loop.time()
+                    if since > end:
+                        raise LateError(limit, None)
                 elif loop.time() - since >= limit:
                     raise LateError(limit, self._at(len(pairs)))
             try:

@@ -157,8 +157,8 @@ def test_scorers_nest(model: str) -> None:
     inner = "reward.args.scorer.scorers.rules.scorers.right"
     assert lines[0].startswith(f"{inner}.function: should be package.module:function, got 'no path'")
     assert lines[1:] == [
-        f"{inner}.funktion: unknown field; known: batch_tokens, environment, function, kind, limits, max_length, "
-        "memory_gib, names, pair_timeout_s, tokenizer, workers; did you mean function?"
+        f"{inner}.funktion: unknown field; known: batch_tokens, concurrency, environment, function, kind, limits, "
+        "max_length, memory_gib, names, pair_timeout_s, tokenizer, workers; did you mean function?"
     ]
 
 
@@ -192,7 +192,10 @@ def test_scorers_by_name_have_settings_of_their_own_or_those_of_all(model: str, 
         ),
         ({"scorers": {"a": {"kind": "oracle"}}}, "args.scorers.a.kind: should be one of"),
         ({"scorer": {"kind": "oracle"}}, "args.scorer.kind: should be one of"),
-        ({"scorer": rules | {"funktion": 1}}, "args.scorer.funktion: unknown field; known: batch_tokens, environment"),
+        (
+            {"scorer": rules | {"funktion": 1}},
+            "args.scorer.funktion: unknown field; known: batch_tokens, concurrency, environment",
+        ),
     ):
         [line] = problems(RewardConfig, section, "args")
         assert line.startswith(problem)

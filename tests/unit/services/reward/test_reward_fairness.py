@@ -66,6 +66,7 @@ class TakesTime:
     vocab_size: int | None = None
     names: tuple[str, ...] = ()
     passes = 1
+    batch_s: float | None = None
     patience_s: float | None = None
 
     def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:

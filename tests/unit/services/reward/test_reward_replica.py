@@ -37,6 +37,7 @@ class Hangs:
     vocab_size: int | None = None
     names: tuple[str, ...] = ()
     passes = 1
+    batch_s: float | None = None
     patience_s: float | None = None
 
     def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:

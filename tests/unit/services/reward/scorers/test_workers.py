@@ -97,7 +97,7 @@ async def test_a_batch_that_takes_longer_than_a_pass_may_is_divided() -> None:
     made = scorer("faulty", pair_timeout_s=100.0)
     call = await called(batcher(made, batch_s=1.0), "hangs", "")
     assert call.told == ["TIMEOUT", 1.0]
-    assert call.reason(0) == "tests.scorers:faulty took longer than limits.batch_s for 1 pairs at once"
+    assert call.reason(0) == "tests.scorers:faulty was stopped after limits.batch_s"
 
 
 async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -> None:
