@@ -14,8 +14,10 @@ from pydantic import AfterValidator, Field, model_validator
 from quartet.config.base import Config, ConfigError, Count, ModelPath, Seconds, matching
 from quartet.config.functions import PATH, load_function, source_of
 from quartet.config.limits import LimitsConfig
-from quartet.config.scores import ScoreName
+from quartet.config.scores import AnyScoreName, ScoreName
+from quartet.security.credentials import VARIABLE as CREDENTIALS
 
+TARGET = r"[\w.\-\[\]:]+:\d{1,5}"
 _MODULES = Path(__file__).parent / "scorers/kinds"
 
 
@@ -345,6 +347,39 @@ class JudgeScorerConfig(_Kind):
         return "api_key" if variable == self.api_key else "environment"
 
 
+class RemoteScorerConfig(WorkerScorerConfig):
+    """The scores of a scorer of another reward service, asked over gRPC with texts or conversations."""
+
+    kind: Literal["remote"]
+    """Kind of the scorer."""
+    pair_timeout_s: Seconds = 60
+    """Longest time, in seconds, that the service may take for a batch of pairs, with all that is repeated."""
+    target: Annotated[str, matching(TARGET, "host:port of the service")]
+    """Host and port of the service. The variable QUARTET_CREDENTIALS of this service's environment names the
+    credentials for it."""
+    application: str = "reward"
+    """Name of its application."""
+    scorer: str = ""
+    """Name of the scorer in the application. Empty: the only one."""
+    names: tuple[AnyScoreName, ...] = ()
+    """Names of its scores, in its order, if it gives several for each pair."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields."""
+        return {**(super().options or {}), "names": self.names}
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables named, and that of the credentials if it is set."""
+        return (*self.environment, *([CREDENTIALS] if os.environ.get(CREDENTIALS) else []))
+
+    @property
+    def source(self) -> str:
+        """Empty: the service says who the scorer is, and its address does not matter."""
+        return ""
+
+
 def _references(schema: Any) -> "list[str]":
     """All `$ref` in a schema."""
     if isinstance(schema, dict):
@@ -361,4 +396,5 @@ AnyWorkerScorerConfig = (
     | MathScorerConfig
     | CodeScorerConfig
     | JudgeScorerConfig
+    | RemoteScorerConfig
 )

@@ -63,7 +63,10 @@ class Watched(list["Pair"]):
 
 
 class Caller:
-    """A scorer's function with all that is needed to call it."""
+    """A scorer's function with all that is needed to call it.
+
+    A coroutine function is called for each pair, or with the attribute `takes_all` for all pairs at once.
+    """
 
     def __init__(
         self, function: Callable[..., Any], names: Sequence[str], place: "memoryview[int]", concurrency: int
@@ -207,7 +210,8 @@ def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
     path, options = given["function"], given["options"]
     if options is not None:
         module, _, name = path.partition(":")
-        return getattr(importlib.import_module(module), name)(options), ""
+        made = getattr(importlib.import_module(module), name)(options)
+        return made, getattr(made, "source", "")
     if given["whole"]:
         from quartet.config.functions import load_function, source_of
 
