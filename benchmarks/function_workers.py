@@ -1,6 +1,9 @@
 """The price of a function scorer's worker processes: cheap functions, and calls of which some hang, leak or exit.
 
 python -m benchmarks.function_workers [--seconds 10] [--rounds 3]
+
+Calls of 8 pairs, each a batch, from 16 callers. The cheap function counts words; the one that works takes 10 ms of
+processor time for each pair, as a verifier may, and pairs that hang are given up after a second.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quartet.wire.pairs import Pair
 
-PAIR_S = 0.003
+PAIR_S = 0.01
 """Processor time of a pair of `works`."""
 FAULTS = ("hangs", "leaks", "exits")
 """Labels of pairs that go wrong."""

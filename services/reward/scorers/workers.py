@@ -25,8 +25,6 @@ START_S = 300.0
 """Longest time that a process may take until its function is imported, in seconds; a function may load a model."""
 _END_S = 2.0
 """Longest wait for the end of a process that closed its socket, in seconds."""
-_REAP_S = 0.2
-"""The same of a process that was killed, while nothing else runs."""
 _SLACK_S = 1.0
 """Seconds that a coroutine function's own deadlines are ahead of those from outside."""
 _LOOKS = 8
@@ -268,15 +266,12 @@ def _path() -> list[str]:
 
 
 def _end(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
-    """Kills the processes of the worker's session; also called when the interpreter ends."""
+    """Kills the processes of the worker's session; also called when the interpreter ends. Does not wait for them:
+    they are reaped as the next one starts."""
     ours.close()
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.poll()
-    else:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is then reaped as the next one starts
-            process.wait(_REAP_S)
+    process.poll()
 
 
 class Workers:

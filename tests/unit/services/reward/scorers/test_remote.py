@@ -54,7 +54,7 @@ class Service(RewardServicer):
 @pytest.fixture
 def service() -> Iterator[tuple[Service, str]]:
     made, server = Service(), grpc.server(ThreadPoolExecutor(2))
-    add_RewardServicer_to_server(made, server)
+    add_RewardServicer_to_server(made, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield made, f"127.0.0.1:{port}"
