@@ -1,8 +1,8 @@
 """The program of a worker process: calls a scorer's function for batches of pairs that come through a socket.
 
 `workers.Worker` starts it as a file, so that it imports only what the function needs: neither torch nor pydantic. Its
-arguments are the numbers of the socket and of the memory in which it says where it is, the id of the process that
-starts it, and the folders in which Python looks for modules.
+arguments are the numbers of the socket and of the memory in which it says where it is, and the folders in which Python
+looks for modules.
 """
 
 import contextlib
@@ -221,13 +221,12 @@ def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
     return getattr(importlib.import_module(module), name), ""
 
 
-def _end_with(parent: int) -> None:
-    """Makes the kernel end this process with its parent, even where it computes without end."""
+def _end_with_parent() -> None:
+    """Makes the kernel end this process with its parent, even where it computes without end; one whose parent has
+    ended before finds its socket closed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _limit(memory_bytes: int) -> None:
@@ -240,16 +239,18 @@ def _limit(memory_bytes: int) -> None:
 
 def main() -> NoReturn:
     """Serves the parent until it closes the socket."""
-    number, memory, parent, path = sys.argv[1:]
+    number, memory, path = sys.argv[1:]
     sys.path[:] = json.loads(path)
-    _end_with(int(parent))
+    _end_with_parent()
     from services.reward.scorers.frames import packed, pairs_of, received, unpacked
 
     sock = socket.socket(fileno=int(number))
     sock.set_inheritable(False)
     place = memoryview(mmap.mmap(int(memory), 16)).cast("q")
     os.close(int(memory))
-    first = unpacked(received(sock))
+    if not (frame := received(sock)):
+        os._exit(0)
+    first = unpacked(frame)
     try:
         _limit(first["memory_bytes"])
         function, source = _loaded(first)

@@ -106,7 +106,7 @@ class Worker:
         memory = os.memfd_create("place")
         os.ftruncate(memory, 16)
         self._place = memoryview(mmap.mmap(memory, 16)).cast("q")
-        arguments = [str(theirs.fileno()), str(memory), str(os.getpid()), json.dumps(_path())]
+        arguments = [str(theirs.fileno()), str(memory), json.dumps(_path())]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(PROGRAM), *arguments],
