@@ -1,8 +1,8 @@
 """The program of a worker process: calls a scorer's function for batches of pairs that come through a socket.
 
 `workers.Worker` starts it as a file, so that it imports only what the function needs: neither torch nor pydantic. Its
-arguments are the numbers of the socket and of the memory in which it says where it is, and the folders in which Python
-looks for modules.
+arguments are the numbers of the socket and of the memory in which it says where it is, and the folders in which
+Python looks for modules.
 """
 
 import contextlib

@@ -109,7 +109,7 @@ class Worker:
         arguments = [str(theirs.fileno()), str(memory), json.dumps(_path())]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), *arguments],
+                [_python(), "-P", str(PROGRAM), *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), memory),
                 env={name: os.environ[name] for name in (*PASSED_ON, *setting.variables) if name in os.environ},
@@ -258,6 +258,12 @@ class Worker:
         name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
         memory = ", as where the machine runs out of memory" if -code == signal.SIGKILL else ""
         return f"was ended by {name}{memory}"
+
+
+def _python() -> str:
+    """The interpreter of this installation: sys.executable may be a program that Ray was given in its place."""
+    own = os.path.join(sys.prefix, "bin", "python3")
+    return own if os.path.exists(own) else sys.executable
 
 
 def _path() -> list[str]:
