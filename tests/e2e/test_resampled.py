@@ -41,7 +41,7 @@ def scored(quartet: Quartet) -> Iterator[dict[str, Any]]:
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
         "args": {
             "tokenizer": str(quartet.policy),
-            "scorer": {"kind": "function", "function": "tests.scorers:odd"},
+            "scorer": {"kind": "function", "function": "tests.scorers:odd", "pair_timeout_s": 300.0},
         },
         "deployments": [{"name": "Reward", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0.1}}],
     }
