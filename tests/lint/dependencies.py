@@ -36,8 +36,8 @@ USED_INDIRECTLY = {
 }
 TOOLS = {"mypy", "pre-commit", "pytest-asyncio", "pytest-timeout", "ruff"}
 """Distributions that are commands or plugins of pytest."""
-IN_ANOTHER_ENVIRONMENT = {"trl"}
-"""Distributions that a benchmark needs in a virtual environment of its own."""
+IN_ANOTHER_ENVIRONMENT = {"inspect_ai", "litellm", "renderers", "trl"}
+"""Distributions that a benchmark or a test needs in a virtual environment of its own."""
 
 
 @cache
