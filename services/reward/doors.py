@@ -1,10 +1,10 @@
 """The parts that every deployment of the reward service has which takes calls: gRPC, HTTP and measures."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpc_health.v1 import health_pb2
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -21,14 +21,13 @@ from quartet.serving.servicer import translated
 from quartet.serving.share import Share
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.http_errors import HttpError
+from services.reward.names import Listed
 
 if TYPE_CHECKING:  # only replicas need them
     from prometheus_client.metrics_core import Metric
 
 GRPC = "grpc"
 """Name of gRPC among the doors."""
-DESCRIBED_S = 10.0
-"""Seconds for which the HTTP door goes by one description of the scorers."""
 MEASURED_S = 2.0
 """Seconds that each replica gets to give its measures."""
 
@@ -46,7 +45,6 @@ class Doors(HealthMixin):
         self._counted, self._text_of = Received, text_of
         self._measures = Measures()
         self._door = Door(self) if Port.of().http else None
-        self._described: tuple[float, pb.RewardInfo] | None = None
         self._everyone: Any = None
 
     async def check_health(self) -> None:
@@ -61,13 +59,23 @@ class Doors(HealthMixin):
         """The answer to a request of Info."""
         raise NotImplementedError
 
-    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
-        """The ids of a text by a scorer's tokenizer, with its special tokens or without. Raises ServiceError."""
+    async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
+        """The ids of a text by a scorer's tokenizer, with its special tokens or without, and the most that a pair may
+        have; for a caller of this share. Raises ServiceError."""
         raise NotImplementedError
 
     def label(self, scorer: str) -> str:
         """The name of a scorer among the measures; one of a few, whatever a request names."""
         raise NotImplementedError
+
+    def listed(self) -> Mapping[str, Listed]:
+        """The scorers, by the names that HTTP requests choose them by. Asks none of them."""
+        raise NotImplementedError
+
+    async def works(self, scorer: str) -> bool:
+        """True if the scorer that is named works, or any of them if none is."""
+        answer = await self.Check(health_pb2.HealthCheckRequest())
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     @translated
     async def Score(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
@@ -95,12 +103,6 @@ class Doors(HealthMixin):
             response = await self.scored(request, share)
             answered(response)
         return response
-
-    async def describe(self) -> pb.RewardInfo:
-        """The scorers, as they were described a few seconds ago."""
-        if self._described is None or time.monotonic() - self._described[0] > DESCRIBED_S:
-            self._described = time.monotonic(), await self.infos()
-        return self._described[1]
 
     async def taken(self) -> tuple[str, "list[Metric]"]:
         """This replica's name and its measures."""

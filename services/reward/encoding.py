@@ -87,7 +87,7 @@ class Received:
             *(request.texts.prompts, request.texts.responses, request.conversations.messages),
             *(request.labels, request.columns),
         )
-        return self._tokens + sum(sum(map(_size, each)) for each in texts)
+        return self._tokens + sum(sum(map(size_of, each)) for each in texts)
 
 
 class Encoder:
@@ -288,14 +288,14 @@ def _of_texts(request: pb.ScoreRequest) -> NDArray[np.int32]:
         raise InvalidArgument("texts: empty; send at least one prompt and response")
     if len(prompts) != len(responses):
         raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
-    return _costs([_size(p) + _size(r) for p, r in zip(prompts, responses, strict=True)])
+    return _costs([size_of(p) + size_of(r) for p, r in zip(prompts, responses, strict=True)])
 
 
 def _of_conversations(request: pb.ScoreRequest) -> NDArray[np.int32]:
     """The costs of conversations."""
     if not request.conversations.messages:
         raise InvalidArgument("conversations: empty; send at least one")
-    return _costs([_size(each) for each in request.conversations.messages])
+    return _costs([size_of(each) for each in request.conversations.messages])
 
 
 def _costs(sizes: Sequence[int]) -> NDArray[np.int32]:
@@ -344,6 +344,6 @@ def _content(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _size(text: str) -> int:
+def size_of(text: str) -> int:
     """Upper bound of the bytes of a text, without encoding it."""
     return len(text) if text.isascii() else 4 * len(text)

@@ -8,7 +8,7 @@ admitted, in whose share they wait and what becomes of a pair is decided behind 
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +31,7 @@ from quartet.wire.outcomes import MAY_PASS, Outcome, Unscored
 from quartet.wire.pairs import SCORE
 from services.reward import http_fields as fields
 from services.reward import http_requests as requests
+from services.reward.names import Listed
 
 NAMED = re.compile(r"\A/scorers/([^/]+)(?=/)")
 """The name of a scorer before a path, for clients that can name it only by an address."""
@@ -47,14 +48,18 @@ class Hub(Protocol):
     async def score(self, request: pb.ScoreRequest, share: Share, door: str) -> pb.ScoreResponse:
         """Scores pairs, for a caller's share. Raises ServiceError. `door` is the path, for measures."""
 
-    async def describe(self) -> pb.RewardInfo:
+    def listed(self) -> Mapping[str, Listed]:
+        """The scorers, by the names that requests choose them by."""
+
+    async def infos(self) -> pb.RewardInfo:
         """Describes the scorers."""
 
-    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
-        """The ids of a text by a scorer's tokenizer, with its special tokens or without. Raises ServiceError."""
+    async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
+        """The ids of a text by a scorer's tokenizer, with its special tokens or without, and the most that a pair may
+        have; for a caller's share. Raises ServiceError."""
 
-    async def check_health(self) -> None:
-        """Raises if the replica is ill."""
+    async def works(self, scorer: str) -> bool:
+        """True if the scorer that is named works, or any of them if none is."""
 
     async def measures(self) -> bytes:
         """Measures of all replicas, in Prometheus' text format."""
@@ -191,27 +196,27 @@ class Door:
             {**scope, "path": f"{root}{below}", _SCORER: named[1] if named else "", "app": self._app}, receive, send
         )
 
-    async def _choice(self, request: Request, named: str, by: str) -> Choice:
+    def _choice(self, request: Request, named: str, by: str) -> Choice:
         """The scorer that the address or a field names: by its name, or by `name/score`. `by` is the field's name."""
         by_address = request.scope[_SCORER]
         if by_address and named and named.partition("/")[0] != by_address:
             raise InvalidArgument(f"{by}: {named[:64]!r}, but the address names {by_address!r}; name one of them")
         name = named or by_address
-        known = {each.name or each.identity.name: each.name for each in (await self._hub.describe()).scorers}
+        known = self._hub.listed()
         if not name:
             return Choice(by, "")
         if name in known:
-            return Choice(by, known[name])
+            return Choice(by, known[name].name)
         whole, _, score = name.rpartition("/")
         if whole in known:
-            return Choice(by, known[whole], score)
+            return Choice(by, known[whole].name, score)
         raise NotFound(f"{by}: {name[:64]!r} is no scorer here; there is {', '.join(sorted(known))}")
 
     async def _score(
         self, request: Request, named: str, made: pb.ScoreRequest, rows: int, field: str, by: str = "model"
     ) -> Table:
         """The results of a request's pairs. `field` is the one of the body that holds them, for errors."""
-        choice = await self._choice(request, named, by)
+        choice = self._choice(request, named, by)
         made.scorer = choice.scorer
         try:
             reply = await self._hub.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
@@ -227,9 +232,15 @@ class Door:
         def post(path: str, answer: Any, summary: str) -> Callable[[Any], Any]:
             return app.post(path, response_model=answer, summary=summary, responses=errors)
 
-        @app.get("/health", summary="Whether the replica that was asked can score", responses=errors)
-        async def healthy() -> Response:
-            return await health(self._hub.check_health)
+        @app.get("/health", summary="Whether a scorer works", responses=errors)
+        async def healthy(request: Request) -> Response:
+            scorer = self._choice(request, "", "model").scorer
+
+            async def check() -> None:
+                if not await self._hub.works(scorer):
+                    raise RuntimeError(f"scorer {scorer} does not work" if scorer else "no scorer works")
+
+            return await health(check)
 
         @app.get("/metrics", summary="Measures in Prometheus' text format", responses=errors)
         async def metrics() -> Response:
@@ -237,7 +248,7 @@ class Door:
 
         @app.get("/v1/models", response_model=fields.ModelList, summary="The scorers", responses=errors)
         async def models() -> Response:
-            listed = [_card(each) for each in (await self._hub.describe()).scorers]
+            listed = [_card(each) for each in (await self._hub.infos()).scorers]
             return _json(fields.ModelList(data=listed))
 
         @post("/v1/rewards", fields.RewardsAnswer, "Scores of pairs, each with its outcome")
@@ -286,11 +297,9 @@ class Door:
 
         @post("/tokenize", fields.TokenizeAnswer, "vLLM")
         async def tokenize(asked: fields.TokenizeRequest, request: Request) -> Response:
-            choice = await self._choice(request, asked.model, "model")
-            ids = [*await self._hub.token_ids(choice.scorer, asked.prompt, asked.add_special_tokens)]
-            infos = (await self._hub.describe()).scorers
-            longest = next((each.model.max_length for each in infos if each.name == choice.scorer), 0)
-            return _json(fields.TokenizeAnswer(count=len(ids), max_model_len=longest, tokens=ids))
+            scorer, share = self._choice(request, asked.model, "model").scorer, share_of_request(request)
+            ids, most = await self._hub.token_ids(scorer, asked.prompt, asked.add_special_tokens, share)
+            return _json(fields.TokenizeAnswer(count=len(ids), max_model_len=most, tokens=[*ids]))
 
         @post("/predict", fields.PredictAnswer, "Text Embeddings Inference")
         async def predict(asked: fields.PredictRequest, request: Request) -> Response:

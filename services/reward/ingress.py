@@ -17,13 +17,15 @@ from quartet.serving.share import Share
 from quartet.wire.errors import REPLICA_DIED, ServiceError, Unavailable
 from services.reward.config import INGRESS
 from services.reward.doors import Doors
-from services.reward.names import chosen
+from services.reward.names import Listed, chosen
 
 ANSWER_S = 2.0
 """Seconds that a scorer gets to describe itself, after which its last description counts; one that hangs holds up no
 caller of the others."""
 HEALTH_S = 10.0
 """Seconds that it gets to answer for its health."""
+TOKENS_S = 10.0
+"""Seconds that it gets to tokenise a text, after those that came before it."""
 
 
 @serve.deployment(
@@ -37,10 +39,11 @@ HEALTH_S = 10.0
 class Ingress(Doors):
     """Passes each request on to the scorer that it names. Limits, queues and health are each scorer's own."""
 
-    def __init__(self, scorers: Mapping[str, Any]) -> None:
-        """Takes Serve's handles of the scorers, by name."""
+    def __init__(self, scorers: Mapping[str, Any], scores: Mapping[str, Sequence[str]]) -> None:
+        """Takes Serve's handles of the scorers, and the names of their scores, by the scorers' names."""
         prepare_replica()
         self._scorers = dict(scorers)
+        self._listed = {name: Listed(name, tuple(scores[name])) for name in scorers}
         self._known = {name: pb.ScorerInfo(name=name) for name in scorers}
         self._open()
 
@@ -62,11 +65,16 @@ class Ingress(Doors):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _serves(self, name: str, request: health_pb2.HealthCheckRequest) -> bool:
-        with suppress(ServiceError, TimeoutError):
-            async with asyncio.timeout(HEALTH_S):
-                answer = await self._ask(name, "Check", request)
-                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        with suppress(ServiceError):
+            answer = await self._ask(name, "Check", request, within_s=HEALTH_S)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
+
+    async def works(self, scorer: str) -> bool:
+        """True if the scorer that is named works, or any of them if none is."""
+        if scorer:
+            return await self._serves(scorer, health_pb2.HealthCheckRequest())
+        return await super().works(scorer)
 
     async def scored(self, request: pb.ScoreRequest, share: Share) -> pb.ScoreResponse:
         """The answer to a request of Score, of a caller of this share."""
@@ -78,29 +86,42 @@ class Ingress(Doors):
         or by its name alone if it never did."""
 
         async def describe(name: str) -> None:
-            with suppress(ServiceError, TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    [self._known[name]] = (await self._ask(name, "infos")).scorers
+            with suppress(ServiceError):
+                [self._known[name]] = (await self._ask(name, "infos", within_s=ANSWER_S)).scorers
 
         await asyncio.gather(*map(describe, self._scorers))
         return pb.RewardInfo(scorers=self._known.values())
 
-    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
-        """The ids of a text by the tokenizer of the scorer that is named."""
+    async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
+        """The ids of a text by the tokenizer of the scorer that is named, and the most that a pair may have."""
         name = chosen(scorer, self._scorers)
-        async with asyncio.timeout(ANSWER_S):
-            ids: Sequence[int] = await self._ask(name, "token_ids", name, text, special)
-        return ids
+        answer: tuple[Sequence[int], int] = await self._ask(
+            name, "token_ids", name, text, special, share, within_s=TOKENS_S
+        )
+        return answer
 
     def label(self, scorer: str) -> str:
         """The name, if a scorer has it."""
         return scorer if scorer in self._scorers else ""
 
-    async def _ask(self, name: str, method: str, *arguments: Any) -> Any:
-        """A scorer's answer. Raises the error that it raised; Unavailable if its replica is lost."""
+    def listed(self) -> Mapping[str, Listed]:
+        """The scorers by their names."""
+        return self._listed
+
+    async def _ask(self, name: str, method: str, *arguments: Any, within_s: float | None = None) -> Any:
+        """A scorer's answer; its work for it ends with this call. Raises the error that it raised; Unavailable if its
+        replica is lost, or it has not answered within so many seconds."""
+        response = getattr(self._scorers[name], method).remote(*arguments)
         try:
-            return await getattr(self._scorers[name], method).remote(*arguments)
+            async with asyncio.timeout(within_s):
+                try:
+                    return await response
+                except asyncio.CancelledError:
+                    response.cancel()  # a response whose await is cancelled goes on
+                    raise
         except RayTaskError as error:
             raise error.cause from None
+        except TimeoutError:
+            raise Unavailable(f"scorer {name}: no answer within {within_s:g} s") from None
         except (RayError, RayServeException):
             raise Unavailable(f"scorer {name}: {REPLICA_DIED}") from None

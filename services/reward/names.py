@@ -1,11 +1,22 @@
 """Choice of a scorer by its name, in the service and in its client."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from quartet.wire.errors import InvalidArgument
 
 _MOST = 64
 """Most characters of a wrong name that an error repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A scorer as clients over HTTP choose it."""
+
+    name: str
+    """Its name; empty for the only one of an application that gives it none."""
+    scores: tuple[str, ...]
+    """Names of its scores; empty if it gives one."""
 
 
 def chosen(name: str, names: Collection[str]) -> str:

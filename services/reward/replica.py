@@ -3,8 +3,9 @@
 Import path for Serve: `services.reward.replica:build`.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -13,12 +14,14 @@ from protos import common_pb2
 from protos import reward_pb2 as pb
 from quartet.serving.admission import MOST_ONGOING, Admission
 from quartet.serving.batcher import Batcher
+from quartet.serving.desk import Desk
 from quartet.serving.replica_process import prepare_replica
 from quartet.serving.share import Share
+from quartet.threads import DaemonThread
 from services.reward.config import INGRESS, Hosted, RewardConfig, field_of
 from services.reward.doors import Doors
 from services.reward.ingress import Ingress
-from services.reward.names import chosen
+from services.reward.names import Listed, chosen
 
 if TYPE_CHECKING:
     from services.reward.scorers.scorer import Result, Scored, Scorer
@@ -40,11 +43,13 @@ class Reward(Doors):
         # Imported here because Serve builds the application in a process that then need not load torch.
         from quartet.models.device import default_device
         from quartet.models.loading import load_tokenizer
-        from services.reward.encoding import Encoder, Received
+        from services.reward.encoding import Encoder, Received, size_of
         from services.reward.scorers.make import make_scorer
 
         prepare_replica()
         tokenizer = None if hosted.tokenizer is None else load_tokenizer(hosted.tokenizer)
+        if tokenizer is not None:
+            tokenizer("")  # drops what its file says of truncation now, since two threads use it later
         scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device(), f"reward.args.{field_of(name)}")
         self._info = _described(hosted, name, tokenizer, scorer)
         self._admission = Admission(hosted.limits)
@@ -64,7 +69,8 @@ class Reward(Doors):
             ids=scorer.vocab_size is not None,
             each=len(scorer.names) or 1,
         )
-        self._received = Received
+        self._desk, self._tokenizing = Desk(hosted.limits), DaemonThread("tokenizer")
+        self._received, self._size_of = Received, size_of
         self._check = scorer.check
         self._open()
 
@@ -85,14 +91,24 @@ class Reward(Doors):
         """The answer to a request of Info."""
         return pb.RewardInfo(scorers=[self._info])
 
-    async def token_ids(self, scorer: str, text: str, special: bool) -> Sequence[int]:
-        """The ids of a text, with special tokens or without."""
+    async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
+        """The ids of a text, with special tokens or without, and the most that a pair may have. Texts are tokenised one
+        at a time, beside the event loop: a long one takes a second."""
         chosen(scorer, [self._info.name])
-        return self._encoder.token_ids(text, special)
+        size = self._size_of(text)
+        with self._admission.admitted(share, 1, size, "prompt"):
+            async with self._desk.turn(share, size):
+                loop = asyncio.get_running_loop()
+                ids = await loop.run_in_executor(self._tokenizing, self._encoder.token_ids, text, special)
+        return ids, self._info.model.max_length
 
     def label(self, scorer: str) -> str:
         """The scorer's name, or what it is if it has none."""
         return self._info.name or self._info.identity.name
+
+    def listed(self) -> Mapping[str, Listed]:
+        """The scorer by its name, or by what it is if it has none."""
+        return {self.label(""): Listed(self._info.name, tuple(self._info.identity.names))}
 
 
 def _described(hosted: Hosted, name: str, tokenizer: Any, scorer: "Scorer") -> pb.ScorerInfo:
@@ -122,4 +138,4 @@ def build(args: dict[str, Any]) -> serve.Application:
     }
     if len(bound) == 1:
         return next(iter(bound.values()))  # type: ignore[no-any-return]
-    return Ingress.bind(bound)  # type: ignore[attr-defined, no-any-return]
+    return Ingress.bind(bound, {name: each.scorer.names for name, each in hosted.items()})  # type: ignore[attr-defined, no-any-return]

@@ -24,6 +24,7 @@ from services.reward.measures import text_of
 from services.reward.replica import Reward
 from services.reward.scorers.make import make_scorer
 from services.reward.scorers.scorer import Result, Scored, results
+from tests.unit.handles import Response
 from tests.unit.http_door import http_door
 
 OPEN = Port(local="open", http=True)
@@ -99,7 +100,7 @@ class Handle:
         self._replica = replica
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._replica, name))
+        return SimpleNamespace(remote=lambda *arguments: Response(getattr(self._replica, name)(*arguments)))
 
 
 @dataclass
@@ -146,7 +147,8 @@ def replicas(
     if len(made) == 1:
         return Scorers(next(iter(made.values())))
     front = object.__new__(Ingress.func_or_class)  # type: ignore[attr-defined]
-    front.__init__({name: handle(replica) for name, replica in made.items()})
+    names = {name: replica.listed()[name].scores for name, replica in made.items()}
+    front.__init__({name: handle(replica) for name, replica in made.items()}, names)
     return Scorers(front)
 
 

@@ -20,7 +20,11 @@ from services.reward.config import RewardConfig
 from services.reward.ingress import Ingress
 from services.reward.replica import Reward
 from tests.trajectories import of
+from tests.http_requests import ask
 from tests.unit.contexts import Context
+from tests.unit.handles import Response
+from tests.unit.reward_door import Scorers, reward_door
+from tests.unit.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -31,6 +35,8 @@ class Handle:
     def __init__(self, replica: Any) -> None:
         self.replica = replica
         self.state = "alive"
+        self.calls: list[tuple[str, Response]] = []
+        """Method and answer of each call."""
 
     def __getattr__(self, method: str) -> Any:
         return Remote(self, method)
@@ -40,7 +46,12 @@ class Remote:
     def __init__(self, handle: Handle, method: str) -> None:
         self._handle, self._method = handle, method
 
-    async def remote(self, *arguments: Any) -> Any:
+    def remote(self, *arguments: Any) -> Response:
+        response = Response(self._answer(*arguments))
+        self._handle.calls.append((self._method, response))
+        return response
+
+    async def _answer(self, *arguments: Any) -> Any:
         if self._handle.state == "lost":
             raise ActorDiedError
         if self._handle.state == "hangs":
@@ -66,7 +77,7 @@ def handles(policy_folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def ingress(handles: dict[str, Any]) -> Any:
-    return Ingress.func_or_class(handles)  # type: ignore[attr-defined]
+    return Ingress.func_or_class(handles, dict.fromkeys(handles, ()))  # type: ignore[attr-defined]
 
 
 def texts(count: int = 1, **fields: Any) -> pb.ScoreRequest:
@@ -131,6 +142,61 @@ async def test_a_scorer_that_is_lost_or_hangs_touches_no_other(
     assert not reply.outcomes
     assert (await ingress.Check(health_pb2.HealthCheckRequest())).status == SERVING
     await ingress.check_health()
+
+
+async def test_a_call_ends_behind_the_ingress_when_its_caller_leaves(ingress: Any, handles: dict[str, Any]) -> None:
+    handles["count"].state = "hangs"
+    left = asyncio.create_task(ingress.Score(texts(scorer="count"), Context()))
+    await until(lambda: bool(handles["count"].calls))
+    left.cancel()
+    [(_, behind)] = handles["count"].calls
+    await until(behind.call.done)
+    assert behind.call.cancelled()
+
+
+async def test_a_scorer_that_does_not_describe_itself_in_time_is_not_left_with_the_question(
+    ingress: Any, handles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.1)
+    handles["breaks"].state = "hangs"
+    await ingress.infos()
+    [(_, behind)] = handles["breaks"].calls
+    await until(behind.call.cancelled)
+
+
+async def test_over_http_a_scorer_that_hangs_is_not_asked_by_calls_of_others(
+    ingress: Any, handles: dict[str, Any]
+) -> None:
+    handles["breaks"].state = "hangs"
+    body = {"text_1": "w5", "text_2": "w7 w8"}
+    async with reward_door(Scorers(ingress)) as port:
+        for path, more in (("/score", {"model": "count"}), ("/scorers/count/score", {})):
+            assert (await ask(port, f"/reward{path}", body | more)).status == 200
+        for path, more in (("/score", {"model": "other"}), ("/scorers/other/score", {})):
+            assert (await ask(port, f"/reward{path}", body | more)).status == 404
+    assert handles["breaks"].calls == []
+
+
+async def test_a_text_that_is_not_tokenised_in_time_is_said_to_be_so(
+    ingress: Any, handles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOKENS_S", 0.1)
+    handles["words"].state = "hangs"
+    async with reward_door(Scorers(ingress)) as port:
+        got = await ask(port, "/reward/tokenize", {"model": "words", "prompt": "w5"})
+    assert (got.status, got.message) == (503, "scorer words: no answer within 0.1 s")
+    [(_, behind)] = handles["words"].calls
+    await until(behind.call.cancelled)
+
+
+async def test_over_http_health_is_that_of_the_scorers(ingress: Any, handles: dict[str, Any]) -> None:
+    async with reward_door(Scorers(ingress)) as port:
+        handles["words"].state = "lost"
+        for path, status in (("", 200), ("/scorers/count", 200), ("/scorers/words", 503), ("/scorers/other", 404)):
+            assert (await ask(port, f"/reward{path}/health")).status == status, path
+        for handle in handles.values():
+            handle.state = "lost"
+        assert (await ask(port, "/reward/health")).status == 503
 
 
 async def test_info_is_remembered_of_a_scorer_that_no_longer_answers(ingress: Any, handles: dict[str, Any]) -> None:

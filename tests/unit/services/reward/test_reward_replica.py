@@ -15,6 +15,7 @@ import pytest
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
+from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import ResourceExhausted, Unavailable
@@ -143,6 +144,28 @@ async def test_a_few_long_texts_are_counted_too(reward: Any) -> None:
     texts = pb.TextPairs(prompts=["w5 " * 2000], responses=["w7"])
     with pytest.raises(ResourceExhausted, match="texts: 6002 tokens, but a call may hold 4000"):
         await reward.Score(pb.ScoreRequest(texts=texts), Context())
+
+
+async def test_a_long_text_is_tokenised_beside_the_event_loop_and_within_the_limits(reward: Any) -> None:
+    begun, released = threading.Event(), threading.Event()
+    share, made = Share("a", Purpose.FOREIGN), reward._encoder.token_ids
+
+    def slow(text: str, special: bool) -> Any:
+        begun.set()
+        assert released.wait(20)
+        return made(text, special)
+
+    reward._encoder.token_ids = slow
+    asked = [asyncio.create_task(reward.token_ids("", "w5 w6", False, share)) for _ in range(3)]
+    await until(begun.is_set)
+    assert not any(each.done() for each in asked)
+    await reward.check_health()
+    assert reward._admission.waiting_rows == 3
+    released.set()
+    assert [[*ids] for ids, _ in await asyncio.gather(*asked)] == [[5, 6]] * 3
+    assert reward._admission.waiting_rows == 0
+    with pytest.raises(ResourceExhausted, match="prompt: 6000 tokens, but a call may hold 4000"):
+        await reward.token_ids("", "w5 " * 2000, True, share)
 
 
 async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder: Path) -> None:
