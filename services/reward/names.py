@@ -14,7 +14,7 @@ class Listed:
     """A scorer as clients over HTTP choose it."""
 
     name: str
-    """Its name; empty for the only one of an application that gives it none."""
+    """The name; empty for the only one of an application that gives it none."""
     scores: tuple[str, ...]
     """Names of its scores; empty if it gives one."""
 

@@ -92,8 +92,8 @@ class Reward(Doors):
         return pb.RewardInfo(scorers=[self._info])
 
     async def token_ids(self, scorer: str, text: str, special: bool, share: Share) -> tuple[Sequence[int], int]:
-        """The ids of a text, with special tokens or without, and the most that a pair may have. Texts are tokenised one
-        at a time, beside the event loop: a long one takes a second."""
+        """The ids of a text, with special tokens or without, and the most that a pair may have. Texts are tokenised
+        one at a time, beside the event loop: a long one takes a second."""
         chosen(scorer, [self._info.name])
         size = self._size_of(text)
         with self._admission.admitted(share, 1, size, "prompt"):

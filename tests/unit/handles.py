@@ -1,4 +1,4 @@
-"""What a call of Serve's handles gives, without Serve."""
+"""Calls of Serve's handles, without Serve."""
 
 import asyncio
 from collections.abc import Coroutine, Generator

@@ -72,8 +72,8 @@ def derive(facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
     if environment := environment_of(gpus, facts.threads):
         application["runtime_env"] = {"env_vars": environment}
     application["args"] = args | {"scorers": {name: scorer for name, (scorer, _) in made.items()}}
-    # On each GPU as many models as are needed, so that all have a place; in ten-thousandths, as Ray counts.
-    models = sum(_computes(scorer) for scorer, _ in made.values())
+    # On each GPU as many replicas as are needed, so that all have a place; in ten-thousandths, as Ray counts.
+    models = sum(_replicas(options) for scorer, options in made.values() if _computes(scorer))
     share = 10_000 // -(-models // gpus) / 10_000 if gpus and models else 0
     names = deployments_of(application)
     entries = []
@@ -108,6 +108,13 @@ def _computes(scorer: Mapping[str, Any]) -> bool:
     return scorer.get("kind") == "model" or any(map(_computes, inner))
 
 
+def _replicas(options: Mapping[str, Any]) -> int:
+    """Most replicas of a scorer; a wrong number is named where the whole file is checked."""
+    scaling = options.get("autoscaling_config", {"max_replicas": options.get("num_replicas")})
+    most = scaling.get("max_replicas") if isinstance(scaling, Mapping) else None
+    return max(most, 1) if isinstance(most, int) else 1
+
+
 def stated(text: str) -> str:
     """A message about the whole file in the words of these facts."""
     return in_words(text, _NAMES)
@@ -119,14 +126,32 @@ def _scorer(
     """A scorer, and Serve's options of its deployment."""
     if not isinstance(given, str):
         options = {key: value for key, value in given.items() if key in DEPLOYMENT_KEYS}
-        return {key: value for key, value in given.items() if key not in options}, options
+        own = {key: value for key, value in given.items() if key not in options}
+        return _with_derived(own, f"scorers.{name}", facts, model_at), options
     if not Path(given).is_dir() and FUNCTION.fullmatch(given):
         return {"kind": "function", "function": given}, {}
+    return _model(given, f"scorers.{name}", facts, model_at), {}
+
+
+def _with_derived(scorer: Mapping[str, Any], where: str, facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
+    """A scorer with the keys of its models that follow from the facts; those that it has stay."""
+    parts = scorer.get("scorers")
+    if isinstance(parts, Mapping):
+        inner = {
+            name: _with_derived(part, f"{where}.scorers.{name}", facts, model_at)
+            if isinstance(part, Mapping)
+            else part
+            for name, part in parts.items()
+        }
+        return {**scorer, "scorers": inner}
+    model = scorer.get("model")
+    if scorer.get("kind") != "model" or not isinstance(model, str):
+        return dict(scorer)
+    return {**_model(model, f"{where}.model", facts, model_at), **scorer}
+
+
+def _model(model: str, where: str, facts: ScorersFacts, model_at: ModelAt) -> dict[str, Any]:
+    """The scorer of a model, which stands at a field of the facts."""
     gpus = facts.gpus
-    scorer = {"kind": "model", "model": given, "dtype": facts.dtype or ("bfloat16" if gpus else "float32")}
-    return (
-        scorer
-        | ({} if gpus else {"batch_tokens": PASS})
-        | {"packing": lambda: model_at(given, f"scorers.{name}").packs},
-        {},
-    )
+    scorer = {"kind": "model", "model": model, "dtype": facts.dtype or ("bfloat16" if gpus else "float32")}
+    return scorer | ({} if gpus else {"batch_tokens": PASS}) | {"packing": lambda: model_at(model, where).packs}

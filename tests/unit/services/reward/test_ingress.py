@@ -19,8 +19,8 @@ from services.reward import ingress as module
 from services.reward.config import RewardConfig
 from services.reward.ingress import Ingress
 from services.reward.replica import Reward
-from tests.trajectories import of
 from tests.http_requests import ask
+from tests.trajectories import of
 from tests.unit.contexts import Context
 from tests.unit.handles import Response
 from tests.unit.reward_door import Scorers, reward_door

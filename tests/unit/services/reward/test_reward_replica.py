@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import threading
 import time
 import tracemalloc
@@ -15,6 +16,7 @@ import pytest
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
+from quartet.models.loading import load_tokenizer
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import unpack_floats
@@ -166,6 +168,19 @@ async def test_a_long_text_is_tokenised_beside_the_event_loop_and_within_the_lim
     assert reward._admission.waiting_rows == 0
     with pytest.raises(ResourceExhausted, match="prompt: 6000 tokens, but a call may hold 4000"):
         await reward.token_ids("", "w5 " * 2000, True, share)
+
+
+def test_the_file_of_a_tokenizer_does_not_cut_texts(policy_folder: Path, tmp_path: Path) -> None:
+    """Nor does the tokenizer change between two threads that use it: what cuts is dropped before there are any."""
+    shutil.copytree(policy_folder, tmp_path, dirs_exist_ok=True)
+    tokenizer = load_tokenizer(str(policy_folder))
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.save_pretrained(tmp_path)
+    scorer = {"kind": "function", "function": "tests.scorers:count", "tokenizer": str(tmp_path)}
+    hosted = RewardConfig.parse({"scorer": scorer}, "reward.args").hosted[""]
+    made = Reward.func_or_class(hosted)  # type: ignore[attr-defined]
+    assert load_tokenizer(str(tmp_path)).backend_tokenizer.truncation is not None
+    assert made._encoder._tokenizer.backend_tokenizer.truncation is None
 
 
 async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ def loaded(raw: dict[str, Any], folder: Path) -> ServicesFile:
     path = folder / "alone.yaml"
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     return load_file(path, check_services=True)
+
+
+def packs_at(packs: bool) -> Any:
+    """Gives every folder a model whose sequences may be packed, or not."""
+    return lambda folder, field: SimpleNamespace(packs=packs)
 
 
 def problems(call: Callable[[], object]) -> list[str]:
@@ -79,11 +85,53 @@ def test_models_share_the_gpus_so_that_all_have_a_place(gpus: int, models: int, 
         scorers["model-0"] = {"kind": "several", "scorers": {"a": scorers["model-0"]}}
         scorers["model-1"]["ray_actor_options"] = {"resources": {"judges": 1}}
     facts = ScorersFacts.parse({"scorers": {"rules": FUNCTION} | scorers, "gpus": gpus}, "")
-    [application] = derive(facts, lambda folder, field: None)["applications"]  # type: ignore[arg-type,return-value]
+    [application] = derive(facts, packs_at(True))["applications"]
     asked = [entry["ray_actor_options"].get("num_gpus", 0) for entry in application["deployments"]]
     assert sorted(asked, reverse=True)[:models] == [share] * models
     assert sum(1 for each in asked if each) == (models if gpus else 0)
     assert {entry["ray_actor_options"]["num_cpus"] for entry in application["deployments"]} <= {0, 1 if gpus else 0.2}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "share"),
+    [
+        (1, {"num_replicas": 2}, 0.3333),
+        (1, {"autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}, 0.25),
+        (2, {"num_replicas": 3}, 0.5),
+        (4, {"num_replicas": 3}, 1),
+    ],
+)
+def test_replicas_share_the_gpus_so_that_all_have_a_place(gpus: int, options: dict[str, Any], share: float) -> None:
+    model = {"kind": "model", "model": "."}
+    scorers = {"taste": ".", "safety": model | options, "rules": {"kind": "function", "function": FUNCTION} | options}
+    facts = ScorersFacts.parse({"scorers": scorers, "gpus": gpus}, "")
+    [application] = derive(facts, packs_at(True))["applications"]
+    asked = {entry["name"]: entry["ray_actor_options"].get("num_gpus", 0) for entry in application["deployments"]}
+    assert asked == {"Reward": 0, "taste": share, "safety": share, "rules": 0}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    ("facts", "dtype", "tokens"),
+    [({}, "float32", 2048), ({"gpus": 1}, "bfloat16", None), ({"gpus": 1, "dtype": "float32"}, "float32", None)],
+)
+def test_the_keys_of_a_model_follow_from_the_facts_however_it_is_given(
+    facts: dict[str, Any], dtype: str, tokens: int | None, packs: bool
+) -> None:
+    model = {"kind": "model", "model": "."}
+    scorers = {
+        "short": ".",
+        "whole": model | {"normalise": False},
+        "within": {"kind": "several", "scorers": {"a": model, "b": {"kind": "function", "function": FUNCTION}}},
+        "own": model | {"dtype": "float16", "batch_tokens": 7, "packing": False},
+    }
+    [application] = derive(ScorersFacts.parse({"scorers": scorers} | facts, ""), packs_at(packs))["applications"]
+    made = application["args"]["scorers"]
+    derived_keys = {"dtype": dtype, "packing": packs} | ({"batch_tokens": tokens} if tokens else {})
+    assert made["short"] == model | derived_keys
+    assert made["whole"] == model | derived_keys | {"normalise": False}
+    assert made["within"]["scorers"] == {"a": model | derived_keys, "b": {"kind": "function", "function": FUNCTION}}
+    assert made["own"] == scorers["own"]
 
 
 def test_a_single_scorer_takes_its_calls_itself(tmp_path: Path) -> None:
