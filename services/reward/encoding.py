@@ -176,13 +176,47 @@ class Encoder:
     def _from_texts(self, known: "_Known", rows: Sequence[int]) -> list[Scored]:
         texts = known.request.texts
         prompts, responses = [texts.prompts[row] for row in rows], [texts.responses[row] for row in rows]
-        bare = map(self._without_end, responses)
-        pairs = [known.pair(row, prompt=p, response=r) for p, r, row in zip(prompts, bare, rows, strict=True)]
+        # Without a prompt the response is a whole text.
+        answers = [r if p else self._without_begin(r) for p, r in zip(prompts, responses, strict=True)]
+        sides = zip(map(self._without_begin, prompts), map(self._without_end, answers), rows, strict=True)
+        pairs = [known.pair(row, prompt=prompt, response=response) for prompt, response, row in sides]
         return self._encoded(prompts, responses, pairs, rows, "texts")
 
     def _without_end(self, response: str) -> str:
-        """The response without the text of an end-of-sequence token, which other systems leave there."""
-        return response.removesuffix(getattr(self._tokenizer, "eos_token", None) or "")
+        """The response without the texts of end-of-sequence and padding tokens, which other systems leave there."""
+        texts = self._texts_of("eos_token", "pad_token")
+        end = at = len(response)
+        while found := next((text for text in texts if response.endswith(text, 0, at)), ""):
+            end = at = at - len(found)
+            while at and response[at - 1].isspace():
+                at -= 1
+        return response[:end]
+
+    def _without_begin(self, prompt: str) -> str:
+        """The prompt without the texts of tokens that begin and pad a sequence."""
+        texts = self._texts_of("bos_token", "pad_token")
+        begin = at = 0
+        while found := next((text for text in texts if prompt.startswith(text, at)), ""):
+            begin = at = at + len(found)
+            while at < len(prompt) and prompt[at].isspace():
+                at += 1
+        return prompt[begin:]
+
+    def _texts_of(self, *names: str) -> tuple[str, ...]:
+        """The texts of those of the tokenizer's special tokens that it has."""
+        return tuple(text for name in names if (text := getattr(self._tokenizer, name, None)))
+
+    def _begun(self, ids: Sequence[int]) -> list[int]:
+        """The ids without padding before them, and with one token that begins a sequence if there is one or more."""
+        bos, pad = self._tokenizer.bos_token_id, self._tokenizer.pad_token_id
+        begin = next((at for at, token in enumerate(ids) if token not in (bos, pad)), len(ids))
+        return [*([bos] if bos in ids[:begin] else []), *ids[begin:]]
+
+    def _ended(self, ids: Sequence[int]) -> list[int]:
+        """The ids without padding after them, and with one token that ends a sequence if there is one or more."""
+        eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        end = next((len(ids) - at for at, token in enumerate(reversed(ids)) if token not in (eos, pad)), 0)
+        return [*ids[:end], *([eos] if eos in ids[end:] else [])]
 
     def _encoded(
         self, prompts: Sequence[str], responses: Sequence[str], pairs: Sequence[Pair], rows: Sequence[int], field: str
@@ -192,12 +226,13 @@ class Encoder:
             return [Scored(NO_IDS, NO_IDS, pair) for pair in pairs]
         eos = self._tokenizer.eos_token_id
         end = [] if eos is None else [eos]
-        prompt_ids = [np.asarray(ids, np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
+        prompt_ids = [np.asarray(self._begun(ids), np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
         answers = self._tokenizer([*map(self._without_end, responses)], add_special_tokens=False)["input_ids"]
         response_ids = [np.asarray([*ids, *end], np.int32) for ids in answers]
         for n, prompt in enumerate(prompts):
             if not prompt and responses[n]:  # a whole text, whose tokens are scored as they stand
-                whole = np.asarray(self._tokenizer(responses[n])["input_ids"], np.int32)
+                ids = self._ended(self._begun(self._tokenizer(responses[n])["input_ids"]))
+                whole = np.asarray(ids, np.int32)
                 if len(whole) < 2:
                     raise InvalidArgument(f"{field}[{rows[n]}]: {len(whole)} tokens and no prompt; needs two")
                 prompt_ids[n], response_ids[n] = whole[:1], whole[1:]

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from protos import reward_pb2 as pb
@@ -33,8 +34,10 @@ from services.reward import http_fields as fields
 from services.reward import http_requests as requests
 from services.reward.names import Listed
 
-NAMED = re.compile(r"\A/scorers/([^/]+)(?=/)")
+_NAMED = re.compile(r"\A/scorers/([^/]+)(/.*)\Z")
 """The name of a scorer before a path, for clients that can name it only by an address."""
+_SCORE = re.compile(r"\A/([^/]+)(/.*)\Z")
+"""The name of one of its scores after that."""
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?=: )")
 _ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
 """Names that pydantic gives to the alternatives of a field."""
@@ -73,22 +76,31 @@ class Choice:
     """The field that names it, for errors."""
     scorer: str
     score: str = ""
+    one: bool = False
+    """True if the answer has room for one score."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """InvalidArgument unless scores of these names, all that the scorer gives, have what is chosen."""
+        if self.score and self.score not in names:
+            missing = f"there is no score {self.score[:64]!r}; the scorer gives {', '.join(names)}"
+            raise InvalidArgument(f"{self.by}: {missing}")
+        if self.one and not self.score and len(names) > 1:
+            raise InvalidArgument(
+                f"{self.by}: the scorer gives {', '.join(names)}; name one of them as SCORER/{names[0]}"
+            )
 
 
 class Table:
     """The results of a call's pairs."""
 
     def __init__(self, reply: pb.ScoreResponse, rows: int, choice: Choice) -> None:
-        """InvalidArgument if `choice` names a score that the scorer does not give."""
+        """InvalidArgument if a scorer that has been replaced by now does not give what was chosen."""
         self.scorer, self.names = reply.scorer, tuple(reply.scorer.names) or (SCORE,)
+        choice.check(self.names)
         numbers = unpack_floats(reply.scores, "scores").reshape(rows, len(self.names))
         if choice.score:
-            if choice.score not in self.names:
-                missing = f"there is no score {choice.score[:64]!r}; the scorer gives {', '.join(self.names)}"
-                raise InvalidArgument(f"{choice.by}: {missing}")
             at = self.names.index(choice.score)
             self.names, numbers = (choice.score,), numbers[:, at : at + 1]
-        self._by = choice.by
         self.numbers: list[list[float]] = numbers.tolist()
         """[B, K]; NaN for pairs that are not scored."""
         outcomes = reply.outcomes or bytes(rows)
@@ -100,15 +112,7 @@ class Table:
         return dict(zip(self.names, self.numbers[row], strict=True))
 
     def one(self, row: int) -> float:
-        """The score of a pair that is scored, where a protocol has room for one.
-
-        Raises:
-            InvalidArgument: the scorer gives several, and the request names none of them.
-        """
-        if len(self.names) > 1:
-            raise InvalidArgument(
-                f"{self._by}: the scorer gives {', '.join(self.names)}; name one of them as SCORER/{self.names[0]}"
-            )
+        """The score of a pair that is scored, where one was chosen."""
         return self.numbers[row][0]
 
     def check_scored(self, field: str) -> None:
@@ -182,6 +186,7 @@ class Door:
         )
         app.router.route_class = _Route
         self._add_routes(app)
+        self._paths = {route.path for route in app.routes if isinstance(route, Route)}
 
     def answer(self) -> Response:
         """An answer that is made when it is sent."""
@@ -190,33 +195,66 @@ class Door:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         root = scope.get("root_path", "")
         path = str(scope["path"]).removeprefix(root)
-        named = NAMED.match(path)
-        below = path[named.end() :] if named else path
-        await self._app(
-            {**scope, "path": f"{root}{below}", _SCORER: named[1] if named else "", "app": self._app}, receive, send
-        )
+        scorer = ""
+        if named := _NAMED.match(path):
+            scorer, path = named[1], named[2]
+            if path not in self._paths and (scored := _SCORE.match(path)):
+                scorer, path = f"{scorer}/{scored[1]}", scored[2]
+        await self._app({**scope, "path": f"{root}{path}", _SCORER: scorer, "app": self._app}, receive, send)
 
-    def _choice(self, request: Request, named: str, by: str) -> Choice:
-        """The scorer that the address or a field names: by its name, or by `name/score`. `by` is the field's name."""
+    def _choice(self, request: Request, named: str, by: str, one: bool = False) -> Choice:
+        """The scorer that the address or a field names: by its name, or by `name/score`.
+
+        Args:
+            request: the request.
+            named: the field's contents.
+            by: the field's name.
+            one: True if the answer has room for one score.
+
+        Raises:
+            NotFound: there is not such a scorer.
+            InvalidArgument: address and field name different ones, the scorer gives no such score, or it gives
+                several and one has to be named.
+        """
         by_address = request.scope[_SCORER]
-        if by_address and named and named.partition("/")[0] != by_address:
+        # One may say of which scorer, the other which of its scores.
+        shorter, name = sorted((named, by_address), key=len)
+        if shorter and not f"{name}/".startswith(f"{shorter}/"):
             raise InvalidArgument(f"{by}: {named[:64]!r}, but the address names {by_address!r}; name one of them")
-        name = named or by_address
         known = self._hub.listed()
         if not name:
-            return Choice(by, "")
-        if name in known:
-            return Choice(by, known[name].name)
-        whole, _, score = name.rpartition("/")
+            name = next(iter(known)) if len(known) == 1 else ""
+        if not name:
+            return Choice(by, "")  # said by the scorers, which are several
+        whole, _, score = (name, "", "") if name in known else name.rpartition("/")
         if whole in known:
-            return Choice(by, known[whole].name, score)
+            choice = Choice(by, known[whole].name, score, one)
+            choice.check(known[whole].scores or (SCORE,))
+            return choice
         raise NotFound(f"{by}: {name[:64]!r} is no scorer here; there is {', '.join(sorted(known))}")
 
     async def _score(
-        self, request: Request, named: str, made: pb.ScoreRequest, rows: int, field: str, by: str = "model"
+        self,
+        request: Request,
+        named: str,
+        made: pb.ScoreRequest,
+        rows: int,
+        field: str,
+        by: str = "model",
+        one: bool = False,
     ) -> Table:
-        """The results of a request's pairs. `field` is the one of the body that holds them, for errors."""
-        choice = self._choice(request, named, by)
+        """The results of a request's pairs.
+
+        Args:
+            request: the request.
+            named: the scorer that its body names.
+            made: the same request in the scorers' terms.
+            rows: number of pairs.
+            field: the field of the body that holds them, for errors.
+            by: the field that names the scorer.
+            one: True if the answer has room for one score of a pair.
+        """
+        choice = self._choice(request, named, by, one)
         made.scorer = choice.scorer
         try:
             reply = await self._hub.score(made, share_of_request(request), request.url.path.rpartition("/")[2])
@@ -234,7 +272,7 @@ class Door:
 
         @app.get("/health", summary="Whether a scorer works", responses=errors)
         async def healthy(request: Request) -> Response:
-            scorer = self._choice(request, "", "model").scorer
+            scorer = self._choice(request, "", "address").scorer
 
             async def check() -> None:
                 if not await self._hub.works(scorer):
@@ -262,7 +300,7 @@ class Door:
         @post("/get_reward", fields.GetRewardAnswer, "OpenRLHF")
         async def get_reward(asked: fields.GetRewardRequest, request: Request) -> Response:
             made = requests.of_queries(asked.query, asked.prompts or (), asked.labels or ())
-            table = await self._score(request, asked.scorer, made, len(asked.query), "query", by="scorer")
+            table = await self._score(request, asked.scorer, made, len(asked.query), "query", by="scorer", one=True)
             table.check_scored("query")
             scores = [table.one(row) for row in range(len(asked.query))]
             logs = {name: [row[at] for row in table.numbers] for at, name in enumerate(table.names)}
@@ -273,7 +311,7 @@ class Door:
             prompts, responses = asked.sides
             prompts = [*prompts] * len(responses) if len(prompts) == 1 else prompts
             made = requests.of_texts(prompts, responses)
-            table = await self._score(request, asked.model, made, len(responses), "text_2")
+            table = await self._score(request, asked.model, made, len(responses), "text_2", one=True)
             table.check_scored("text_2")
             data = [fields.ScoreData(index=row, score=table.one(row)) for row in range(len(responses))]
             return _json(fields.ScoreAnswer(data=data, **_listed("score", asked.model, table)))
@@ -317,7 +355,7 @@ class Door:
         @post("/rerank", list[fields.Rank], "Text Embeddings Inference")
         async def rerank(asked: fields.RerankRequest, request: Request) -> Response:
             made = requests.of_texts([asked.query] * len(asked.texts), asked.texts)
-            table = await self._score(request, asked.model, made, len(asked.texts), "texts")
+            table = await self._score(request, asked.model, made, len(asked.texts), "texts", one=True)
             table.check_scored("texts")
             ranks = sorted(((table.one(row), row) for row in range(len(asked.texts))), key=lambda each: -each[0])
             return JSONResponse(
@@ -330,7 +368,8 @@ class Door:
         @post("/verify", fields.VerifyAnswer, "NeMo Gym")
         async def verify(asked: fields.VerifyRequest, request: Request) -> Response:
             given = asked.model_dump()
-            table = await self._score(request, "", requests.of_verify(given), 1, "response")
+            made = requests.of_verify(given)
+            table = await self._score(request, "", made, 1, "response", by="address", one=True)
             return JSONResponse(given | _verified(table))
 
         @post("/seed_session", dict[str, Any], "NeMo Gym: nothing is kept between calls")

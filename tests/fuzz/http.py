@@ -48,7 +48,7 @@ _CONTENT = (
     "",
     "APPLICATION/JSON",
 )
-_SCORERS = ("length", "length", "length", "two", "taste", "none", "..", "%2e%2e", "a" * 70)
+_SCORERS = ("length", "length", "length", "two", "two/words", "taste", "none", "..", "%2e%2e", "a" * 70)
 _HEADERS = (
     ("Origin", "https://evil.example"),
     ("Host", "evil.example"),

@@ -65,6 +65,8 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
 """Deployment -> path below the route prefix of its applications -> method; no others exist."""
 _SCORER = re.compile(r"\A/scorers/[A-Za-z0-9._-]{1,64}(?=/)")
 """The name of a scorer before a path of a reward application, for clients that can name it only by an address."""
+_SCORE = re.compile(r"\A/[A-Za-z0-9._-]{1,64}(?=/)")
+"""The name of one of its scores after that."""
 KEY = "quartet-session-key"
 """Header with the key of a session that is being started, for the replica to answer with."""
 _NAMED = "x-session-id"
@@ -151,8 +153,10 @@ class HttpGuard:
         _check_not_a_browser(headers)
         prefix, application, deployment = self._find(path) or ("", None, "")
         below = path.removeprefix(prefix if prefix != "/" else "")
-        if deployment == "Reward":
-            below = _SCORER.sub("", below, count=1)
+        if deployment == "Reward" and (scorer := _SCORER.match(below)):
+            below = below[scorer.end() :]
+            if below not in ROUTES[deployment]:
+                below = _SCORE.sub("", below, count=1)
         route = http_route(deployment, below[:64])
         try:
             caller = self._caller(headers, route, application)

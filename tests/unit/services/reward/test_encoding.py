@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,43 @@ def test_a_tokenizer_that_ends_and_begins_nothing() -> None:
     ):
         with pytest.raises(InvalidArgument, match=re.escape(f"texts[1]: {problem}")):
             decode(encoder, by_text(prompts, responses))
+
+
+@pytest.mark.parametrize("padding", [PAD, EOS])
+def test_texts_with_special_tokens_are_the_ids_that_they_were_decoded_from(padding: int) -> None:
+    """Other systems send what `batch_decode` gives with skip_special_tokens=False."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token_id = padding
+    encoder = Encoder(tokenizer, 64, 6)
+    prompts, responses = ids([BOS, 5, 6], [BOS, 7]), ids([8, EOS], [9, 10, EOS])
+    expected = decode(encoder, by_ids(prompts, responses))
+    for before, after in (([], []), ([padding] * 2, [padding]), ([], [padding] * 3)):
+        asked = tokenizer.batch_decode([[*before, *prompt] for prompt in prompts])
+        answered = tokenizer.batch_decode([[*response, *after] for response in responses])
+        whole = [f"{prompt} {response}" for prompt, response in zip(asked, answered, strict=True)]
+        of_pairs, of_wholes = decode(encoder, by_text(asked, answered)), decode(encoder, by_text(["", ""], whole))
+        for right, pair, one in zip(expected, of_pairs, of_wholes, strict=True):
+            assert plain([pair])[0][:2] == plain([right])[0][:2]
+            assert (pair.pair.prompt.split(), pair.pair.response.split()) == (
+                right.pair.prompt.split(),
+                right.pair.response.split(),
+            )
+            assert [*one.prompt_ids, *one.response_ids] == [*right.prompt_ids, *right.response_ids]
+            assert one.pair.response.split() == [*right.pair.prompt.split(), *right.pair.response.split()]
+
+
+def test_a_text_of_nothing_but_padding_is_read_once() -> None:
+    began = time.thread_time()
+    (scored,) = decode(ENCODER, by_text(["<pad>" * 400_000], ["<pad>" * 400_000]))
+    assert (scored.pair.prompt, scored.pair.response) == ("", "")
+    assert scored.response_ids.tolist() == [EOS]
+    assert time.thread_time() - began < 20
+
+
+def test_special_tokens_within_texts_stay() -> None:
+    (scored,) = decode(ENCODER, by_text(["w5 <eos>"], ["<eos> w7"]))
+    assert plain([scored])[0][:2] == ([BOS, 5, EOS], [EOS, 7, EOS])
+    assert (scored.pair.prompt, scored.pair.response) == ("w5 <eos>", "<eos> w7")
 
 
 def test_a_whole_text_is_scored_as_it_stands() -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from quartet.models.loading import load_tokenizer
 from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from services.reward import http_fields
 from tests import plain
 from tests.http_requests import Answer, ask
-from tests.models import BOS, EOS, MAX_LENGTH
+from tests.models import BOS, EOS, MAX_LENGTH, PAD
 from tests.unit import reward_door
 from tests.unit.reward_door import Scorers, replicas
 from tests.unit.waiting import until
@@ -139,9 +140,28 @@ async def test_openrlhf_gets_a_reward_for_each_query(port: int) -> None:
     assert seen == {("w5 w6", "w7", "a"), ("", "w8", "")}
     one = await scored(port, "/get_reward", {"query": ["w7 w8"], "scorer": "two/words"})
     assert one["rewards"] == [2.0]
+    assert await scored(port, "/scorers/two/words/get_reward", {"query": ["w7 w8"]}) == one
+    for scorer in ("two", "two/words"):
+        body = {"query": ["w7 w8"], "scorer": scorer}
+        assert await scored(port, "/scorers/two/words/get_reward", body) == one
     several = await asked(port, "/scorers/two/get_reward", {"query": ["w7"]})
     assert (several.status, several.json["error"]["param"]) == (400, "scorer")
     assert "the scorer gives long, words; name one of them as SCORER/long" in several.message
+
+
+async def test_the_texts_of_openrlhf_have_the_scores_of_their_ids(port: int, folders: tuple[str, str]) -> None:
+    """OpenRLHF sends what its tokenizer decodes, special tokens included."""
+    prompts, responses = [[BOS, 5, 6], [BOS, 7]], [[8, EOS], [9, 10, 11, EOS]]
+    ids = [{"prompt_ids": p, "response_ids": r} for p, r in zip(prompts, responses, strict=True)]
+    results = (await scored(port, "/v1/rewards", {"scorer": "taste", "pairs": ids}))["results"]
+    expected = [result["scores"]["score"] for result in results]
+    decode = load_tokenizer(folders[1]).batch_decode
+    asked = decode(prompts)
+    for after in ([], [PAD] * 3):
+        whole = decode([[*p, *r, *after] for p, r in zip(prompts, responses, strict=True)])
+        for more in ({}, {"prompts": asked}):
+            got = await scored(port, "/scorers/taste/get_reward", {"query": whole} | more)
+            assert got["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 async def test_vllm_gets_its_answers(port: int, folders: tuple[str, str]) -> None:
@@ -213,6 +233,28 @@ async def test_nemo_gym_gets_its_request_with_a_reward_or_with_the_class_of_its_
         assert (got["_ng_failure_class"], got["failure_kind"]) == (outcome, f"quartet:{outcome}")
         assert reason in got["failure_reason"]
     assert (await asked(port, "/seed_session", {})).json == {}
+    # A field `model` or `scorer` of the body is a column, so the address says which score.
+    got = await scored(port, "/scorers/two/words/verify", body | {"model": "x"})
+    assert (got["reward"], got["reward_components"], got["model"]) == (2.0, {"words": 2.0}, "x")
+    several = await asked(port, "/scorers/two/verify", body)
+    assert (several.status, several.json["error"]["param"]) == (400, "address")
+    assert several.message == "address: the scorer gives long, words; name one of them as SCORER/long"
+
+
+async def test_scores_that_cannot_be_given_are_refused_before_anything_is_scored(port: int, scorers: Scorers) -> None:
+    before = len(scorers.shares)
+    texts = {"text_1": "w5", "text_2": "w6"}
+    for path, body in (
+        ("/score", {"model": "two/short"} | texts),
+        ("/score", {"model": "two"} | texts),
+        ("/scorers/two/get_reward", {"query": ["w7"]}),
+        ("/scorers/two/rerank", {"query": "w5", "texts": ["w6"]}),
+        ("/scorers/two/verify", gym("w7")),
+        ("/scorers/length/words/classify", {"input": "w7"}),
+        ("/scorers/two/long/score", {"model": "two/words"} | texts),
+    ):
+        assert (await asked(port, path, body)).status == 400, path
+    assert len(scorers.shares) == before
 
 
 PAIRS = [pair("w7")]

@@ -177,7 +177,7 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
                 "/rollout/docs",
             ),
             *("/critic/v1/models", "/reward/v1/completions", "/reward/docs", "/rollout/get_reward"),
-            *("/reward/scorers/a", "/reward/scorers/a/", "/reward/scorers/a/b/score"),
+            *("/reward/scorers/a", "/reward/scorers/a/", "/reward/scorers/a/b/c/score", "/reward/scorers/a//score"),
             *("/reward/score/scorers/a/score", "/rollout/scorers/a/v1/models"),
             *("/reward/scorers//score", "/reward/scorers/%2F/score"),
             *("/-/routes", "/-/healthz", "/rolloutv1/models", "/v1/models"),
@@ -194,7 +194,8 @@ async def test_other_paths_methods_and_applications_are_not_served(keys: Keys) -
 
 async def test_a_scorer_may_be_named_by_the_address_which_the_replica_reads(keys: Keys) -> None:
     async with http_door(guarded(keys)) as (port, replicas):
-        for path in ("/reward/scorers/taste/get_reward", "/reward/scorers/a.b-c_1/score"):
+        for path in ("taste/get_reward", "a.b-c_1/score", "two/score/score", "two/a.b/v1/rewards"):
+            path = f"/reward/scorers/{path}"
             assert (await ask(port, path, {}, proof(keys, "evaluator"))).status == 200
             assert (await ask(port, path, {}, proof(keys, "client"))).status == 403
             assert replicas.seen.pop()[0] == path
