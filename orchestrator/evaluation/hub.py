@@ -176,6 +176,7 @@ class Hub:
         except (InvalidArgument, ResourceExhausted) as error:
             if isinstance(error, ResourceExhausted) and error.retry_after_s is not None:
                 raise
+            await self._check_there(name)
             if len(indices) == 1:
                 return [(indices[0], Unscored(Outcome.FAILED, str(error)))]
         else:
@@ -184,6 +185,14 @@ class Hub:
         middle = len(indices) // 2
         halves = [await self._asked(name, rows, responses, part) for part in (indices[:middle], indices[middle:])]
         return halves[0] + halves[1]
+
+    async def _check_there(self, name: str) -> None:
+        """InvalidReply if the service has lost the scorer, so that it refuses every row."""
+        there = {each.name for each in await self._client.scorers(self._timeout_s)}
+        asked = self.scorers[name].asked
+        if asked not in there and not (not asked and len(there) == 1):
+            names = ", ".join(sorted(there)) or "one without a name"
+            raise InvalidReply(f"scorer {name}: was there at the start and is not now; there is {names}")
 
     async def _call(self, name: str, rows: Sequence[Row], responses: Sequence[str]) -> Scores:
         client = self._client.named(self.scorers[name].asked)

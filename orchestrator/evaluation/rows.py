@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Self
 
 from quartet.config.base import MIB, ConfigError
 from quartet.config.explain import shown
+from quartet.wire.json_object import finite
 
 LONGEST = 64 * MIB
 """Most bytes of a line."""
@@ -93,7 +94,7 @@ def parse(line: bytes, number: int, name: str) -> Row:
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
     """The object of a line. ConfigError, which begins with `where`, if it holds something else."""
     try:
-        values = json.loads(line, parse_constant=_refused)
+        values = json.loads(line, parse_float=finite, parse_constant=_refused)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ConfigError(f"{where}: not valid JSON: {reason}") from None

@@ -51,7 +51,7 @@ class KnownCaller(Config):
     role: Role
     """trainer: everything. sampler: Generate at any version, Info of the rollout service, and OpenAI's protocol.
     judge-client: Score, Logprobs and their Info, and the reward service over HTTP. prober: Info and health of all
-    services, and the reward service's measures."""
+    services, and the measures of the rollout and reward services over HTTP."""
     applications: tuple[str, ...] | None = None
     """Names of the Serve applications that the caller may call; null for all."""
     tokens: tuple[Sha256, ...] = ()

@@ -15,7 +15,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     """
     try:
         # As UTF-8 alone, in which the bounds were checked; json would take other encodings of bytes too.
-        request = json.loads(body.decode(), parse_float=_finite, parse_constant=_not_a_number)
+        request = json.loads(body.decode(), parse_float=finite, parse_constant=_not_a_number)
         json.dumps(request, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InvalidArgument("the body holds half of a surrogate pair, which is no character") from None
@@ -26,7 +26,8 @@ def json_object(body: bytes) -> dict[str, Any]:
     return request
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """The number that JSON writes so, for `json.loads`. ValueError if it has more than 64 bits."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:32]} is larger than any number of 64 bits")

@@ -115,11 +115,12 @@ class Doors(HealthMixin):
             self._everyone = serve.get_deployment_handle(context.deployment, context.app_name)
         found = dict([await self.taken()])
         try:
-            answers = await answers_of_each(self._everyone.broadcast("taken"))
+            async with asyncio.timeout(MEASURED_S):
+                answers = await answers_of_each(self._everyone.broadcast("taken"))
             for each in await asyncio.gather(*map(_in_time, answers), return_exceptions=True):
                 if not isinstance(each, BaseException):
                     found |= dict([each])
-        except (RayServeException, RayError):
+        except (RayServeException, RayError, TimeoutError):
             pass  # Serve knows no replicas for a moment, as while its controller is being replaced
         return bytes(self._text_of(sorted(found.items())))
 

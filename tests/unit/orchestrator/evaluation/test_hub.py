@@ -8,7 +8,7 @@ import pytest
 from orchestrator.evaluation.hub import Hub, check_free
 from orchestrator.evaluation.rows import Row, dumped, parse
 from quartet.config.base import ConfigError
-from quartet.wire.errors import DeadlineExceeded, InvalidReply, leaves
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, leaves
 from quartet.wire.outcomes import Outcome, Unscored
 from tests.unit.scoring import Scored, Service, length, right
 
@@ -88,6 +88,20 @@ async def test_a_scorer_that_is_replaced_ends_the_work() -> None:
     [error] = leaves(caught.value)
     assert isinstance(error, InvalidReply)
     assert "function:length hhhhhhhhhhhh at the start and is function:length another now" in str(error)
+
+
+@pytest.mark.parametrize("asked", [["length"], []])
+async def test_a_scorer_that_is_taken_away_ends_the_work_and_fails_no_row(asked: list[str]) -> None:
+    service = Service({"length": length})
+    hub = await service.hub(*asked)
+    service.judges.clear()
+    service.judges |= {"right": right, "other": right}
+    service.fails = InvalidArgument("reward.Score: scorer: 'length' is none of those there are: other, right")
+    with pytest.raises(ExceptionGroup) as caught:
+        await hub.score([row(prompt=str(number)) for number in range(64)], ["r"] * 64)
+    [error] = leaves(caught.value)
+    assert isinstance(error, InvalidReply)
+    assert str(error) == "scorer length: was there at the start and is not now; there is other, right"
 
 
 async def test_a_service_that_does_not_answer_is_no_outcome() -> None:

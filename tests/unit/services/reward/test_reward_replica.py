@@ -8,11 +8,13 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from ray import serve
 
 from protos import reward_pb2 as pb
 from quartet.columns import Columns
@@ -21,6 +23,7 @@ from quartet.serving.share import Share
 from quartet.wire.callers import Purpose
 from quartet.wire.codec import unpack_floats
 from quartet.wire.errors import ResourceExhausted, Unavailable
+from services.reward import doors
 from services.reward.config import RewardConfig
 from services.reward.replica import Reward
 from services.reward.scorers.scorer import Result, Scored
@@ -181,6 +184,22 @@ def test_the_file_of_a_tokenizer_does_not_cut_texts(policy_folder: Path, tmp_pat
     made = Reward.func_or_class(hosted)  # type: ignore[attr-defined]
     assert load_tokenizer(str(tmp_path)).backend_tokenizer.truncation is not None
     assert made._encoder._tokenizer.backend_tokenizer.truncation is None
+
+
+async def test_measures_come_although_the_other_replicas_stay_silent(
+    reward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(response: Any) -> Any:
+        await asyncio.Event().wait()
+
+    context = SimpleNamespace(replica_tag="one", deployment="Reward", app_name="reward")
+    monkeypatch.setattr(doors, "MEASURED_S", 0.1)
+    monkeypatch.setattr(doors, "answers_of_each", silent)
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    reward._everyone = SimpleNamespace(broadcast=lambda method: None)
+    await reward.Score(pairs(3), Context())
+    text = (await asyncio.wait_for(reward.measures(), 20)).decode()
+    assert re.search(r'quartet_reward_rows_total\{outcome="scored",replica="one".*\} 3\.0', text), text
 
 
 async def test_a_hung_scorer_answers_its_callers_and_is_unhealthy(policy_folder: Path) -> None:
