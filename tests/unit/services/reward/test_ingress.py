@@ -123,10 +123,7 @@ async def test_errors_arrive_as_the_scorer_raised_them(ingress: Any, handles: di
     assert context.details == "Score: internal error (TypeError); see the log"
 
 
-async def test_a_scorer_that_is_lost_or_hangs_touches_no_other(
-    ingress: Any, handles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+async def test_a_scorer_that_is_lost_or_hangs_touches_no_other(ingress: Any, handles: dict[str, Any]) -> None:
     handles["words"].state, handles["breaks"].state = "lost", "hangs"
     before = await ingress.Info(common_pb2.InfoRequest(), Context())
     assert {each.name: each.identity.name for each in before.scorers} == {
