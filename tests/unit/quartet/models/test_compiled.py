@@ -107,6 +107,8 @@ def traced(patch: pytest.MonkeyPatch) -> None:
     [
         {"packing": True, "gradient_checkpointing": True},
         {"lora": LoraConfig(rank=2), "zero_stage": 1, "micro_batch_tokens": 60},
+        pytest.param({"zero_stage": 1, "micro_batch_tokens": 60}, marks=pytest.mark.exhaustive),
+        pytest.param({"lora": LoraConfig(rank=2), "packing": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_policy_trains_the_same(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
