@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,6 +79,8 @@ _TOKEN_ADVICE = (
     "send `Authorization: Bearer` with a token that the policy names; `quartet up` writes yours to "
     ".quartet/access/token"
 )
+_DISCARDED, _DISCARD_S = 64 << 10, 1.0
+"""Most bytes of a refused request's body that are read and thrown away, and the longest wait for them."""
 _LOST = HttpError(503, "no replica could answer, or the one that answered has died; ask again", retry_after_s=1)
 
 
@@ -105,7 +107,7 @@ class _Asked(NamedTuple):
 class HttpGuard:
     """Authenticates, authorizes, routes and limits requests; a failure is answered with a named error.
 
-    Nothing of a stranger's body is read. Browsers are strangers: pages of other sites that they show would use this
+    Nothing of a stranger's body is kept. Browsers are strangers: pages of other sites that they show would use this
     machine's rights.
     """
 
@@ -126,17 +128,15 @@ class HttpGuard:
         """Answers one request; leaves what is not one, such as a WebSocket."""
         if scope["type"] != "http":
             return
-        reply = _Reply(send, self._gate.limits.unread_s)
+        reply, incoming = _Reply(send, self._gate.limits.unread_s), _Incoming(receive)
         with ExitStack() as held:
             try:
                 headers = _read(scope)
                 asked = self._admitted(scope, headers, held)
-                body = await self._received(asked, headers, receive, held)
-            except _Refused as refusal:
-                await reply.refuse(refusal.answer)
-                return
-            except ServiceError as error:
-                await reply.refuse(http_error(error))
+                body = await self._received(asked, headers, incoming, held)
+            except (_Refused, ServiceError) as error:
+                await incoming.discard(scope)
+                await reply.refuse(error.answer if isinstance(error, _Refused) else http_error(error))
                 return
             try:
                 await self._app(_scope(scope, asked), _received_already(body, receive, reply.given_up), reply.send)
@@ -256,6 +256,30 @@ async def _whole(receive: Receive, largest: int) -> bytes:
             raise _Refused(_too_large(largest))
         if not message.get("more_body", False):
             return b"".join(pieces)
+
+
+class _Incoming:
+    """The body of a request, in pieces."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._ended = receive, False
+
+    async def __call__(self) -> Message:
+        """The next piece, or that the caller has left."""
+        message = await self._receive()
+        self._ended = not message.get("more_body", False)
+        return message
+
+    async def discard(self, scope: Message) -> None:
+        """Throws away the rest of a small body that is refused: a connection that is closed with bytes unread is
+        reset, and its caller might never read why."""
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if self._ended or b"expect" in headers or not length.isdigit() or int(length) > _DISCARDED:
+            return
+        with suppress(TimeoutError, _Refused):
+            async with asyncio.timeout(_DISCARD_S):
+                await _whole(self, _DISCARDED)
 
 
 def _scope(scope: Message, asked: _Asked) -> Message:

@@ -24,7 +24,9 @@ async def address(policy_folder: Path, reward_folder: Path) -> AsyncIterator[str
         yield f"http://127.0.0.1:{port}/reward/scorers/length"
 
 
-async def test_hugging_faces_client_classifies(address: str) -> None:
+async def test_hugging_faces_client_classifies(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another test of this process may have imported it offline, where it calls nothing at all.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     client = InferenceClient(model=f"{address}/predict")
     batch: Any = [["w5", "w7 w8"]]
     [[first]] = [await asyncio.to_thread(client.text_classification, batch)]

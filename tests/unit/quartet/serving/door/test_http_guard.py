@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quartet.security.keys.folder import Keys
 from quartet.security.policy import Limits
 from quartet.security.port import Port
 from quartet.serving import proxy
+from quartet.serving.door import http_guard
 from quartet.serving.door.http_guard import ROUTES
 from quartet.serving.door.json_bounds import DEEPEST, MOST_ELEMENTS
 from quartet.serving.door.open_calls import OpenCalls
@@ -306,6 +308,33 @@ async def test_headers_that_decide_come_once_and_compressed_bodies_are_refused()
         assert (await ask(port, COMPLETIONS, b"{}", JSON, ("Content-Encoding", "gzip"))).status == 415
         assert (await ask(port, COMPLETIONS, b"{}", JSON, ("X-Long", "a" * 20_000))).status == 431
         assert replicas.seen == []
+
+
+async def test_a_refusal_is_read_by_a_caller_whose_body_comes_meanwhile() -> None:
+    arrived, sent, read = threading.Event(), threading.Event(), http_guard._read
+
+    def request(port: int) -> bytes:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 60000"
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=30)) as connection:
+            connection.sendall(f"{head}\r\n\r\n".encode())
+            arrived.wait(30)
+            connection.sendall(b"a" * 60_000)
+            sent.set()
+            with connection.makefile("rb") as answer:
+                return answer.read()
+
+    def blocked(scope: Any) -> dict[str, str]:
+        """Holds up the server until the body is in its socket: a connection closed with it there would be reset."""
+        arrived.set()
+        sent.wait(30)
+        return read(scope)
+
+    with patch("quartet.serving.door.http_guard._read", blocked):
+        async with http_door(OPEN) as (port, replicas):
+            answer = await asyncio.to_thread(request, port)
+            assert answer.startswith(b"HTTP/1.1 415")
+            assert answer.endswith(b"}")
+            assert replicas.seen == []
 
 
 async def test_a_body_that_does_not_come_is_given_up(keys: Keys, tmp_path: Path) -> None:
