@@ -11,6 +11,9 @@ from orchestrator.evaluation.intervals import Interval
 
 RESAMPLES = 10_000
 """Resamples of a bootstrap, fewer where there are so many different values that they would take minutes."""
+TIE = 1e-5
+"""Scores tie that differ by no more than this share of the larger, or of 1: by so much a model's score of a text may
+differ by rounding, with the texts that it is scored beside."""
 _FEWEST, _MOST_DRAWS, _AT_ONCE = 1_000, 1 << 28, 1 << 22
 
 
@@ -85,9 +88,10 @@ def pass_at_k(responses: int, passed: int, k: int) -> float:
 
 def win_share(scores: Sequence[float], others: Sequence[float]) -> float:
     """The share of all pairs of one of `scores`, [m], and one of `others`, [n], in which the first is greater; a tie
-    counts one half."""
+    counts one half. Scores that differ by less than TIE tie."""
     first, second = np.asarray(scores, np.float64)[:, None], np.asarray(others, np.float64)[None]
-    return float(np.mean(0.5 * (first > second) + 0.5 * (first >= second)))
+    tied = np.abs(first - second) <= TIE * np.maximum(1, np.maximum(np.abs(first), np.abs(second)))
+    return float(np.mean(np.where(tied, 0.5, first > second)))
 
 
 def sign_test(better: int, worse: int) -> float:

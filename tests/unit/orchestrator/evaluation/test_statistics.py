@@ -125,6 +125,10 @@ def test_the_share_of_pairs_that_win() -> None:
     assert win_share([2.0, 0.0], [1.0]) == 0.5
     assert win_share([1.0], [1.0, 1.0]) == 0.5
     assert win_share([3.0, 1.0], [1.0, 0.0]) == (1 + 1 + 0.5 + 1) / 4
+    # Rounding is no difference, whatever the size of the scores.
+    assert win_share([0.1 + 1e-7, 1e4 + 0.01, -2.0], [0.1]) == (0.5 + 1 + 0) / 3
+    assert win_share([1e4 + 0.01], [1e4]) == 0.5
+    assert win_share([0.001], [0.0]) == 1.0
 
 
 def test_a_comparison_by_hand() -> None:
