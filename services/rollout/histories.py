@@ -21,7 +21,7 @@ def digests(given: Mapping[str, Any]) -> list[bytes]:
     """
     said = [given.get("tools"), given.get("chat_template_kwargs")]
     made, digest = [], _digest(b"", said)
-    for message in given["messages"]:
+    for message in given.get("messages", ()):
         digest = _digest(digest, essence(message))
         made.append(digest)
     return made

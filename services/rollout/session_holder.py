@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from quartet.trajectory import Segment
 from quartet.weight_transfer.registry import NAME_ERRORS, NAMESPACE
@@ -112,7 +112,8 @@ class HeldSessions:
     async def _asked(self, method: str, args: tuple[Any, ...], *, starts: bool) -> tuple[ServiceError | None, Any]:
         """The holder's answer. A session may be started by another holder, if one has died."""
         while True:
-            if self._holder is None:
+            found_before = self._holder is not None
+            if not found_before:
                 self._holder = await asyncio.to_thread(self._started if starts else self._existing)
             if self._holder is None:
                 raise NotFound(
@@ -121,9 +122,11 @@ class HeldSessions:
             try:
                 answer: tuple[ServiceError | None, Any] = await self._holder.ask.remote(method, *args)
                 return answer
-            except RayActorError:
+            except RayActorError as error:
                 self._holder = None
-                if not starts:
+                # Another replica may have started a holder since this one found the one that has died. One that does
+                # not answer may have done what it was asked for.
+                if not starts and not (found_before and isinstance(error, ActorDiedError)):
                     raise
             await asyncio.sleep(PAUSE_S)
 

@@ -127,7 +127,8 @@ async def test_a_stream_brings_the_same_piece_by_piece(quartet: Quartet) -> None
     assert got.headers["content-type"].startswith("text/event-stream")
     *events, usage = got.events
     assert usage["usage"]["completion_tokens"] == 80
-    assert len(events) > 10
+    # One for each token, or for several where the loop falls behind the engine: a first and a later one of both.
+    assert len(events) >= 4
     for choice in whole["choices"]:
         parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
         assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
@@ -271,6 +272,12 @@ async def test_hostile_requests_get_a_reason_and_no_replica_dies(quartet: Quarte
         assert not re.search(r"/(root|work|home|tmp|usr)/|\.py\b", message), message
     assert (await asked(quartet, TEXT, {"prompt": "w5", "max_tokens": 1})).status == 200
     assert rollouts(quartet) == before
+
+
+async def test_hostile_chats_of_a_session_get_a_reason(quartet: Quartet, session: tuple[str, str]) -> None:
+    for body in HOSTILE_CHATS:
+        got = await ask(quartet.http, f"/rollout{CHAT}", body, bearer(session[1]))
+        assert 400 <= got.status < 500, (str(body)[:200], got.status, got.body[:300])
 
 
 async def test_a_client_that_leaves_ends_its_requests(quartet: Quartet, client: AsyncOpenAI) -> None:

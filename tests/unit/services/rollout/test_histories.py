@@ -20,6 +20,7 @@ def test_a_history_is_known_by_each_of_its_beginnings() -> None:
     one, two = of(USER), of(USER, ANSWER)
     assert two[0] == one[0]
     assert answered(one[-1], ANSWER) == two[1]
+    assert digests({}) == []
 
 
 @pytest.mark.parametrize(

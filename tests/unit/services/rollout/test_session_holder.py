@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from quartet.wire.errors import NotFound, ResourceExhausted
+from quartet.wire.errors import NotFound, ResourceExhausted, Unavailable
 from quartet.wire.http_errors import http_error
 from services.rollout import sessions
 from services.rollout.session_holder import HeldSessions, SessionHolder
@@ -41,4 +42,36 @@ async def test_a_refusal_asks_for_its_pause_once_and_tells_callers_over_http_not
 
 async def test_other_refusals_are_what_they_are(held: HeldSessions) -> None:
     with pytest.raises(NotFound, match="s is not here"):
+        await held.ask("end", "me", "s")
+
+
+def unanswered(error: Exception) -> Any:
+    """An actor from which no answer comes."""
+
+    async def ask(method: str, *args: Any) -> Any:
+        raise error
+
+    return SimpleNamespace(ask=SimpleNamespace(remote=ask))
+
+
+async def test_a_replica_that_knows_a_dead_holder_asks_the_one_that_another_replica_has_started(
+    held: HeldSessions,
+) -> None:
+    other = HeldSessions("rollout", "t")
+    other._holder = unanswered(ActorDiedError())
+    await held.ask("start", "me", "s", "t")
+    assert await other.ask("end", "me", "s") == 0
+    other._holder = unanswered(ActorDiedError())
+    with pytest.raises(NotFound, match="gone is not here"):
+        await other.ask("end", "me", "gone")
+
+
+async def test_a_holder_that_is_dead_by_its_name_too_and_one_that_is_silent_are_not_asked_again(
+    held: HeldSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held._holder = unanswered(ActorUnavailableError("no answer", None))
+    with pytest.raises(Unavailable, match="has died"):
+        await held.ask("end", "me", "s")
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: unanswered(ActorDiedError()))
+    with pytest.raises(Unavailable, match="tokens are lost"):
         await held.ask("end", "me", "s")
