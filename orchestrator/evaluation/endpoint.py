@@ -1,5 +1,6 @@
 """Responses of a model behind any endpoint of OpenAI's protocol."""
 
+import asyncio
 import http.client
 import json
 import time
@@ -112,8 +113,7 @@ class Endpoint:
         backoff = Backoff(deadline)
         while True:
             try:
-                reply = await in_thread(lambda: self._post(chat, body, deadline.left_s), "endpoint")
-                return _answer(reply, chat)
+                return _answer(await self._reply(chat, body, deadline), chat)
             except _Refused as error:
                 return Answer(None, problem=str(error))
             except Unavailable as error:
@@ -123,6 +123,15 @@ class Endpoint:
                     await backoff.wait(error, error.pause_s)
                 except _Busy:
                     return Answer(None, problem=f"no answer in {self._timeout_s:g} s: {error}", may_pass=True)
+
+    async def _reply(self, chat: bool, body: bytes, deadline: Deadline) -> Any:
+        """The reply before the deadline. A socket's own limit is for each byte, and an answer's head or an error
+        could come byte by byte for hours."""
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                return await in_thread(lambda: self._post(chat, body, deadline.left_s), "endpoint")
+        except TimeoutError:
+            raise _Busy("it is silent") from None
 
     def _post(self, chat: bool, body: bytes, left_s: float) -> Any:
         """The answer, as JSON."""
@@ -145,7 +154,7 @@ class Endpoint:
             raise Unavailable(f"--endpoint {self._address}: {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:  # a connection that breaks off
             raise _Busy(f"{type(error).__name__}: {error}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _Busy("the answer is not JSON") from None
 
     def _failure(self, error: urllib.error.HTTPError) -> Exception:
@@ -178,16 +187,21 @@ def _said(error: urllib.error.HTTPError) -> str:
     """The message of an error."""
     try:
         body = error.read(1 << 16)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return str(error.reason)
     try:
         found = json.loads(body)
         message = (
             found["error"]["message"] if isinstance(found.get("error"), dict) else found.get("detail", body.decode())
         )
-    except (ValueError, AttributeError, KeyError, TypeError):
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         message = body.decode(errors="replace")
-    return str(message)[:_SAID] or str(error.reason)
+    return _short(message) or str(error.reason)
+
+
+def _short(said: Any) -> str:
+    """The beginning of what an endpoint says, as text that UTF-8 can write."""
+    return str(said)[:_SAID].encode(errors="replace").decode()
 
 
 def _answer(reply: Any, chat: bool) -> Answer:
@@ -200,7 +214,7 @@ def _answer(reply: Any, chat: bool) -> Answer:
         raise _Busy("the answer has no choices[0]." + ("message.content" if chat else "text")) from None
     if not isinstance(text, str):
         declined = choice.get("message", {}).get("refusal") if chat else None
-        raise _Refused(f"declined: {declined}"[:_SAID] if declined else f"no text (finish_reason {reason})")
+        raise _Refused(_short(f"declined: {declined}" if declined else f"no text (finish_reason {reason})"))
     if not is_text(text):
         raise _Refused("the answer holds half of a surrogate pair, which is not a character")
     return Answer(text, reason != "length" if reason else None, version if isinstance(version, int) else None)

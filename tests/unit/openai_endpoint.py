@@ -12,12 +12,14 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """A status with a body and headers; with `drip_s`, a byte of it each so many seconds."""
+    """A status with a body and headers; with `drip_s`, a byte of it each so many seconds; with `cut_off`, a body in
+    chunks that ends in the middle of one."""
 
     body: Any
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     drip_s: float = 0.0
+    cut_off: bool = False
 
 
 @dataclass
@@ -56,8 +58,10 @@ def serving(answer: Callable[[Asked], Reply]) -> Iterator[tuple[str, list[Asked]
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
-            self.send_header("content-length", str(len(contents)))
+            length = ("transfer-encoding", "chunked") if reply.cut_off else ("content-length", str(len(contents)))
+            self.send_header(*length)
             self.end_headers()
+            contents = b"%x\r\n%s" % (len(contents) + 9, contents) if reply.cut_off else contents
             try:
                 for at in range(len(contents)) if reply.drip_s else ():
                     self.wfile.write(contents[at : at + 1])

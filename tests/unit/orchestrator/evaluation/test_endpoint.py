@@ -65,8 +65,11 @@ async def test_every_sample_has_a_seed_of_its_own() -> None:
         Reply(b"not JSON"),
         Reply({"choices": []}),
         Reply([1]),
+        Reply(b"[" * 100_000),
+        Reply(b"[" * 65_000, 502),
+        Reply(b"cut off", 502, cut_off=True),
     ],
-    ids=lambda reply: f"{reply.status}-{reply.body!r}",
+    ids=lambda reply: f"{reply.status}-{str(reply.body)[:30]}",
 )
 async def test_failures_that_may_pass_are_repeated(first: Reply) -> None:
     with serving(in_turn(first, completion("4"))) as (address, asked):
@@ -74,13 +77,19 @@ async def test_failures_that_may_pass_are_repeated(first: Reply) -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("reply", [Reply({"error": {"message": "full"}}, 503), completion("4" * 300)])
-async def test_an_answer_that_is_late_is_none_and_may_come_another_time(reply: Reply) -> None:
-    reply.drip_s = 0.0 if reply.status != 200 else 0.05
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (Reply({"error": {"message": "full"}}, 503), "status 503: full"),
+        (Reply(completion("4" * 300).body, drip_s=0.05), "it is silent"),
+        (Reply({"error": {"message": "full" * 10}}, 503, drip_s=0.05), "it is silent"),
+    ],
+)
+async def test_an_answer_that_is_late_is_none_and_may_come_another_time(reply: Reply, said: str) -> None:
     with serving(lambda asked: reply) as (address, _):
         answer = await endpoint(address, timeout_s=0.4).respond(0, TEXT, 0)
     assert (answer.response, answer.may_pass) == (None, True)
-    assert answer.problem.startswith("no answer in 0.4 s: ")
+    assert answer.problem == f"no answer in 0.4 s: {said}"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,9 @@ async def test_an_answer_that_is_late_is_none_and_may_come_another_time(reply: R
     [
         (Reply({"error": {"message": "prompt is too long"}}, 400), "status 400: prompt is too long"),
         (Reply({"detail": "bad field"}, 422), "status 422: bad field"),
+        (Reply({"error": {"message": "\ud800!"}}, 400), "status 400: ?!"),
         (chat("\ud800"), "the answer holds half of a surrogate pair, which is not a character"),
+        (chat(None, "\udc00"), "no text (finish_reason ?)"),
         (chat(None, "tool_calls"), "no text (finish_reason tool_calls)"),
         (
             Reply({"choices": [{"message": {"content": None, "refusal": "I will not"}}]}),
