@@ -121,6 +121,8 @@ class Hub:
         if not wanted or (unknown := [name for name in wanted if name not in there]):
             given = f"{unknown[0]!r} is none of those there are" if wanted else "required, as there are several"
             raise ConfigError(f"--scorer: {given}: {', '.join(sorted(there)) or 'one without a name'}")
+        if late := [name for name in wanted if not there[name].name]:
+            raise Unavailable(f"--scorer: {late[0] or SCORE} has not started yet; ask again when it has")
         scorers = {
             name or SCORE: Scorer(
                 there[name].name,

@@ -7,8 +7,9 @@ import pytest
 
 from orchestrator.evaluation.hub import Hub, check_free
 from orchestrator.evaluation.rows import Row, dumped, parse
+from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
-from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, leaves
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, InvalidReply, Unavailable, leaves
 from quartet.wire.outcomes import Outcome, Unscored
 from tests.unit.scoring import Scored, Service, length, right
 
@@ -71,6 +72,17 @@ async def test_a_scorer_that_is_not_there_is_named_with_those_that_are(names: li
     service = Service({"length": length, "right": right})
     with pytest.raises(ConfigError, match=f"^{said}$"):
         await service.hub(*names)
+
+
+async def test_a_scorer_that_has_not_started_is_not_asked() -> None:
+    class Starting(Service):
+        async def scorers(self, timeout_s: float) -> list[pb.ScorerInfo]:
+            return [pb.ScorerInfo(name="slow"), *await super().scorers(timeout_s)]
+
+    service = Starting({"length": length})
+    with pytest.raises(Unavailable, match="--scorer: slow has not started yet"):
+        await service.hub("length", "slow")
+    assert [*(await service.hub("length")).scorers] == ["length"]
 
 
 async def test_two_scorers_cannot_give_the_same_measure() -> None:
