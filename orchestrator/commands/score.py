@@ -186,8 +186,11 @@ async def score(
         while waiting:
             await finish()
     finally:
-        for _, task in waiting:
+        left = [task for _, task in waiting]
+        for task in left:
             task.cancel()
+        # They end before the hub's connection does, and what they have failed with meanwhile is known already.
+        await asyncio.gather(*left, return_exceptions=True)
     if wrong is not None:
         raise wrong
     return tally

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import gc
 import io
 import json
 import re
@@ -100,6 +101,30 @@ async def test_a_hub_that_fails_loses_nothing_that_was_written(tmp_path: Path) -
     assert 0 < len(read(output)) < 3000
     await run(path, output, Service({"length": length}))
     assert [row["source"] for row in read(output)] == [*range(3000)]
+
+
+async def test_batches_that_fail_behind_one_that_fails_end_with_it_and_are_told_once() -> None:
+    working = 0
+
+    class Failing(Hub):
+        async def score(self, rows: Sequence[Row], responses: Sequence[str]) -> list[Verdict]:
+            nonlocal working
+            working += 1
+            try:
+                first, last = rows[0].line == 1, rows[0].line > 200
+                await asyncio.sleep(60 if last else 0.05 if first else 0)
+                raise Unavailable("gone")
+            finally:
+                working -= 1
+
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    given = b"".join(json.dumps({"prompt": "", "response": ""}).encode() + b"\n" for _ in range(320))
+    with pytest.raises(Unavailable):
+        await score(io.BytesIO(given), "in", Failing(Service({}), {}, 1), len)  # type: ignore[arg-type]
+    assert working == 0
+    gc.collect()
+    assert told == []
 
 
 async def test_an_output_of_other_rows_or_of_another_scorer_is_not_continued(tmp_path: Path) -> None:
