@@ -28,10 +28,11 @@ from orchestrator.evaluation.figures import (
 from orchestrator.evaluation.hub import Hub, Verdict, check_free
 from orchestrator.evaluation.intervals import Interval
 from orchestrator.evaluation.journal import Answer, Journal
-from orchestrator.evaluation.rows import Row, RowFile, dumped
+from orchestrator.evaluation.rows import Row, RowFile, dumped, refused
 from orchestrator.experience.beside import in_thread
 from orchestrator.monitoring.bar import Bar
 from quartet.config.base import ConfigError
+from quartet.wire.json_object import finite
 
 if TYPE_CHECKING:  # of what a model's folder needs alone
     from orchestrator.commands.evaluate import OfflineRollout
@@ -42,6 +43,8 @@ START_S = 1800.0
 """Longest start of a folder's engine, in seconds."""
 PREPARED = 256
 """Prompts that are rendered and made tokens at a time, for a model's folder."""
+_FILLED = ("sample", "ended", "policy_version", UNANSWERED)
+"""Columns that tell of a model's answer, beside the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,9 @@ def _check(wanted: Wanted, hub: Hub, row: Row) -> None:
         raise ConfigError(
             f"{where}: response: is there already; leave out --endpoint and --model to score it, or rename the column"
         )
+    for column in _FILLED if wanted.generates else ():
+        if column in row.values:
+            raise ConfigError(f"{where}: {column}: would be overwritten, as it is filled; rename it")
     for column in wanted.by:
         if column not in row.values:
             raise ConfigError(f"{where}: {column}: required by --by; there are {', '.join(row.values)}")
@@ -340,7 +346,8 @@ def _results(
         told, computed, len(file) * wanted.samples, unanswered, cut_off, sorted(versions), wanted.output
     )
     text = json.dumps(results.written(), indent=1, ensure_ascii=False, allow_nan=False)
-    (wanted.output / SUMMARY).write_text(text + "\n", encoding="utf-8")
+    # Half of a surrogate pair, which UTF-8 cannot write, becomes JSON's escape for it.
+    (wanted.output / SUMMARY).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     return results
 
 
@@ -360,7 +367,7 @@ def table(computed: Sequence[Figure], caption: str) -> Table:
         drawn.add_row(
             figure.measure,
             f"{figure.scorer['name']}\n{figure.scorer['hash'][:12]}",
-            figure.group or "all",
+            figure.group.encode(errors="replace").decode() or "all",
             shown(figure.mean),
             *(shown(figure.passes.get(k)) for k in ks),
             *(comparison if compared else ()),
@@ -397,8 +404,8 @@ def fields_of(given: Sequence[str]) -> dict[str, Any]:
         try:
             if not name or not equals:
                 raise ValueError
-            fields[name] = json.loads(text)
-        except ValueError:
+            fields[name] = json.loads(text, parse_float=finite, parse_constant=refused)
+        except (ValueError, RecursionError):
             raise ConfigError(
                 f'--field: should be NAME=JSON, such as top_p=0.9 or stop=["END"], got {each!r}'
             ) from None

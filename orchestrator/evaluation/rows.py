@@ -94,7 +94,7 @@ def parse(line: bytes, number: int, name: str) -> Row:
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
     """The object of a line. ConfigError, which begins with `where`, if it holds something else."""
     try:
-        values = json.loads(line, parse_float=finite, parse_constant=_refused)
+        values = json.loads(line, parse_float=finite, parse_constant=refused)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ConfigError(f"{where}: not valid JSON: {reason}") from None
@@ -126,7 +126,8 @@ def _messages(value: Any, where: str) -> list[Message]:
     return value
 
 
-def _refused(constant: str) -> Any:
+def refused(constant: str) -> Any:
+    """Raises ValueError for NaN and the infinities, which `json.loads` would take."""
     raise ValueError(f"{constant} is no number of JSON")
 
 

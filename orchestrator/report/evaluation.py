@@ -34,7 +34,8 @@ def write_page(folder: Path) -> Path:
         f'<details class="card"><summary>Settings</summary><pre>{_settings(summary)}</pre></details>',
         f"<footer>Written by Quartet from {SUMMARY} and {ROWS} beside this page.</footer>",
     ]
-    path.write_text(framed(name, "\n".join(parts)), encoding="utf-8")
+    # Rows may hold half of a surrogate pair, which UTF-8 cannot write.
+    path.write_text(framed(name, "\n".join(parts)), encoding="utf-8", errors="replace")
     return path
 
 
@@ -115,6 +116,9 @@ def _facts(values: Mapping[str, Any]) -> Iterator[str]:
     if UNANSWERED in values:
         yield f"no response: {values[UNANSWERED]}"
     for measure, score in values["scores"].items():
-        yield f"{measure} –" if score is None else f"{measure} {number(score, 3)}"
+        # Those of others than a hub may be anything.
+        shown = number(score, 3) if isinstance(score, float) else "–" if score is None else score
+        yield f"{measure} {shown}"
     for scorer, reason in values["reasons"].items():
-        yield f"{scorer}: {values['outcomes'][scorer].replace('_', ' ')}, {reason}"
+        outcome = str(values["outcomes"].get(scorer, "")).replace("_", " ")
+        yield f"{scorer}: {outcome}, {reason}" if outcome else f"{scorer}: {reason}"

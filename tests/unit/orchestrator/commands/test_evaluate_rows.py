@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from orchestrator.commands.evaluate import OfflineRollout
 from orchestrator.commands.evaluate_rows import Folder, Results, Wanted, evaluate_rows, fields_of
@@ -266,6 +267,46 @@ async def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("column", ["sample", "ended", "policy_version", "unanswered"])
+async def test_columns_that_an_answer_fills_are_refused_with_one_and_kept_without(
+    tmp_path: Path, column: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "p", column: "mine"})
+    with pytest.raises(ConfigError, match=f"line 1: {column}: would be overwritten, as it is filled; rename it"):
+        await run(Wanted(path, tmp_path / "out", model="m", by=[column]), Service({"length": length}))
+    write(path, {"prompt": "p", "response": "r", column: "mine"})
+    await run(Wanted(path, tmp_path / "out"), Service({"length": length}))
+    assert read(tmp_path / "out/rows.jsonl")[0][column] == "mine"
+
+
+async def test_what_utf_8_cannot_write_costs_no_summary_and_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"role": "user", "content": "\ud800 said"}]
+    path = write(tmp_path / "a.jsonl", {"prompt": talk, "response": "r", "source": "\udfff"})
+    results = await run(Wanted(path, tmp_path / "out", by=["source"]), Service({"length": length}))
+    summary = json.loads((tmp_path / "out/summary.json").read_bytes())
+    assert summary["figures"][1]["group"] == "source=\udfff"
+    page = write_page(tmp_path / "out").read_text()
+    assert "user: ? said" in page
+    drawn = Console(width=200)
+    drawn.print(results.table())
+    assert "source=?" in capsys.readouterr().out
+
+
+async def test_the_page_shows_scores_and_reasons_of_others_as_they_are(tmp_path: Path) -> None:
+    theirs = {
+        "scores": {"human": "good", "x": 2, "y": [1]},
+        "reasons": {"human": "<b>", "z": 5},
+        "outcomes": {"z": 1},
+    }
+    path = write(tmp_path / "a.jsonl", {"prompt": "p", "response": "r"} | theirs)
+    await run(Wanted(path, tmp_path / "out"), Service({"length": length}))
+    page = write_page(tmp_path / "out").read_text()
+    for text in ("human good · x 2 · y [1] · length 1", "human: &lt;b&gt; · z: 1, 5"):
+        assert text in page
+
+
 async def test_prompts_alone_need_someone_who_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", *PROMPTS)
     with pytest.raises(ConfigError, match="line 1: response: required, unless --endpoint or --model answers"):
@@ -307,6 +348,6 @@ async def test_the_page_has_each_figure_with_its_scorer_and_no_script(tmp_path: 
 
 def test_fields_are_json() -> None:
     assert fields_of(["top_p=0.9", 'stop=["a=b"]', 'name="x"']) == {"top_p": 0.9, "stop": ["a=b"], "name": "x"}
-    for wrong in ("top_p", "=1", "name=x"):
+    for wrong in ("top_p", "=1", "name=x", "top_p=NaN", "top_p=1e999", "stop=" + "[" * 100_000):
         with pytest.raises(ConfigError, match="--field: should be NAME=JSON"):
             fields_of([wrong])
