@@ -12,7 +12,7 @@ from tests.cluster import Quartet
 from tests.commands import PATIENCE_S
 from tests.runs import Run
 
-STEPS, VERSIONS = 6, 3
+STEPS, VERSIONS = 8, 3
 SAID: Any = [{"role": "user", "content": "w8 w9"}]
 PAUSE_S = 0.3
 """Seconds between two chats, in which the run has the processors to itself."""
@@ -56,9 +56,12 @@ async def test_versions_move_with_the_pushes_and_the_run_ends_as_it_would(quarte
         async with AsyncOpenAI(
             base_url=f"http://127.0.0.1:{quartet.http}/rollout/v1", api_key=quartet.token
         ) as client:
+            training = run.start()
+            # Until its first step the replicas may hold what another test has left: weights, version and proof.
+            await asyncio.to_thread(run.wait, lambda: bool(run.steps()), training)
             # One stream after the other: an event for each token takes both cores from the run.
             chat = asyncio.create_task(_chat(client, stop, proofs))
-            await asyncio.to_thread(run.finish)
+            assert await asyncio.to_thread(training.wait, PATIENCE_S) == 0, run.log.read_text()
             stop.set()
             spans = await asyncio.wait_for(chat, PATIENCE_S)
             cards = (await client.models.list()).data
