@@ -251,4 +251,19 @@ def whole(pairs: Sequence[Pair]) -> list[float]:
     return [float(pair == WHOLE) for pair in pairs]
 
 
-WHOLE = Pair(prompt="w1 \ud800", response="w2", label="5", ended=False, texts=("w2", "w3"))
+WHOLE = Pair(
+    prompt="w1 \ud800",
+    response="w2",
+    label="5",
+    ended=False,
+    texts=("w2", "w3"),
+    messages=({"role": "user", "content": "w1 \ud800"}, {"role": "assistant", "content": "w2", "id": -(10**20)}),
+    columns={
+        "id": 10**20,
+        "nested": {"all": [1, 2.5, None, True, math.inf]},
+        "deep": json.loads("[" * 600 + "]" * 600),
+    },
+    group=-7,
+    timeout_s=1000.0,
+)
+"""A pair with all that one can have, such as whole numbers of more than 64 bits."""

@@ -4,6 +4,7 @@ Nothing is unpickled, so that what a function writes can at worst be refused.
 """
 
 import dataclasses
+import json
 import socket
 import struct
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ LENGTH = struct.Struct("!I")
 MOST_BYTES = 1 << 30
 """Most bytes of a message."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Pair))
-_TUPLES = tuple(at for at, name in enumerate(_FIELDS) if name in ("texts", "messages"))
+_JSON = ("messages", "columns")
+"""Fields that hold values of JSON, such as whole numbers of any size, for which msgpack has no place."""
 
 
 def packed(value: Any) -> bytes:
@@ -32,16 +34,21 @@ def unpacked(body: bytes) -> Any:
 
 
 def rows_of(pairs: Sequence[Pair]) -> list[list[Any]]:
-    """The pairs as plain values."""
-    return [[getattr(pair, name) for name in _FIELDS] for pair in pairs]
+    """The pairs as values that a message may hold."""
+    return [
+        [json.dumps(getattr(pair, name)) if name in _JSON else getattr(pair, name) for name in _FIELDS]
+        for pair in pairs
+    ]
 
 
 def pairs_of(rows: Sequence[list[Any]]) -> list[Pair]:
     """The pairs again."""
+    found = []
     for row in rows:
-        for at in _TUPLES:
-            row[at] = tuple(row[at])
-    return [Pair(*row) for row in rows]
+        known = dict(zip(_FIELDS, row, strict=True))
+        known |= {name: json.loads(known[name]) for name in _JSON}
+        found.append(Pair(**known | {name: tuple(known[name]) for name in ("texts", "messages")}))
+    return found
 
 
 def received(sock: socket.socket) -> bytes:
