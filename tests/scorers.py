@@ -220,7 +220,7 @@ def _after(pair: Pair) -> float | None:
 
 async def waits(pairs: Sequence[Pair]) -> list[float]:
     """Words of the response, of one pair at a time; waits until as many calls as the label says are in progress, for
-    ever where it says `hangs`, and blocks the event loop where it says `blocks`."""
+    ever where it says `hangs`. Blocks the event loop where it says `blocks`, keeps memory where it says `leaks`."""
     [pair] = pairs
     HELD.append(bytearray())
     match pair.label:
@@ -230,6 +230,8 @@ async def waits(pairs: Sequence[Pair]) -> list[float]:
             threading.Event().wait()
         case "raises":
             raise ValueError("the password is 1234")
+        case "leaks":
+            HELD.append(bytearray(60 << 20))
         case number:
             while len(HELD) < int(number or 0):
                 await asyncio.sleep(0.01)

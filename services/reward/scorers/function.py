@@ -74,7 +74,7 @@ class FunctionScorer:
             try:
                 answer = await self._workers.call(texts, seconds, fresh=again)
                 # What other calls have left in the process is no pair's fault.
-                if again or len(pairs) > 1 or not _for_memory(answer):
+                if again or len(pairs) > 1 or not answer.get("ends"):
                     break
             except EndedError as error:
                 if not again and (not error.called or (error.for_memory and len(pairs) == 1)):
@@ -117,6 +117,10 @@ class FunctionScorer:
         with np.errstate(over="ignore"):
             found = results(values.astype(np.float32), self._name)
         unscored = {int(row): why for row, why in answer["unscored"]}
+        for row in range(pairs if pairs > 1 else 0):
+            if (raised := unscored.get(row, {}).get("raised")) and raised["memory"]:
+                # Of a coroutine function, whose pairs have the memory together.
+                raise SpoiltError(self._raised(raised), row)
         for why in [why["raised"] for why in unscored.values() if "raised" in why][:_MOST_LOGGED]:
             self._log(why)
         return [self._unscored(unscored[row]) if row in unscored else each for row, each in enumerate(found)]
@@ -153,12 +157,6 @@ class FunctionScorer:
 
     def _log(self, raised: Mapping[str, Any]) -> None:
         log.error("%s failed\n%s", self._name, str(raised["trace"]).encode(errors="replace").decode())
-
-
-def _for_memory(answer: Any) -> bool:
-    """True if the function raised MemoryError."""
-    raised = answer.get("raised")
-    return isinstance(raised, dict) and bool(raised.get("memory"))
 
 
 def _plain(text: Any) -> str:

@@ -182,6 +182,12 @@ class _Failed:
         self.why = why
 
 
+def _for_memory(answer: Mapping[str, Any]) -> bool:
+    """True if the function raised MemoryError, if only for one of several pairs."""
+    whys = [answer, *(why for _, why in answer.get("unscored", ()))]
+    return any(why.get("raised", {}).get("memory", False) for why in whys)
+
+
 def _of_each(given: Any, pairs: int) -> Sequence[Any]:
     """The values for all pairs as a sequence. DefectError unless it holds one for each."""
     given = given.tolist() if hasattr(given, "tolist") else given  # of torch, NumPy, pandas
@@ -265,7 +271,7 @@ def main() -> NoReturn:
         asked = unpacked(frame)
         place[0] = 1  # the function is called, and is to blame for whatever ends the process now
         answer = caller.answer(pairs_of(asked["pairs"]), asked["seconds"])
-        ends = answer.get("raised", {}).get("memory", False)
+        ends = _for_memory(answer)
         sock.sendall(packed(answer | {"call": asked["call"], "ends": ends}))
         if ends:
             os._exit(0)  # what a leak holds is given back with the process alone

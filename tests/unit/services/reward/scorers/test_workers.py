@@ -78,8 +78,9 @@ async def test_pairs_that_hang_cost_no_other_its_score_nor_later_calls_their_tim
     await passes.check_health(made.check)
 
 
-async def test_a_process_that_leaks_is_replaced_and_all_pairs_are_scored() -> None:
-    call = await called(batcher(scorer("faulty", memory_gib=0.25, pair_timeout_s=30.0)), *["leaks"] * 12)
+@pytest.mark.parametrize("function", ["faulty", "waits"])
+async def test_a_process_that_leaks_is_replaced_and_all_pairs_are_scored(function: str) -> None:
+    call = await called(batcher(scorer(function, memory_gib=0.25, pair_timeout_s=30.0)), *["leaks"] * 12)
     assert call.told == [1.0] * 12
 
 
