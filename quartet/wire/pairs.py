@@ -6,6 +6,8 @@ from typing import Any
 
 SCORE = "score"
 """Name of the score of a pair where it has one alone."""
+LEAST_S = 0.05
+"""Shortest time, in seconds, that a caller may give a pair: one that is too short costs a process each."""
 
 
 @dataclass(frozen=True, slots=True)

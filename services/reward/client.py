@@ -52,7 +52,7 @@ class RewardClient(ServiceClient[RewardStub]):
     Whatever is known of pairs beside their texts is for scorers that ask for it (quartet/wire/pairs.py), and is one
     for each pair, or empty: `labels`; `columns`, mappings of names to values of JSON; `groups`, the same number for
     all responses to one prompt. `pair_timeout_s` is the longest time that the scorer should spend on a pair, in
-    seconds; 0: what the scorer allows.
+    seconds, 0.05 or more; 0: what the scorer allows.
     """
 
     SERVICE = "reward"

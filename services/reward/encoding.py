@@ -15,7 +15,7 @@ from quartet.columns import Columns
 from quartet.wire.codec import Floats, Ints, check_length, pack_floats, unpack_longs
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.outcomes import Unscored
-from quartet.wire.pairs import Pair
+from quartet.wire.pairs import LEAST_S, Pair
 from services.reward.scorers.scorer import Result, Scored
 
 NO_TEXT = Pair("", "")
@@ -302,6 +302,10 @@ class _Known:
         seconds = request.pair_timeout_s
         if not (math.isfinite(seconds) and seconds >= 0):
             raise InvalidArgument(f"pair_timeout_s: {seconds}; must be finite and not negative")
+        if 0 < seconds < np.float32(LEAST_S):
+            raise InvalidArgument(
+                f"pair_timeout_s: {seconds:.3g}; must be {LEAST_S:g} or more, or 0 for what the scorer allows"
+            )
         self._timeout_s = seconds or None
 
     def pair(self, row: int, **fields: Any) -> Pair:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quartet.wire.outcomes import Outcome
+from quartet.wire.pairs import LEAST_S
 
 MOST_ROWS = 4096
 """Most pairs of one request."""
@@ -85,7 +86,7 @@ class RewardsRequest(Body):
     scorer: Name = ""
     """Name of the scorer, as `/v1/models` lists it; may be left out where there is one."""
     pairs: Annotated[list[GivenPair], Field(min_length=1, max_length=MOST_ROWS)]
-    pair_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    pair_timeout_s: Annotated[float, Field(ge=LEAST_S, le=86_400)] | None = None
     """The longest time in seconds that the scorer should spend on a pair; left out: what the scorer allows."""
 
     @model_validator(mode="after")

@@ -84,7 +84,9 @@ class FunctionScorer:
             except LateError as error:
                 raise SpoiltError(Unscored(Outcome.TIMEOUT, self._late(error.seconds)), error.at) from None
             except StartError as error:
-                raise SpoiltError(Unscored(Outcome.FAILED, f"{self._name}: {error}"[:MOST_REASON])) from None
+                # No pair's fault, so that nothing is gained by trying each; the text is the user's.
+                log.error("%s could not be started: %s", self._name, error)
+                return [Unscored(Outcome.FAILED, f"{self._name} could not be started; {_see_log()}")] * len(pairs)
             except asyncio.CancelledError:
                 reason = f"{self._name} was stopped after limits.batch_s"
                 raise SpoiltError(Unscored(Outcome.TIMEOUT, reason)) from None
@@ -147,8 +149,7 @@ class FunctionScorer:
         place = f"line {int(raised['line'])} of {_plain(Path(_plain(raised['file'])).name)}"
         return Unscored(
             Outcome.TIMEOUT if raised["late"] else Outcome.FAILED,
-            f"{self._name} raised {_plain(raised['name'])} in {place}; see the reward service's log "
-            f"for its text: {_log_name()} in `serve` of the folder of logs that `quartet up` names",
+            f"{self._name} raised {_plain(raised['name'])} in {place}; {_see_log()}",
         )
 
     def _late(self, seconds: float) -> str:
@@ -162,6 +163,14 @@ class FunctionScorer:
 def _plain(text: Any) -> str:
     """The user's own text, which the reply has to be able to hold."""
     return str(text)[:MOST_REASON].encode(errors="replace").decode()
+
+
+def _see_log() -> str:
+    """The place of what replies do not say, as it may hold secrets."""
+    return (
+        f"see the reward service's log for its text: {_log_name()} in `serve` of the folder of logs that "
+        "`quartet up` names"
+    )
 
 
 def _log_name() -> str:

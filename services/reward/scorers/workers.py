@@ -29,6 +29,8 @@ _SLACK_S = 1.0
 """Seconds that a coroutine function's own deadlines are ahead of those from outside."""
 _LOOKS = 8
 """Looks within a pair's time, whether the function is at another pair already."""
+_LOOK_S = 0.01
+"""Shortest time between two of them, in seconds."""
 PASSED_ON = (
     *(
         "PATH",
@@ -192,7 +194,7 @@ class Worker:
         frame = packed({"call": self._calls, "pairs": rows_of(pairs), "seconds": list(seconds)})
         exchanged = loop.create_task(self._exchanged(frame))
         try:
-            seen, since, pause = 0, loop.time(), min(seconds) / _LOOKS
+            seen, since, pause = 0, loop.time(), max(min(seconds) / _LOOKS, _LOOK_S)
             end = since + sum(seconds) + max(seconds)  # of a function that goes round and round
             while True:
                 limit = seconds[self._at(len(pairs)) or 0] + self._slack_s

@@ -185,6 +185,8 @@ def test_a_whole_text_is_scored_as_it_stands() -> None:
         (by_text(["w5"], ["w6"], groups=b"1234"), "groups: 4 bytes are not a whole number"),
         (by_text(["w5"], ["w6"], groups=pack_longs([1, 2])), "groups: 2 for 1 pairs; send one each, or none"),
         (by_text(["w5"], ["w6"], pair_timeout_s=-1), "pair_timeout_s: -1.0; must be finite and not negative"),
+        (by_text(["w5"], ["w6"], pair_timeout_s=0.049), "pair_timeout_s: 0.049; must be 0.05 or more, or 0 for what"),
+        (by_text(["w5"], ["w6"], pair_timeout_s=1e-6), "pair_timeout_s: 1e-06; must be 0.05 or more"),
         (by_text(["w5"], ["w6"], pair_timeout_s=float("nan")), "pair_timeout_s: nan; must be finite and not"),
     ],
 )

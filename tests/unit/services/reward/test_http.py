@@ -278,6 +278,7 @@ def ids(prompt: int, *response: int) -> dict[str, Any]:
         ("/v1/rewards", {"scorer": "taste", "pairs": [ids(5, 999)]}, "pairs.ids[1]", "outside the vocabulary"),
         ("/v1/rewards", {"scorer": "taste", "pairs": [pair("w7 " * 200)]}, "pairs[0]", "exceed the model's"),
         ("/v1/rewards", {"scorer": "taste", "pairs": [pair("w7", columns=1)]}, "pairs[0].columns", "valid dict"),
+        ("/v1/rewards", {"pairs": PAIRS, "pair_timeout_s": 0.01}, "pair_timeout_s", "greater than or equal to 0.05"),
         ("/score", {"text_1": "w5", "documents": "w6"}, None, "should have text_1 and text_2, or queries and"),
         ("/score", {"text_1": ["w5", "w6"], "text_2": ["w6"]}, None, "2 prompts for 1 responses"),
         ("/classify", {}, "input", "should be given, or messages in its place"),

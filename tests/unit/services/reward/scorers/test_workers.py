@@ -148,11 +148,15 @@ async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(
     monkeypatch.setenv("QUARTET_FUNCTIONS", str(tmp_path))
     made = FunctionScorer(FunctionScorerConfig(kind="function", function="comes_and_goes:score"))
     made.check()
-    module.write_text("raise ValueError('gone')\n")
+    tries = tmp_path / "tries"
+    module.write_text(f"with open({str(tries)!r}, 'a') as file:\n    file.write('.')\nraise ValueError('gone')\n")
     call = await called(batcher(made), "")
     assert call.told == ["FAILED"]
-    call = await called(batcher(made), "")
-    assert "gone" in call.reason(0)
+    call = await called(batcher(made), *[""] * 9)
+    assert call.told == ["FAILED"] * 9
+    assert "comes_and_goes:score could not be started; see the reward service's log" in call.reason(8)
+    assert "ValueError" not in call.reason(8)
+    assert len(tries.read_text()) <= 3
     with pytest.raises(RuntimeError, match="comes_and_goes:score: ValueError: gone"):
         made.check()
 
