@@ -17,10 +17,14 @@ def _number(value: str) -> str:
     """A text that is a number as all numbers equal to it."""
     bare = re.sub(r"(?<=\d),(?=\d{3})", "", value.strip().strip("$%").strip())
     try:
-        number = Decimal(bare)
+        sign, digits, exponent = Decimal(bare).as_tuple()
+        if not isinstance(exponent, int):  # of an infinity or NaN
+            return value
+        # Decimal's own arithmetic, such as normalize(), rounds to 28 digits.
+        kept = len("".join(map(str, digits)).rstrip("0"))
+        return str(Decimal((sign, digits[:kept], exponent + len(digits) - kept))) if kept else "0"
     except InvalidOperation:
         return value
-    return str(number.normalize() + 0) if number.is_finite() else value
 
 
 _STEPS: dict[str, Callable[[str], str]] = {

@@ -75,8 +75,8 @@ class Judge:
     def _read(self, answer: str) -> Given:
         """The score in the judge's answer; by the stated rule if there is none."""
         try:
-            found = self._score.findall(answer, timeout=1.0)
-            score = float(found[-1])
+            *_, last = self._score.finditer(answer, timeout=1.0)
+            score = float(last[min(1, self._score.groups)])
             if self._options["lowest"] <= score <= self._options["highest"]:
                 return score
         except (IndexError, TypeError, ValueError, TimeoutError):

@@ -168,6 +168,13 @@ def test_an_answer_without_a_score_may_be_worth_a_number(endpoint: Endpoint) -> 
     assert ask(made, Pair("", "do nothing"), Pair("", "do high"), Pair("", "do refuse")).told == [-1, -1, "REFUSED"]
 
 
+def test_the_first_group_is_the_score(endpoint: Endpoint) -> None:
+    assert ask(
+        judge(endpoint, score=r"Score: (-?\d+(\.\d+)?)"), Pair("", "do many"), Pair("", "do nothing")
+    ).told == [*(-3.5, "FAILED")]
+    assert ask(judge(endpoint, score=r"(?<=Score: )\d"), Pair("", "do well")).told == [7]
+
+
 def test_an_endpoint_that_is_not_there_fails_its_pairs(endpoint: Endpoint) -> None:
     made = judge(endpoint, url="http://127.0.0.1:1/v1", pair_timeout_s=2.0)
     call = ask(made, Pair("", "x"))
