@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,10 @@ _MOST_OUTPUT = 1 << 20
 _TRIED = "print(7)"
 
 
+class NotBegunError(RuntimeError):
+    """A program could not be begun, through no fault of its own."""
+
+
 class Sandbox:
     """Runs programs within limits."""
 
@@ -33,12 +38,12 @@ class Sandbox:
             "network": options["network"],
         }
 
-    def run(self, program: str, given: str, seconds: float, *, may_exit: bool) -> tuple[bool, str]:
+    def run(self, program: str, given: str, seconds: float, *, may_exit: bool, begin_s: float) -> tuple[bool, str]:
         """Runs a program, with this standard input, for so many seconds at most; returns whether it came to its end,
-        which sys.exit is too with `may_exit`, and its output."""
+        which sys.exit is too with `may_exit`, and its output. NotBegunError if its process is not ready for it in
+        `begin_s` seconds."""
         mark = secrets.token_hex(16)
-        with tempfile.TemporaryDirectory(prefix="quartet-test-") as folder:
-            place = Path(folder)
+        with _folder() as place:
             room = place / "room"
             room.mkdir()
             for name, content in (("program.py", program), ("input", given)):
@@ -58,12 +63,15 @@ class Sandbox:
                     start_new_session=True,
                 )
                 os.close(theirs)
-                try:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(seconds)
-                finally:
-                    _kill(process)
-                with os.fdopen(ours, "rb") as told:
+                with os.fdopen(ours, "rb", buffering=0) as told:
+                    try:
+                        ready, _, _ = select.select([told], [], [], begin_s)
+                        if not ready or told.read(1) != sandbox.BEGUN:
+                            raise NotBegunError("the process of a test ended, or took too long, before the test")
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(seconds)
+                    finally:
+                        _kill(process)
                     os.set_blocking(told.fileno(), False)
                     ended = (told.read(len(mark)) or b"") == mark.encode()
             with (place / "output").open("rb") as output:
@@ -73,7 +81,10 @@ class Sandbox:
 def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
     """The scorer's function. RuntimeError if programs cannot be run within the limits here."""
     box, most = Sandbox(options), options["most_tests"]
-    if box.run(_TRIED, "", 60.0, may_exit=False) != (True, "7\n"):
+    tried = None
+    with contextlib.suppress(NotBegunError):
+        tried = box.run(_TRIED, "", 60.0, may_exit=False, begin_s=60.0)
+    if tried != (True, "7\n"):
         raise RuntimeError(
             "a program cannot be run within the limits here"
             + (
@@ -88,13 +99,15 @@ def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], list[Given]]:
     def score(response: str, tests: Sequence[tuple[str, str, str | None]]) -> float:
         found = extract(response)
         program = response if found is None else found
+        # What is left beside the tests' time, so that the process is not killed before.
+        begin_s = 0.15 * options["pair_timeout_s"]
         ends, passed = time.monotonic() + 0.8 * options["pair_timeout_s"], 0
         for asserts, given, wanted in tests[:most]:
             left = min(options["test_s"], ends - time.monotonic())
             if left <= 0:
                 break
             text = f"{program}\n\n{asserts}" if asserts else program
-            ended, output = box.run(text, given, left, may_exit=wanted is not None)
+            ended, output = box.run(text, given, left, may_exit=wanted is not None, begin_s=begin_s)
             if ended and (wanted is None or _lines(output) == _lines(wanted)):
                 passed += 1
             elif options["all_or_nothing"]:
@@ -133,6 +146,19 @@ def _text(value: Any) -> str:
 def _lines(output: str) -> list[str]:
     """The lines without blanks at their ends, and without empty ones at the end."""
     return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A new folder, of which nothing is left afterwards, however deep a program has made it."""
+    made = tempfile.TemporaryDirectory(prefix="quartet-test-", ignore_cleanup_errors=True)
+    try:
+        yield Path(made.name)
+    finally:
+        with contextlib.suppress(RecursionError):
+            made.cleanup()
+        if os.path.exists(made.name):
+            subprocess.run(["rm", "-rf", "--", made.name], check=False, stderr=subprocess.DEVNULL)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

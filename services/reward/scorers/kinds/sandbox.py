@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 MARK = "QUARTET_MARK"
 """Variable with the text that is written to the pipe when the program has come to its end."""
+BEGUN = b"."
+"""Written to the pipe just before the program begins."""
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWPID, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x20000000, 0x08000000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
@@ -92,6 +94,7 @@ def main() -> NoReturn:
     _confine(libc, settings["folder"])
     _limited(settings)
     sys.argv[:] = ["program.py"]
+    os.write(pipe, BEGUN)
     try:
         exec(compile(text, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
         sys.stdout.flush()

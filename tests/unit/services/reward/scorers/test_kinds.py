@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig, ScorerConfig
 from services.reward.scorers.function import FunctionScorer
+from services.reward.scorers.kinds.code import NotBegunError, make
 from tests.unit.scorer_calls import batcher, scored
 
 NOT_APPLICABLE, TIMEOUT = "NOT_APPLICABLE", "TIMEOUT"
@@ -172,8 +175,48 @@ def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
     assert told(code, [*cases]) == [*cases.values()]
 
 
+@pytest.mark.parametrize("program", ["raise SystemExit(3)", "import time\ntime.sleep(60)"])
+def test_a_sandbox_that_fails_is_no_test_that_fails(
+    code: FunctionScorer, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = code._config.options | {"pair_timeout_s": 4.0}
+    score = make(options)
+    assert score([Pair("", "", "raise ValueError"), Pair("", "", "pass")]) == [0, 1]
+    other = tmp_path / "sandbox.py"
+    other.write_text(program)
+    monkeypatch.setattr("services.reward.scorers.kinds.sandbox.__file__", str(other))
+    with pytest.raises(NotBegunError):
+        score([Pair("", "", "pass")])
+
+
+def test_a_kernel_without_namespaces_is_told_when_the_scorer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: FunctionScorer
+) -> None:
+    other = tmp_path / "sandbox.py"
+    other.write_text("raise SystemExit(3)")
+    monkeypatch.setattr("services.reward.scorers.kinds.sandbox.__file__", str(other))
+    with pytest.raises(RuntimeError, match=r"^a program cannot be run .* set network: true$"):
+        make(code._config.options | {"network": False})
+
+
+def test_folders_in_folders_cost_no_score_and_are_removed(
+    code: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = "import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')"
+    assert make(code._config.options)([Pair("", deep, "pass")]) == [1]
+    assert not [*tmp_path.iterdir()]
+
+
+def has_landlock() -> bool:
+    """True if this machine's kernel can keep a process out of folders."""
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
 def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program passes, and the others do not."""
+    network = code._config.model_dump()["network"]
+    served = socket.create_server(("127.0.0.1", 0))
     secret = tmp_path / "secret"
     secret.write_text("token")
     programs = {
@@ -183,15 +226,20 @@ def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch:
         "elsewhere": f"open({str(tmp_path / 'made')!r}, 'w')",
         "secret": f"assert open({str(secret)!r}).read() == 'token'",
         "environment": "import os\nassert 'HIDDEN' in os.environ",
-        "network": "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\n",
+        "network": f"import socket\nsocket.create_connection({served.getsockname()!r}, 1)",
         "signals": f"import os\nos.kill({os.getpid()}, 0)",
     }
-    quick = made(kind="code", test_s=2.0, network=code._config.model_dump()["network"])
+    if network:
+        del programs["processes"]  # which has no limit then
+    quick = made(kind="code", test_s=2.0, network=network)
     scores = told(quick, [(fenced(program), "pass") for program in [*programs.values(), "pass"]])
     passed = {name for name, score in zip([*programs, "pass"], scores, strict=True) if score}
-    # Without namespaces and Landlock a kernel leaves these to the user's own rights.
-    assert passed - {"signals", "elsewhere", "secret"} == {"pass"}
-    assert not (tmp_path / "made").exists() or "elsewhere" in passed
+    # What the kernel gives no means against is left to the user's own rights.
+    allowed = set() if has_landlock() else {"elsewhere", "secret"}
+    allowed |= {"signals", "network"} if network else set()
+    assert passed == {"pass"} | allowed
+    assert (tmp_path / "made").exists() == ("elsewhere" in allowed)
+    served.close()
 
 
 @pytest.mark.parametrize(
