@@ -145,6 +145,12 @@ def code() -> FunctionScorer:
     return made(**fields, network=True)
 
 
+def options_of(scorer: FunctionScorer) -> dict[str, Any]:
+    """What its function is made of."""
+    assert scorer._config.options is not None
+    return scorer._config.options
+
+
 def test_programs_pass_their_asserts(code: FunctionScorer) -> None:
     right, wrong = "def double(x):\n    return 2 * x", "def double(x):\n    return x + 2"
     lists = json.dumps(["assert double(2) == 4", "assert double(3) == 6"])
@@ -179,7 +185,7 @@ def test_programs_write_what_is_expected(code: FunctionScorer) -> None:
 def test_a_sandbox_that_fails_is_no_test_that_fails(
     code: FunctionScorer, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = code._config.options | {"pair_timeout_s": 4.0}
+    options = options_of(code) | {"pair_timeout_s": 4.0}
     score = make(options)
     assert score([Pair("", "", "raise ValueError"), Pair("", "", "pass")]) == [0, 1]
     other = tmp_path / "sandbox.py"
@@ -196,7 +202,7 @@ def test_a_kernel_without_namespaces_is_told_when_the_scorer_is_made(
     other.write_text("raise SystemExit(3)")
     monkeypatch.setattr("services.reward.scorers.kinds.sandbox.__file__", str(other))
     with pytest.raises(RuntimeError, match=r"^a program cannot be run .* set network: true$"):
-        make(code._config.options | {"network": False})
+        make(options_of(code) | {"network": False})
 
 
 def test_folders_in_folders_cost_no_score_and_are_removed(
@@ -204,13 +210,13 @@ def test_folders_in_folders_cost_no_score_and_are_removed(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     deep = "import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')"
-    assert make(code._config.options)([Pair("", deep, "pass")]) == [1]
+    assert make(options_of(code))([Pair("", deep, "pass")]) == [1]
     assert not [*tmp_path.iterdir()]
 
 
 def has_landlock() -> bool:
     """True if this machine's kernel can keep a process out of folders."""
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+    return int(ctypes.CDLL(None).syscall(444, None, 0, 1)) > 0
 
 
 def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
