@@ -237,7 +237,7 @@ def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch:
     }
     if network:
         del programs["processes"]  # which has no limit then
-    quick = made(kind="code", test_s=2.0, network=network)
+    quick = made(kind="code", test_s=4.0, network=network)
     scores = told(quick, [(fenced(program), "pass") for program in [*programs.values(), "pass"]])
     passed = {name for name, score in zip([*programs, "pass"], scores, strict=True) if score}
     # What the kernel gives no means against is left to the user's own rights.

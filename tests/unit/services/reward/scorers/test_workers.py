@@ -96,7 +96,7 @@ async def test_the_callers_own_time_counts_too() -> None:
 
 async def test_a_batch_that_takes_longer_than_a_pass_may_is_divided() -> None:
     made = scorer("faulty", pair_timeout_s=100.0)
-    call = await called(batcher(made, batch_s=1.0), "hangs", "")
+    call = await called(batcher(made, batch_s=4.0), "hangs", "")  # in which a worker starts, twice
     assert call.told == ["TIMEOUT", 1.0]
     assert call.reason(0) == "tests.scorers:faulty was stopped after limits.batch_s"
 
