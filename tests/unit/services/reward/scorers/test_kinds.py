@@ -146,7 +146,7 @@ def code() -> FunctionScorer:
 
 
 def options_of(scorer: FunctionScorer) -> dict[str, Any]:
-    """What its function is made of."""
+    """Text that its function is made of."""
     assert scorer._config.options is not None
     return scorer._config.options
 
