@@ -228,21 +228,20 @@ def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch:
     programs = {
         "memory": "held = bytearray(4 << 30)",
         "disk": "open('file', 'wb').write(bytes(64 << 20))",
-        "processes": "import os\nwhile True:\n    os.fork()",
+        "processes": "import os, time\nfor _ in range(64):\n    if not os.fork():\n        time.sleep(60)",
         "elsewhere": f"open({str(tmp_path / 'made')!r}, 'w')",
         "secret": f"assert open({str(secret)!r}).read() == 'token'",
         "environment": "import os\nassert 'HIDDEN' in os.environ",
         "network": f"import socket\nsocket.create_connection({served.getsockname()!r}, 1)",
         "signals": f"import os\nos.kill({os.getpid()}, 0)",
     }
-    if network:
-        del programs["processes"]  # which has no limit then
     quick = made(kind="code", test_s=4.0, network=network)
     scores = told(quick, [(fenced(program), "pass") for program in [*programs.values(), "pass"]])
     passed = {name for name, score in zip([*programs, "pass"], scores, strict=True) if score}
     # What the kernel gives no means against is left to the user's own rights.
     allowed = set() if has_landlock() else {"elsewhere", "secret"}
-    allowed |= {"signals", "network"} if network else set()
+    allowed |= {"signals", "network", "processes"} if network else set()
+    allowed |= {"processes"} if os.geteuid() == 0 else set()  # the kernel holds root to no number of them
     assert passed == {"pass"} | allowed
     assert (tmp_path / "made").exists() == ("elsewhere" in allowed)
     served.close()
