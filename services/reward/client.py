@@ -81,11 +81,11 @@ class RewardClient(ServiceClient[RewardStub]):
 
         Args:
             trajectories: prompts and responses (`Columns.of_pairs`); further columns stay here.
-            labels: labels of the trajectories.
+            labels: one per trajectory, or empty; scorers that compare see them.
             ended: True for each response that is complete; empty: judged by the response's last token.
-            columns: further values.
-            groups: numbers of prompts.
-            pair_timeout_s: time for a pair.
+            columns: the other columns of each trajectory's row, [B] mappings of JSON values, or empty.
+            groups: number of each trajectory's prompt, [B], equal for responses to one prompt, or empty.
+            pair_timeout_s: seconds that the scorer may take for a pair, 0.05 at least; 0: what it allows itself.
             timeout_s: deadline in seconds.
 
         Raises:
