@@ -4,7 +4,6 @@ import asyncio
 import re
 import shutil
 import threading
-import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,17 +130,14 @@ async def test_a_call_that_is_too_large_is_refused_before_it_costs_anything(rewa
     }
     context = Context()
     tracemalloc.start()
-    began = time.thread_time()
     with pytest.raises(
         ResourceExhausted, match="1048576 rows, but a call may hold 100; send it in several"
     ) as caught:
         await reward.Score(requests[of], context)
-    took = time.thread_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_s is None
-    assert took < 0.05
     assert peak <= requests[of].ByteSize() + (1 << 16)
 
 
