@@ -18,8 +18,9 @@ An estimate that the settings do not have is a method:
         samples_per_prompt: Count = 8
 
         def credit(self, responses: "Responses") -> Credit:
-            ranks = responses.totals.view(-1, self.samples_per_prompt).argsort(dim=1).argsort(dim=1)
-            return Credit(responses.at_all_tokens(ranks.view(-1) - (self.samples_per_prompt - 1) / 2))
+            siblings = responses.groups[:, None] == responses.groups
+            won = (responses.totals[:, None] - responses.totals).sign() * siblings
+            return Credit(responses.at_all_tokens(won.sum(dim=1) / siblings.sum(dim=1)))
 
 Loop, configuration, checks and `quartet init` read everything else from it.
 """

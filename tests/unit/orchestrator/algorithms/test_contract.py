@@ -1,10 +1,16 @@
-"""Needs of an update, by its configuration."""
+"""Needs of an update, by its configuration, and the examples of the contract's docstring."""
 
+import runpy
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from orchestrator.algorithms import contract
 from orchestrator.algorithms.registry import parse as parse_algorithm
+from orchestrator.algorithms.responses import Responses
 
 
 @pytest.mark.parametrize(
@@ -24,3 +30,18 @@ def test_logprobs_are_needed_before_an_update_of_several_steps_or_for_a_penalty(
 ) -> None:
     """A batch has 8 samples here."""
     assert parse_algorithm({"epochs": 1, "minibatch_size": 8} | algorithm).needs_old_logprobs(8) is needed
+
+
+def test_the_docstrings_examples_compare_responses_by_the_numbers_of_their_groups(tmp_path: Path) -> None:
+    """Scores 1, 5, 3 of group 7, two equal ones of group 2 between them, and one alone in its group."""
+    lines = [line for line in str(contract.__doc__).splitlines() if not line or line.startswith("    ")]
+    file = tmp_path / "estimators.py"
+    head = "from typing import Literal\n\nfrom orchestrator.algorithms.contract import *\n"
+    file.write_text(head + textwrap.dedent("\n".join(lines)))
+    made = runpy.run_path(str(file))
+    totals, groups = torch.tensor([[1.0], [4], [5], [4], [9], [3]]), torch.tensor([7, 2, 7, 2, 5, 7])
+    one = torch.ones(6, 1, dtype=torch.bool)
+    batch = Responses(totals, one, one, None, groups)
+    assert made["Centred"]().credit(batch).advantages.flatten().tolist() == [-2, 0, 2, 0, 0, 0]
+    ranked = made["Ranked"]().credit(batch).advantages.flatten()
+    torch.testing.assert_close(ranked, torch.tensor([-2 / 3, 0, 2 / 3, 0, 0, 0]))
