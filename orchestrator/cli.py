@@ -256,8 +256,22 @@ def score(
         raise typer.Exit(_INTERRUPTED) from None
 
 
+def _refuse_options(context: typer.Context, panel: str, why: str) -> None:
+    """Raises ConfigError if an option of this panel of the help is given."""
+    of_panel = {
+        str(option.name): option.opts[0]
+        for option in context.command.params
+        if getattr(option, "rich_help_panel", None) == panel
+    }
+    sources = {name: context.get_parameter_source(name) for name in of_panel}
+    given = [of_panel[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {why}; leave it out")
+
+
 @app.command()
 def evaluate(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A run's YAML file; or JSONL of prompts, with responses or without.")],
     model: Annotated[
         str | None,
@@ -334,10 +348,7 @@ def evaluate(
     responses, or those of a model's folder or of an endpoint, by the scorers of the reward service at --hub.
     """
     if file.suffix in (".yaml", ".yml"):
-        if hub or endpoint or scorer:
-            raise ConfigError(
-                f"{file}: a run is scored by its own reward service; --hub, --scorer, --endpoint are for JSONL"
-            )
+        _refuse_options(context, _ROWS, f"for rows of JSONL, and {file} is a run's, which says it all")
         from orchestrator.deployment.file import Deployment
 
         deployment = Deployment.load(file)
@@ -349,8 +360,7 @@ def evaluate(
         return
     if hub is None:
         raise ConfigError("--hub: required, HOST:PORT of the reward service that scores; or give a run's YAML file")
-    if split is not None:
-        raise ConfigError("--split: is for a run's YAML file; of JSONL all rows are taken")
+    _refuse_options(context, _ONE_RUN, f"for a run's YAML file, and of {file} all rows are taken")
     from orchestrator.commands import evaluate_rows as rows
     from orchestrator.evaluation.hub import Hub as Service
     from orchestrator.report.evaluation import write_page

@@ -66,9 +66,10 @@ def test_rows_of_a_file_are_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["a.yaml", "--hub", "127.0.0.1:1"], "a.yaml: a run is scored by its own reward service"),
+        (["a.yaml", "--hub", "127.0.0.1:1"], "--hub: for rows of JSONL"),
+        (["a.yaml", "--samples", "1", "--field", "top_p=0.5"], "--samples, --field: for rows of JSONL"),
         (["a.jsonl"], "--hub: required"),
-        (["a.jsonl", "--hub", "127.0.0.1:1", "--split", "eval"], "--split: is for a run's YAML file"),
+        (["a.jsonl", "--hub", "127.0.0.1:1", "--split", "eval"], "--split: for a run's YAML file"),
         (["a.jsonl", "--hub", "127.0.0.1:1", "--field", "x"], "--field: should be NAME=JSON"),
     ],
 )
