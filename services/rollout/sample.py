@@ -15,8 +15,8 @@ MOST_STOPS = 256
 """Most stop tokens of one request; the engine keeps them with every prompt."""
 
 
-HOTTEST = 2.0
-"""Highest temperature that vLLM takes."""
+COLDEST, HOTTEST = 0.01, 2.0
+"""Lowest temperature above 0 that vLLM samples at, as it raises lower ones, and the highest that it takes."""
 
 
 class FinishReason(StrEnum):
@@ -78,7 +78,10 @@ class Sampling:
         )
         problems = {
             "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= sampling.temperature <= HOTTEST, f"0 (greedy) to {HOTTEST:g}"),
+            "temperature": (
+                sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST,
+                f"0 (greedy) or {COLDEST:g} to {HOTTEST:g}",
+            ),
             "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
             "top_k": (sampling.top_k >= 0, "0 (off) or more"),
             "min_new_tokens": (
