@@ -43,6 +43,10 @@ class Admission:
         """Rows that are admitted and not answered."""
         return self._all["rows"]
 
+    def check_rows(self, rows: int, field: str) -> None:
+        """Refuses a call of more rows than any may hold, before they are made. Raises as `admitted`."""
+        self._check_call("rows", rows, field)
+
     @contextmanager
     def admitted(self, share: Share, rows: int, tokens: int | Callable[[], int], field: str) -> Iterator[None]:
         """Context in which a call counts as in progress.

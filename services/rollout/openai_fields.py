@@ -10,7 +10,7 @@ from typing import Any
 
 from quartet.wire.errors import InvalidArgument
 from quartet.wire.json_object import json_object
-from services.rollout.sample import HOTTEST, MOST_STOPS
+from services.rollout.sample import COLDEST, HOTTEST, MOST_STOPS
 from services.rollout.sessions import LONGEST_TASK
 
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
@@ -18,6 +18,8 @@ MOST_STOP_TEXTS, LONGEST_STOP = 16, 256
 """Most stop strings of one request, and most characters of one."""
 MOST_LIKELIEST = 20
 """Most likeliest tokens beside each sampled one; vLLM's own limit."""
+MOST_CHOICES = 128
+"""Most responses for one prompt; OpenAI's own limit."""
 MOST_TOOLS = 128
 """Most tools of one request."""
 LONGEST_SALT = 1024
@@ -35,7 +37,7 @@ NO_VARIABLES = frozenset(
 """Arguments of the functions that render a template, in transformers and in vLLM."""
 
 _INTEGERS: Mapping[str, tuple[int, int]] = {
-    "n": (1, 1),
+    "n": (1, MOST_CHOICES),
     "seed": (0, _INT64),
     "top_k": (-1, _INT32),
     "max_tokens": (0, _INT32),
@@ -146,6 +148,13 @@ def _read_sampling(sampling: Any) -> dict[str, Any]:
     return given
 
 
+def rows_of(given: Mapping[str, Any]) -> int:
+    """Number of responses that a request asks for."""
+    prompt = given.get("prompt")
+    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    return len(several) * int(given.get("sampling_params", given).get("n", 1))
+
+
 def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """The fields of a request within a session, with the session's temperature.
 
@@ -156,7 +165,7 @@ def check_of_session(given: Mapping[str, Any], temperature: float) -> dict[str, 
     sampling = given.get("sampling_params", given)
     wrong: Mapping[str, tuple[Any, ...]] = {
         **{"temperature": (temperature,), "top_p": (1,), "top_k": (0, -1), "presence_penalty": (0,)},
-        **{"frequency_penalty": (0,), "min_tokens": (0,), "prompt_logprobs": (), "echo": (False,)},
+        **{"frequency_penalty": (0,), "min_tokens": (0,), "prompt_logprobs": (), "echo": (False,), "n": (1,)},
         **{"add_generation_prompt": (True,), "continue_final_message": (False,)},
     }
     for name, right in wrong.items():
@@ -186,6 +195,10 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
             _check_number(name, given[name], low, high, whole=False)
     if given.get("top_p") == 0:
         raise InvalidArgument("top_p: 0; should be above 0 and at most 1")
+    if 0 < given.get("temperature", 0) < COLDEST:
+        raise InvalidArgument(
+            f"temperature: {given['temperature']:g}; should be 0 or from {COLDEST:g} to {HOTTEST:g}"
+        )
 
 
 def _check_number(name: str, value: Any, least: float, most: float, *, whole: bool) -> None:
@@ -194,7 +207,6 @@ def _check_number(name: str, value: Any, least: float, most: float, *, whole: bo
         return
     kind = "a whole number" if whole else "a number"
     should = f"be {least}" if least == most else f"be {kind} from {least:g} to {most:g}"
-    should += ": for several responses send the prompt as often" if name == "n" else ""
     shown = f"{value!r}"[:32] if right else f"a {type(value).__name__}"
     raise InvalidArgument(f"{name}: {shown}; should {should}")
 

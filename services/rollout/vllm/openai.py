@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -57,7 +58,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.histories import Told, answered, carried, digests
 from services.rollout.http import Served
 from services.rollout.interface import NO_VERSION, check_least
-from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, check_of_session, read
+from services.rollout.openai_fields import GENERATE, TOKEN_FIELDS, check_of_session, read, rows_of
 from services.rollout.sample import VersionSpans
 from services.rollout.session_holder import OpenSession
 from services.rollout.vllm.following import following
@@ -74,6 +75,8 @@ MOST_MESSAGES = 500
 LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
 _DONE, _CHAT = "[DONE]", "/v1/chat/completions"
 _SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
+_SEEDS = 1 << 63
+"""Number of seeds; the engine would die of a larger one."""
 
 
 class VLLMCompletions:
@@ -149,6 +152,7 @@ class VLLMCompletions:
                 raise InvalidArgument(f"tokens: {token} is outside the vocabulary")
         if kind is ChatCompletionRequest and given.get("tools") and given.get("tool_choice") != "none":
             self._check_calls_tools()
+        self._served.admission.check_rows(rows_of(given), "prompt")
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
@@ -251,7 +255,7 @@ class VLLMCompletions:
             return JSONResponse(reply)
         call.begin()  # here, as vLLM would make an event of a refusal, and write a trace into the log
         # Errors that it finds late are the first event, where they can still become a status.
-        events = _events(made)
+        events = _events(made, call.with_versions)
         first = await anext(events, None)
         if first is not None and "error" in first:
             await events.aclose()
@@ -291,15 +295,19 @@ def _refused(error: dict[str, Any]) -> Response:
     return refusal(HttpError(status, "the engine failed; see the replica's log"))
 
 
-async def _events(stream: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str, Any], None]:
-    """The contents of a stream's events but the last, which says that it is done."""
+async def _events(
+    stream: AsyncGenerator[str, None], completed: Callable[[dict[str, Any]], dict[str, Any]]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The contents of a stream's events but the last, which says that it is done; `completed` at once, before the
+    next output is read, but for errors."""
     async with aclosing(stream):
         async for text in stream:
             # Not by splitlines, which also divides at characters that a JSON text may hold.
             for line in text.split("\n"):
                 content = line.removeprefix("data: ")
                 if content and content != _DONE:
-                    yield json.loads(content)
+                    event = json.loads(content)
+                    yield event if "error" in event else completed(event)
 
 
 class _Attended:
@@ -320,13 +328,16 @@ class _Attended:
 
 @dataclass(slots=True)
 class _Taken:
-    """One request of a call."""
+    """One response of a call."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     salt: str
-    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    """Outputs with their spans, or an error, and None at the end."""
+    place: int
+    """Place among the responses to the same prompt, from 0."""
+    outputs: asyncio.Queue[Any]
+    """Outputs of all responses to the prompt, each as `place` and what came: an output with its spans, or an error,
+    and None at the end."""
     spans: VersionSpans = ()
     """Versions of the tokens that were read."""
     ids: list[int] = field(default_factory=list)
@@ -374,6 +385,8 @@ class _Call:
     def __init__(self, served: Served, requests: Requests, share: Share, version: int | None) -> None:
         self._served, self._requests, self._share, self._version = served, requests, share, version
         self._taken: list[_Taken] = []
+        self._newest: int | None = None
+        """Version of the newest token that was read."""
         self._running: Running[None] | None = None
         self._admitted = ExitStack()
         self._refused: ServiceError | None = None
@@ -385,8 +398,8 @@ class _Call:
         """Called when its prompts are tokens."""
 
     def take(self, prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> AsyncGenerator[Any, None]:
-        """Takes one of the call's requests and returns its outputs. All are queued together when the first of them is
-        asked for an output.
+        """Takes one of the call's prompts and returns the outputs of its responses, as vLLM's own engine would. All
+        are queued together when the first of them is asked for an output.
 
         Raises:
             InvalidArgument: the engine could not carry it out.
@@ -399,9 +412,11 @@ class _Call:
         streamed = params.output_kind is RequestOutputKind.DELTA
         if streamed or params.stop or params.prompt_logprobs is not None:
             params.extra_args = {**(params.extra_args or {}), AT_ONCE_KEY: True}
-        taken = _Taken(prompt_ids, params, salt)
-        self._taken.append(taken)
-        return self._read(taken)
+        # A request for each response, as the engine notes the versions of a request's tokens and not of a choice's.
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        several = [_Taken(prompt_ids, one, salt, place, outputs) for place, one in enumerate(_each(params))]
+        self._taken += several
+        return self._read(several)
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         engine = self._served.engine
@@ -442,21 +457,25 @@ class _Call:
         taken = self._taken[row]
         try:
             async with aclosing(self._requests.stream(taken.prompt_ids, taken.params, taken.salt)) as stream:
-                async for output, spans in stream:
-                    taken.outputs.put_nowait((output, spans))
-            taken.outputs.put_nowait(None)
+                async for come in stream:
+                    taken.outputs.put_nowait((taken.place, come))
+            taken.outputs.put_nowait((taken.place, None))
         except ServiceError as error:
-            taken.outputs.put_nowait(GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE))
+            refused = GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+            taken.outputs.put_nowait((taken.place, refused))
         except Exception as error:
-            taken.outputs.put_nowait(error)
+            taken.outputs.put_nowait((taken.place, error))
 
-    async def _read(self, taken: "_Taken") -> AsyncGenerator[Any, None]:
-        """The outputs of a request; asks from time to time whether the engine still answers."""
+    async def _read(self, several: Sequence[_Taken]) -> AsyncGenerator[Any, None]:
+        """The outputs of the responses to a prompt: in a stream each as it comes, otherwise the last of all as one.
+        Asks from time to time whether the engine still answers."""
         self.begin()
-        while True:
+        left, streamed = len(several), several[0].params.output_kind is RequestOutputKind.DELTA
+        last: dict[int, Any] = {}
+        while left:
             try:
                 async with asyncio.timeout(STILL_S):
-                    come = await taken.outputs.get()
+                    place, come = await several[0].outputs.get()
             except TimeoutError:
                 try:
                     self._served.beat()
@@ -464,24 +483,42 @@ class _Call:
                     raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
                 continue
             if come is None:
-                return
+                left -= 1
+                continue
             if isinstance(come, Exception):
                 raise come
+            taken = several[place]
             output, taken.spans = come
             if self._version is not None and any(version != self._version for version, *_ in taken.spans):
                 # A push came while it waited or ran.
                 told = f"model: version {self._version} is not served any more; ask for the newest without a version"
                 raise GracefulHTTPError(told, HTTPStatus.NOT_FOUND)
+            if taken.spans:
+                self._note(taken.spans[-1][0])
+            [response] = output.outputs
+            response.index = place
             if self.keeps:
-                taken.keep(output.outputs[0])
-            yield output
+                taken.keep(response)
+            if streamed:
+                yield output
+            else:
+                last[place] = output
+        if not streamed:
+            last[0].outputs = [last[place].outputs[0] for place in range(len(several))]
+            yield last[0]
+
+    def _note(self, version: int) -> None:
+        """Notes the version of a token. Which is newer is told by their order of arrival: a run that goes back to a
+        checkpoint uses their numbers again."""
+        if version != self._newest:
+            came = list(self._served.engine.checksums)
+            self._newest = max((version, self._newest), key=lambda each: came.index(each) if each in came else -1)
 
     def with_versions(self, reply: dict[str, Any]) -> dict[str, Any]:
         """The reply with `policy_version`, that of the newest token, the checksum of its weights and the last proof,
         and for each choice `version_spans`, counted from its first token."""
-        last = [taken.spans[-1][0] for taken in self._taken if taken.spans]
         engine, proof = self._served.engine, self._served.proved()
-        version = max(last, default=engine.version)
+        version = engine.version if self._newest is None else self._newest
         reply |= {"policy_version": version, "weights_checksum": engine.checksums.get(version, "")}
         reply["proved"] = proof and {"version": proof.policy_version, "difference": proof.difference}
         for choice in reply.get("choices", ()):
@@ -532,7 +569,7 @@ class _Call:
                 for choice in last.get("choices", ()):
                     message = message or "delta" in choice
                     told.add(choice.get("delta") or {})
-                text = self._text(last)
+                text = _event(json.loads(bytes(_refused(last["error"]).body)) if "error" in last else last)
                 # A client goes on after it has read the end of a response, which therefore waits for the session.
                 if self.turn is not None and (late or _ends(last)):
                     late.append(text)
@@ -549,10 +586,6 @@ class _Call:
             yield text
         yield f"data: {_DONE}\n\n".encode()
 
-    def _text(self, event: dict[str, Any]) -> bytes:
-        sent = json.loads(bytes(_refused(event["error"]).body)) if "error" in event else self.with_versions(event)
-        return _event(sent)
-
     async def close(self) -> None:
         """Ends what is left of its requests."""
         try:
@@ -568,6 +601,16 @@ class _Call:
 
 
 _CALL: ContextVar[_Call] = ContextVar("call")
+
+
+def _each(params: SamplingParams) -> list[SamplingParams]:
+    """Parameters of each of the `n` responses, with the seeds that vLLM gives them."""
+    if params.n == 1:
+        return [params]
+    several = [copy(params) for _ in range(params.n)]
+    for place, one in enumerate(several):
+        one.n, one.seed = 1, None if params.seed is None else (params.seed + place) % _SEEDS
+    return several
 
 
 def _name_tokens(logprobs: Any) -> None:

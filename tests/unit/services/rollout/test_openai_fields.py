@@ -18,7 +18,16 @@ from vllm.renderers.hf import safe_apply_chat_template
 from vllm.sampling_params import SamplingParams
 
 from quartet.wire.errors import InvalidArgument
-from services.rollout.openai_fields import FIELDS, GENERATE, NO_VARIABLES, SAMPLING_FIELDS, check_of_session, read
+from services.rollout.openai_fields import (
+    FIELDS,
+    GENERATE,
+    NO_VARIABLES,
+    SAMPLING_FIELDS,
+    check_of_session,
+    read,
+    rows_of,
+)
+from services.rollout.sample import COLDEST, HOTTEST
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS: dict[str, Any] = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
@@ -111,7 +120,9 @@ def test_tokens_are_asked_for_by_text_or_messages() -> None:
         ({"temperature": True}, "temperature: a bool; should be"),
         ({"top_p": 0}, "top_p: 0; should be above 0 and at most 1"),
         ({"top_p": [1]}, "top_p: a list; should be"),
-        ({"n": 2}, "n: 2; should be 1"),
+        ({"temperature": 0.009}, "temperature: 0.009; should be 0 or from 0.01 to 2"),
+        ({"n": 0}, "n: 0; should be a whole number from 1 to 128"),
+        ({"n": 129}, "n: 129; should be a whole number from 1 to 128"),
         ({"seed": -1}, "seed: -1; should be a whole number from 0"),
         ({"seed": 1 << 63}, "seed: 9223372036854775808; should be"),
         ({"seed": 1.5}, "seed: a float; should be"),
@@ -223,12 +234,29 @@ def test_sampling_of_tokens_has_fields_of_its_own_with_the_same_bounds() -> None
         ({"logprobs": True}, "logprobs: a bool"),
         ({"prompt_logprobs": 21}, "prompt_logprobs: 21; should be"),
         ({"stop": 5}, "stop: should be a text"),
-        ({"n": 2}, "n: 2; should be 1: for several responses send the prompt as often"),
+        ({"n": 129}, "n: 129; should be a whole number from 1 to 128"),
+        ({"temperature": 1e-9}, "temperature: 1e-09; should be 0 or from 0.01 to 2"),
         ({"extra_args": {}}, "extra_args: not a field of sampling_params here; known: "),
         ([], "sampling_params: should be an object"),
     ):
         assert refused({"token_ids": [5], "sampling_params": sampling}, GENERATE).startswith(message)
     assert read(b'{"token_ids": [5], "sampling_params": null}', GENERATE) == {"token_ids": [5], "sampling_params": {}}
+
+
+def test_temperatures_are_those_that_vllm_samples_at() -> None:
+    """vLLM raises lower ones, so that a session would say another than that of its log-probs."""
+    for temperature in (0.0, COLDEST, 0.02, HOTTEST):
+        assert SamplingParams(temperature=temperature).temperature == temperature
+    assert SamplingParams(temperature=COLDEST / 2).temperature == COLDEST
+
+
+def test_responses_are_counted_before_they_are_made() -> None:
+    for given, rows in (
+        *(({}, 1), ({"prompt": "w5"}, 1), ({"prompt": [5, 6]}, 1), ({"prompt": ["w5", "w6"], "n": 3}, 6)),
+        *(({"prompt": [[5], [6]]}, 2), ({"messages": [MESSAGE], "n": 4}, 4), ({"prompt": []}, 1)),
+        ({"token_ids": [5, 6], "sampling_params": {"n": 2}}, 2),
+    ):
+        assert rows_of(given) == rows
 
 
 @pytest.mark.parametrize("holder", [lambda given: given, lambda given: {"sampling_params": given}])

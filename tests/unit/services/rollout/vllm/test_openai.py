@@ -199,6 +199,80 @@ async def test_each_event_of_a_stream_names_them_so_far(replica: Replica) -> Non
     assert all(params.extra_args == {AT_ONCE_KEY: True} for _, params in replica.llm.asked)
 
 
+async def test_an_event_names_no_token_that_it_does_not_bring(replica: Replica) -> None:
+    """vLLM reads the next output of several prompts while the first event waits to be sent."""
+    body = json.dumps({"prompt": [[5], [6]], "max_tokens": 5, "stream": True}).encode()
+    response = await replica.completions.answer(TEXT, body, ME, None)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    first = (await heard(response)).events[0]
+    assert (first["policy_version"], first["choices"][0]["version_spans"]) == (3, spans(1))
+
+
+async def test_the_newest_version_is_that_which_came_last(replica: Replica) -> None:
+    """A run that goes back to a checkpoint pushes lower numbers again."""
+    replica.engine.checksums = {4: "c", 3: "b"}
+    got = await replica.ask(TEXT, prompt=[[5], [6]], max_tokens=5)
+    assert (got.json["policy_version"], got.json["weights_checksum"]) == (3, "b")
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (TEXT, {"prompt": [[5], [6, 7]], "n": 3, "logprobs": 0}),
+        (CHAT, {"messages": [{"role": "user", "content": "w8 w9"}], "n": 3, "logprobs": True}),
+        (GENERATE, {"token_ids": [5, 6], "sampling_params": {"n": 3, "logprobs": 0, "max_tokens": 5, "seed": 7}}),
+    ],
+    ids=["text", "chat", "tokens"],
+)
+async def test_each_of_several_responses_has_ids_logprobs_and_versions_of_its_own(
+    talking: Replica, path: str, more: dict[str, Any]
+) -> None:
+    limits: Any = {} if path == GENERATE else {"max_tokens": 5, "seed": 7, "return_token_ids": True}
+    rows = 6 if path == TEXT else 3
+    got = await talking.ask(path, **more, **limits)
+    assert [choice["index"] for choice in got.json["choices"]] == list(range(rows))
+    for choice in got.json["choices"]:
+        assert choice["token_ids"] == [10, 11, 12, 13, 14]
+        assert choice["version_spans"] == spans(5)
+        told = choice["logprobs"]
+        numbers = told["token_logprobs"] if path == TEXT else [each["logprob"] for each in told["content"]]
+        assert numbers == [-0.5] * 5
+        if path == CHAT:
+            assert choice["message"]["generation_token_ids"] == choice["token_ids"]
+    assert [(params.n, params.seed) for _, params in talking.llm.asked] == [(1, 7), (1, 8), (1, 9)] * (rows // 3)
+    assert sum(choice["finish_reason"] == "length" for choice in got.json["choices"]) == rows
+    events = (await talking.ask(path, **more, **limits, stream=True)).events
+    for index in range(rows):
+        parts = [each for event in events for each in event["choices"] if each["index"] == index]
+        parts = [part for part in parts if part.get("token_ids")]
+        assert [part["token_ids"] for part in parts] == [[10], [11], [12], [13], [14]]
+        assert [part["version_spans"] for part in parts] == [spans(length) for length in range(1, 6)]
+    assert talking.admission.waiting_rows == 0
+
+
+async def test_seeds_of_several_responses_stay_within_what_the_engine_takes(replica: Replica) -> None:
+    assert (await replica.ask(TEXT, prompt=[5], max_tokens=1, n=2, seed=(1 << 63) - 1)).status == 200
+    assert [params.seed for _, params in replica.llm.asked] == [(1 << 63) - 1, 0]
+
+
+async def test_several_responses_count_as_rows_and_are_none_of_a_session(talking: Replica) -> None:
+    talking.llm.gate.clear()
+    first = asyncio.create_task(talking.ask(TEXT, prompt=[5], max_tokens=3, n=4))
+    while len(talking.llm.asked) < 4:
+        await asyncio.sleep(0)
+    assert talking.admission.waiting_rows == 4
+    first.cancel()
+    await asyncio.wait([first])
+    assert (len(talking.llm.ended), talking.admission.waiting_rows) == (4, 0)
+    with pytest.raises(InvalidArgument, match="n: 2; should be 1 in a session"):
+        await talking.ask(CHAT, "s", messages=[USER], max_tokens=1, n=2)
+    wrongs: Any = (({"prompt": [5], "n": 9}, 9), ({"prompt": [[5], [6], [7]], "n": 100}, 300))
+    for wrong, rows in wrongs:
+        with pytest.raises(ResourceExhausted, match=f"prompt: {rows} rows, but a call may hold 8"):
+            await talking.ask(TEXT, **wrong, max_tokens=1)
+
+
 async def test_a_stream_is_divided_at_no_character_of_a_text(replica: Replica) -> None:
     """Python takes these for ends of lines too, and vLLM does not escape them."""
     prompt = "w5\u2028w6\u2029w7\u0085w8"
