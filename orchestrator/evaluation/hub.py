@@ -198,9 +198,10 @@ class Hub:
 
     async def _call(self, name: str, rows: Sequence[Row], responses: Sequence[str]) -> Scores:
         client = self._client.named(self.scorers[name].asked)
-        labels = [row.label for row in rows]
+        labels, ended = [row.label for row in rows], [row.values.get("ended") is not False for row in rows]
         known: dict[str, Any] = {
             "labels": labels if any(labels) else (),
+            "ended": () if all(ended) else ended,
             "columns": [row.columns for row in rows],
             "groups": [int.from_bytes(row.key[:8], signed=True) for row in rows],
             "timeout_s": self._timeout_s,

@@ -105,18 +105,20 @@ class RewardClient(ServiceClient[RewardStub]):
         responses: Sequence[str],
         *,
         labels: Sequence[str] = (),
+        ended: Sequence[bool] = (),
         columns: Sequence[Mapping[str, Any]] = (),
         groups: Sequence[int] = (),
         pair_timeout_s: float = 0.0,
         timeout_s: float,
     ) -> Scores:
-        """Scores of pairs given as texts; all responses count as complete. Raises as `score` does."""
+        """Scores of pairs given as texts. Responses count as complete unless `ended`, [B], says otherwise. Raises as
+        `score` does."""
         if len(prompts) != len(responses):
             raise InvalidArgument(f"texts: {len(prompts)} prompts but {len(responses)} responses; send one for one")
 
         def request(rows: range) -> pb.ScoreRequest:
             texts = pb.TextPairs(prompts=some(prompts, rows), responses=some(responses, rows))
-            return pb.ScoreRequest(texts=texts)
+            return pb.ScoreRequest(texts=texts, ended=some(ended, rows))
 
         sizes = [_tokens(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         return await self._scored(sizes, request, _Known(labels, columns, groups, pair_timeout_s), timeout_s)
@@ -126,17 +128,20 @@ class RewardClient(ServiceClient[RewardStub]):
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         *,
         labels: Sequence[str] = (),
+        ended: Sequence[bool] = (),
         columns: Sequence[Mapping[str, Any]] = (),
         groups: Sequence[int] = (),
         pair_timeout_s: float = 0.0,
         timeout_s: float,
     ) -> Scores:
         """Scores of conversations: chat messages with `role` and `content`, of which the last one is the response, of
-        role assistant. The scorer renders them by its own chat template. Raises as `score` does."""
+        role assistant. The scorer renders them by its own chat template; `ended`, [B], is as of `score_texts`, for
+        functions. Raises as `score` does."""
         texts = [json.dumps(messages) for messages in conversations]
 
         def request(rows: range) -> pb.ScoreRequest:
-            return pb.ScoreRequest(conversations=pb.Conversations(messages=some(texts, rows)))
+            talks = pb.Conversations(messages=some(texts, rows))
+            return pb.ScoreRequest(conversations=talks, ended=some(ended, rows))
 
         known = _Known(labels, columns, groups, pair_timeout_s)
         return await self._scored([*map(_tokens, texts)], request, known, timeout_s)

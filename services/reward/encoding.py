@@ -179,7 +179,10 @@ class Encoder:
         # Without a prompt the response is a whole text.
         answers = [r if p else self._without_begin(r) for p, r in zip(prompts, responses, strict=True)]
         sides = zip(map(self._without_begin, prompts), map(self._without_end, answers), rows, strict=True)
-        pairs = [known.pair(row, prompt=prompt, response=response) for prompt, response, row in sides]
+        pairs = [
+            known.pair(row, prompt=prompt, response=response, ended=known.ended(row))
+            for prompt, response, row in sides
+        ]
         return self._encoded(prompts, responses, pairs, rows, "texts")
 
     def _without_end(self, response: str) -> str:
@@ -228,7 +231,10 @@ class Encoder:
         end = [] if eos is None else [eos]
         prompt_ids = [np.asarray(self._begun(ids), np.int32) for ids in self._tokenizer([*prompts])["input_ids"]]
         answers = self._tokenizer([*map(self._without_end, responses)], add_special_tokens=False)["input_ids"]
-        response_ids = [np.asarray([*ids, *end], np.int32) for ids in answers]
+        response_ids = [
+            np.asarray([*ids, *(end if pair.ended else ())], np.int32)
+            for ids, pair in zip(answers, pairs, strict=True)
+        ]
         for n, prompt in enumerate(prompts):
             if not prompt and responses[n]:  # a whole text, whose tokens are scored as they stand
                 ids = self._ended(self._begun(self._tokenizer(responses[n])["input_ids"]))
@@ -265,7 +271,7 @@ class Encoder:
             ids = None
             prompts = ["\n".join(_content(message) for message in messages[:-1]) for messages in talks]
         pairs = [
-            known.pair(row, prompt=prompt, response=response, messages=tuple(messages))
+            known.pair(row, prompt=prompt, response=response, messages=tuple(messages), ended=known.ended(row))
             for prompt, response, messages, row in zip(prompts, responses, talks, rows, strict=True)
         ]
         if ids is None:
@@ -307,6 +313,10 @@ class _Known:
                 f"pair_timeout_s: {seconds:.3g}; must be {LEAST_S:g} or more, or 0 for what the scorer allows"
             )
         self._timeout_s = seconds or None
+
+    def ended(self, row: int) -> bool:
+        """False if the request says that a response given as text was cut off."""
+        return self.request.ended[row] if self.request.ended else True
 
     def pair(self, row: int, **fields: Any) -> Pair:
         """A pair of these texts. InvalidArgument if its columns cannot be read."""

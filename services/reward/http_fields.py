@@ -55,7 +55,7 @@ class GivenPair(Body):
     prompt: Text | Messages | None = None
     """Text, or messages that the tokenizer's chat template renders, up to where the response begins."""
     response: Text | None = None
-    """Text, taken as complete: an end-of-sequence token is added for model scorers."""
+    """Text; an end-of-sequence token is added for model scorers, unless `ended` is false."""
     prompt_ids: list[Token] | None = None
     response_ids: list[Token] | None = None
     label: Text = ""
@@ -65,8 +65,8 @@ class GivenPair(Body):
     group: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     """The same number for all responses to one prompt, for scorers that compare them."""
     ended: bool | None = None
-    """False: response_ids were cut off before their end. Left out: they were not if they end in the tokenizer's
-    end-of-sequence token."""
+    """False: the response was cut off before its end. Left out: a text was not, and ids were not if they end in the
+    tokenizer's end-of-sequence token."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -75,8 +75,6 @@ class GivenPair(Body):
             raise ValueError("should have prompt and response, or prompt_ids and response_ids")
         if any(each is not None for each in texts) and any(each is not None for each in ids):
             raise ValueError("has texts and ids; should have one of both")
-        if self.ended is not None and self.prompt is not None:
-            raise ValueError("ended: texts are complete; send ids to say that a response was cut off")
         return self
 
 

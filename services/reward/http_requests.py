@@ -59,6 +59,14 @@ def _of_pairs(pairs: Sequence[GivenPair]) -> pb.ScoreRequest:
             raise InvalidArgument("pairs: some say whether they ended and some do not; say it for all or none")
         ended = [bool(each) for each in told] if None not in told else []
         return pb.ScoreRequest(tokens=_packed(sides), ended=ended)
+    made = _of_said(pairs)
+    if any(pair.ended is False for pair in pairs):
+        made.ended.extend(pair.ended is not False for pair in pairs)
+    return made
+
+
+def _of_said(pairs: Sequence[GivenPair]) -> pb.ScoreRequest:
+    """Pairs that are all texts or all conversations. InvalidArgument if they are neither."""
     responses = [pair.response or "" for pair in pairs]
     chats = [pair.prompt for pair in pairs if not isinstance(pair.prompt, str)]
     if not chats:

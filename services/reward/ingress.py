@@ -51,18 +51,20 @@ class Ingress(Doors):
         """Does nothing, as a scorer that fails is replaced by itself."""
 
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
-        """SERVING if one of the scorers is."""
+        """SERVING if one of the scorers is; or if the one is that stands behind the application, `reward/taste`."""
+        if named := request.service.partition("/")[2]:
+            serving = named in self._scorers and await self._serves(named, request)
+            return health_pb2.HealthCheckResponse(status=_status(serving))
         asked = [asyncio.ensure_future(self._serves(name, request)) for name in self._scorers]
-        status = health_pb2.HealthCheckResponse.NOT_SERVING
+        serving = False
         try:
             for answer in asyncio.as_completed(asked):
-                if await answer:
-                    status = health_pb2.HealthCheckResponse.SERVING
+                if serving := await answer:
                     break
         finally:
             for task in asked:
                 task.cancel()
-        return health_pb2.HealthCheckResponse(status=status)
+        return health_pb2.HealthCheckResponse(status=_status(serving))
 
     async def _serves(self, name: str, request: health_pb2.HealthCheckRequest) -> bool:
         with suppress(ServiceError):
@@ -125,3 +127,7 @@ class Ingress(Doors):
             raise Unavailable(f"scorer {name}: no answer within {within_s:g} s") from None
         except (RayError, RayServeException):
             raise Unavailable(f"scorer {name}: {REPLICA_DIED}") from None
+
+
+def _status(serving: bool) -> Any:
+    return health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -8,6 +8,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -16,6 +17,7 @@ from quartet.config.functions import PATH, load_function, source_of
 from quartet.config.limits import LimitsConfig
 from quartet.config.scores import AnyScoreName, ScoreName
 from quartet.security.credentials import VARIABLE as CREDENTIALS
+from quartet.security.port import on_loopback
 
 TARGET = r"[\w.\-\[\]:]+:\d{1,5}"
 _MODULES = Path(__file__).parent / "scorers/kinds"
@@ -341,6 +343,7 @@ class JudgeScorerConfig(_Kind):
             raise ValueError(f"template: lacks {', '.join(missing)}")
         if self.lowest >= self.highest:
             raise ValueError(f"highest: {self.highest:g}; should be more than lowest, {self.lowest:g}")
+        _check_clear(self.url, self.api_key)
         return self
 
     def _field_of(self, variable: str) -> str:
@@ -348,17 +351,22 @@ class JudgeScorerConfig(_Kind):
 
 
 class RemoteScorerConfig(WorkerScorerConfig):
-    """The scores of a scorer of another reward service, asked over gRPC with texts or conversations."""
+    """The scores of a scorer of another reward service, asked over gRPC (`target`) or over HTTP (`url`) with texts or
+    conversations."""
 
     kind: Literal["remote"]
     """Kind of the scorer."""
     pair_timeout_s: Seconds = 60
     """Longest time, in seconds, that the service may take for a batch of pairs, with all that is repeated."""
-    target: Annotated[str, matching(TARGET, "host:port of the service")]
-    """Host and port of the service. The variable QUARTET_CREDENTIALS of this service's environment names the
-    credentials for it."""
+    target: Annotated[str, matching(rf"({TARGET})?", "host:port of the service")] = ""
+    """Host and port of the service, for gRPC. The variable QUARTET_CREDENTIALS of this service's environment names
+    the credentials for it."""
     application: str = "reward"
-    """Name of its application."""
+    """Name of its application, for gRPC."""
+    url: Annotated[str, matching(r"(https?://[^\s?#@]+)?", "http(s)://host:port/reward")] = ""
+    """Address of the service, for HTTP, up to and without `/v1`. No redirect is followed."""
+    api_key: Variable | Literal[""] = ""
+    """Variable of the service's environment that holds the key, for HTTP. Empty: none is sent."""
     scorer: str = ""
     """Name of the scorer in the application. Empty: the only one."""
     names: tuple[AnyScoreName, ...] = ()
@@ -371,13 +379,33 @@ class RemoteScorerConfig(WorkerScorerConfig):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The variables named, and that of the credentials if it is set."""
-        return (*self.environment, *([CREDENTIALS] if os.environ.get(CREDENTIALS) else []))
+        """The variables named, that of the key, and that of the credentials if it is set."""
+        key = [self.api_key] if self.api_key else []
+        return (*self.environment, *key, *([CREDENTIALS] if os.environ.get(CREDENTIALS) else []))
+
+    @model_validator(mode="after")
+    def _one_address(self) -> Self:
+        if bool(self.target) == bool(self.url):
+            raise ValueError("target: give this, for gRPC, or url, for HTTP; one of them")
+        others = {"api_key"} if self.target else {"application"}
+        if wrong := sorted(others & self.model_fields_set):
+            raise ValueError(f"{wrong[0]}: belongs to {'url' if self.target else 'target'}")
+        _check_clear(self.url, self.api_key)
+        return self
+
+    def _field_of(self, variable: str) -> str:
+        return "api_key" if variable == self.api_key else "environment"
 
     @property
     def source(self) -> str:
         """Empty: the service says who the scorer is, and its address does not matter."""
         return ""
+
+
+def _check_clear(url: str, key: str) -> None:
+    """ValueError if a key would cross a network in the clear."""
+    if key and url.startswith("http:") and not on_loopback(urlsplit(url).hostname or ""):
+        raise ValueError(f"url: {url} would get the key in the clear; use https")
 
 
 def _references(schema: Any) -> "list[str]":

@@ -48,6 +48,7 @@ class Service:
         self.columns: list[Mapping[str, Any]] = []
         self.labels: list[str] = []
         self.groups: list[int] = []
+        self.ended: list[bool] = []
         self.closed = False
         self.fails: Exception | None = None
         self._scorer = ""
@@ -79,6 +80,7 @@ class Service:
         labels: Sequence[str],
         columns: Sequence[Mapping[str, Any]],
         groups: Sequence[int],
+        ended: Sequence[bool] = (),
         timeout_s: float,
     ) -> Scores:
         if (error := self.__dict__.get("_whole", self).fails) is not None:
@@ -89,6 +91,7 @@ class Service:
         self.columns.extend(columns)
         self.labels.extend(labels)
         self.groups.extend(groups)
+        self.ended.extend(ended)
         given = [self.judges[self._scorer](*each) for each in zip(prompts, responses, strict=True)]
         identity = self.identity(self._scorer)
         names = [*identity.names] or ["score"]

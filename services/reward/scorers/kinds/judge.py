@@ -13,11 +13,10 @@ from quartet.wire.backoff import Backoff, Deadline
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.scorers.kinds.answers import Given, text
+from services.reward.scorers.kinds.exchange import BUSY, Exchanged, TooLongError, client, exchange
 
 _MOST_BYTES = 1 << 20
 """Most bytes of an answer."""
-_BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-"""Statuses that may be others when the request is sent again."""
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -104,25 +103,20 @@ class Judge:
 
     async def _once(self, body: Mapping[str, Any], deadline: Deadline) -> str:
         if self._client is None:
-            key = os.environ[self._options["api_key"]] if self._options["api_key"] else ""
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._client = httpx.AsyncClient(headers=headers, follow_redirects=False)
+            self._client = client(os.environ[self._options["api_key"]] if self._options["api_key"] else "")
         url = self._options["url"].rstrip("/") + "/chat/completions"
-        async with self._client.stream("POST", url, json=body, timeout=deadline.left_s) as reply:
-            content = b""
-            async for part in reply.aiter_bytes():
-                content += part
-                if len(content) > _MOST_BYTES:
-                    raise _UnansweredError(f"the answer has more than {_MOST_BYTES >> 20} MiB")
-        return _content(reply, content)
+        try:
+            return _content(await exchange(self._client, "POST", url, body, deadline, _MOST_BYTES))
+        except TooLongError as error:
+            raise _UnansweredError(f"the answer {error}") from None
 
 
-def _content(reply: httpx.Response, content: bytes) -> str:
+def _content(answer: Exchanged) -> str:
     """The text of the judge's message."""
-    status = reply.status_code
+    status, content = answer.status, answer.content
     filtered = b"content_filter" in content or b"content_policy" in content
-    if status in _BUSY:
-        raise _UnansweredError(f"the endpoint answered with status {status}", after_s=_pause(reply))
+    if status in BUSY:
+        raise _UnansweredError(f"the endpoint answered with status {status}", after_s=answer.pause_s)
     if status != 200:
         outcome = Outcome.REFUSED if filtered and status < 500 else Outcome.FAILED
         raise _UnansweredError(f"the endpoint answered with status {status}", outcome)
@@ -136,14 +130,6 @@ def _content(reply: httpx.Response, content: bytes) -> str:
         return str(message["content"])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise _UnansweredError("the endpoint's answer is not one of OpenAI's protocol") from None
-
-
-def _pause(reply: httpx.Response) -> float:
-    """The pause that the endpoint asks for, in seconds."""
-    try:
-        return min(max(float(reply.headers.get("retry-after", 0)), 0.0), 60.0)
-    except ValueError:
-        return 0.0
 
 
 def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], Coroutine[Any, Any, list[Given]]]:

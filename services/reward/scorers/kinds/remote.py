@@ -1,17 +1,85 @@
-"""The scores of a scorer of another reward service, asked over gRPC."""
+"""The scores of a scorer of another reward service, asked over gRPC or over HTTP."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from quartet.security.credentials import connect
-from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ServiceError
+from quartet.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 from quartet.wire.outcomes import Outcome, Unscored
-from quartet.wire.pairs import Pair
-from services.reward.client import RewardClient, Scores
+from quartet.wire.pairs import SCORE, Pair
+from services.reward.client import RewardClient
 
-_INFO_S = 60.0
+INFO_S = 60.0
 """Longest wait for the description of the scorer as this one starts."""
+
+
+class Identity(NamedTuple):
+    """The identity of the scorer."""
+
+    name: str
+    hash: str
+    names: tuple[str, ...]
+    """Names of its scores; empty if it gives one."""
+
+
+class Scored(NamedTuple):
+    """The results of all pairs of a call."""
+
+    hash: str
+    """The hash of the scorer that gave them."""
+    results: Sequence[Mapping[str, float] | Unscored]
+
+
+class Service(Protocol):
+    """The service there."""
+
+    async def identity(self) -> Identity:
+        """Asks who the scorer is. ServiceError if it does not say."""
+
+    async def scored(self, pairs: Sequence[Pair], seconds: float) -> Scored:
+        """The results of all pairs within so many seconds, of which each pair may take most.
+
+        Raises:
+            InvalidArgument: some pair is refused.
+            ServiceError: no answer came, or something else than an answer.
+        """
+
+
+class OverGrpc:
+    """A service that is asked over gRPC."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._client: RewardClient | None = None
+
+    def _opened(self) -> RewardClient:
+        channel = connect(self._options["target"])
+        return RewardClient(channel, self._options["application"]).named(self._options["scorer"])
+
+    async def identity(self) -> Identity:
+        """Asks who the scorer is."""
+        async with self._opened() as client:
+            identity = (await client.info(INFO_S)).identity
+        return Identity(identity.name, identity.model_hash, tuple(identity.names))
+
+    async def scored(self, pairs: Sequence[Pair], seconds: float) -> Scored:
+        """The results of all pairs."""
+        if self._client is None:
+            self._client = self._opened()
+        known: dict[str, Any] = {"timeout_s": seconds, "pair_timeout_s": 0.8 * seconds}
+        known["labels"] = [pair.label for pair in pairs] if any(pair.label for pair in pairs) else []
+        known["columns"] = [pair.columns for pair in pairs] if any(pair.columns for pair in pairs) else []
+        known["ended"] = [] if all(pair.ended for pair in pairs) else [pair.ended for pair in pairs]
+        groups = [pair.group for pair in pairs]
+        known["groups"] = groups if None not in groups else []
+        if all(pair.messages for pair in pairs):
+            scores = await self._client.score_conversations([pair.messages for pair in pairs], **known)
+        else:
+            prompts, responses = [pair.prompt for pair in pairs], [pair.response for pair in pairs]
+            scores = await self._client.score_texts(prompts, responses, **known)
+        rows = [{name: float(column[row]) for name, column in scores.columns.items()} for row in range(len(pairs))]
+        return Scored(scores.model_hash, [scores.unscored.get(row) or each for row, each in enumerate(rows)])
 
 
 class Remote:
@@ -21,53 +89,45 @@ class Remote:
         """Asks the service who the scorer is. ServiceError if it does not answer, ValueError if it gives scores of
         other names."""
         self._options = options
-        self._client: RewardClient | None = None
-        info = asyncio.run(self._info())
-        self._hash = info.identity.model_hash
-        self.source = f"{info.identity.name} {self._hash}"
+        self._service = _service(options)
+        name, self._hash, names = asyncio.run(self._service.identity())
+        self.source = f"{name} {self._hash}"
         """The text that identifies the scorer, whatever its address is."""
-        if (names := tuple(info.identity.names)) != tuple(options["names"]):
+        if names != tuple(options["names"]):
             raise ValueError(f"the scorer gives scores of the names [{', '.join(names)}]; set names to these")
-
-    async def _info(self) -> Any:
-        async with self._opened() as client:
-            return await client.info(_INFO_S)
-
-    def _opened(self) -> RewardClient:
-        channel = connect(self._options["target"])
-        return RewardClient(channel, self._options["application"]).named(self._options["scorer"])
 
     async def scored(self, pairs: Sequence[Pair]) -> list[Any]:
         """The scores or outcomes of all pairs."""
-        if self._client is None:
-            self._client = self._opened()
+        limits = [self._options["pair_timeout_s"], *(pair.timeout_s for pair in pairs if pair.timeout_s)]
         try:
-            scores = await self._asked(self._client, pairs)
-        except InvalidArgument:
-            raise  # of some pair, which is looked for
+            answer = await self._service.scored(pairs, 0.9 * float(min(limits)))
         except ServiceError as error:
+            if isinstance(error, InvalidArgument) or (
+                isinstance(error, ResourceExhausted) and error.retry_after_s is None
+            ):
+                raise  # of some pair, which is looked for
             outcome = Outcome.TIMEOUT if isinstance(error, DeadlineExceeded) else Outcome.FAILED
-            return [Unscored(outcome, f"{self._options['target']}: {type(error).__name__}")] * len(pairs)
-        if scores.model_hash != self._hash:
-            return [Unscored(Outcome.FAILED, "the scorer has become another one; start this service again")] * len(
-                pairs
-            )
-        return [scores.unscored.get(row) or self._one(scores, row) for row in range(len(pairs))]
+            where = self._options["url"] or self._options["target"]
+            return [Unscored(outcome, f"{where}: {type(error).__name__}")] * len(pairs)
+        if answer.hash != self._hash:
+            reason = "the scorer has become another one; start this service again"
+            return [Unscored(Outcome.FAILED, reason)] * len(pairs)
+        return [self._given(each) for each in answer.results]
 
-    def _one(self, scores: Scores, row: int) -> Any:
-        values = {name: float(column[row]) for name, column in scores.columns.items()}
-        return values if self._options["names"] else next(iter(values.values()))
+    def _given(self, result: Mapping[str, float] | Unscored) -> Any:
+        if isinstance(result, Unscored):
+            return result
+        if {*result} != {*(self._options["names"] or [SCORE])}:
+            return Unscored(Outcome.FAILED, "the scorer gave scores of other names than before")
+        return result if self._options["names"] else result[SCORE]
 
-    async def _asked(self, client: RewardClient, pairs: Sequence[Pair]) -> Scores:
-        limit = 0.9 * float(self._options["pair_timeout_s"])
-        known: dict[str, Any] = {"timeout_s": limit, "pair_timeout_s": 0.8 * limit}
-        known["labels"] = [pair.label for pair in pairs] if any(pair.label for pair in pairs) else []
-        known["columns"] = [pair.columns for pair in pairs] if any(pair.columns for pair in pairs) else []
-        groups = [pair.group for pair in pairs]
-        known["groups"] = groups if None not in groups else []
-        if all(pair.messages for pair in pairs):
-            return await client.score_conversations([pair.messages for pair in pairs], **known)
-        return await client.score_texts([pair.prompt for pair in pairs], [pair.response for pair in pairs], **known)
+
+def _service(options: Mapping[str, Any]) -> Service:
+    if not options["url"]:
+        return OverGrpc(options)
+    from services.reward.scorers.kinds.remote_http import OverHttp
+
+    return OverHttp(options)
 
 
 def make(options: Mapping[str, Any]) -> Callable[[Sequence[Pair]], Coroutine[Any, Any, list[Any]]]:

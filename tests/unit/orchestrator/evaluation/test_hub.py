@@ -41,6 +41,15 @@ async def test_every_scorer_gives_its_verdict_on_every_row() -> None:
     assert all(-(1 << 63) <= group < 1 << 63 for group in service.groups)
 
 
+async def test_a_row_says_whether_its_response_came_to_its_end() -> None:
+    service = Service({"": right})
+    hub = await service.hub()
+    await hub.score([row(prompt="ab", ended=True), row(prompt="ab", ended="no"), row(prompt="xy")], ["ab"] * 3)
+    assert service.ended == []
+    await hub.score([row(prompt="ab"), row(prompt="ab", ended=False)], ["ab"] * 2)
+    assert service.ended == [True, False]
+
+
 async def test_messages_are_sent_as_messages_and_texts_as_texts() -> None:
     service = Service({"": right})
     hub = await service.hub()

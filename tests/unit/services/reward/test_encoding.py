@@ -68,6 +68,13 @@ def test_a_response_ended_as_its_sampler_says() -> None:
         decode(ENCODER, by_ids(*pairs, ended=[True]))
 
 
+def test_a_text_that_was_cut_off_has_no_end() -> None:
+    asked = by_text(["w5", "w5"], ["w8", "w8 <eos>"], ended=[False, True])
+    cut, whole = decode(ENCODER, asked)
+    assert [each.response_ids.tolist() for each in (cut, whole)] == [[8], [8, EOS]]
+    assert [each.pair.ended for each in (cut, whole)] == [False, True]
+
+
 def test_a_conversation_is_one_text_and_its_parts() -> None:
     """The answer of an environment is part of the text, and may be told from the responses."""
     marks = np.asarray([False, False, True, True, False, True, False, True, True])

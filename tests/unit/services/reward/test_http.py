@@ -101,6 +101,10 @@ async def test_a_pair_without_a_score_has_null_its_outcome_and_the_reason(port: 
     first, second = sorted(reward_door.SEEN[-2:], key=lambda each: each.response)
     assert (dict(first.columns), first.group, first.timeout_s) == ({"unit": [1]}, -3, 2.0)
     assert (dict(second.columns), second.group) == ({}, 4)
+    cut = [pair("w7", ended=False), pair("w8 w9")]
+    await scored(port, "/v1/rewards", {"scorer": "length", "pairs": cut})
+    ended = {each.response: each.ended for each in reward_door.SEEN[-2:]}
+    assert ended == {"w7": False, "w8 w9": True}
 
 
 async def test_scores_have_their_names(port: int) -> None:

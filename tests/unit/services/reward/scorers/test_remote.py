@@ -76,17 +76,22 @@ def ask(made: FunctionScorer, *pairs: Pair) -> Call:
 def test_pairs_are_scored_there_with_all_that_is_known_of_them(service: tuple[Service, str]) -> None:
     served, target = service
     made = remote(target)
-    pairs = [Pair("Why?", "so", "yes", columns={"topic": 3}, group=8), Pair("Who?", "refuse", group=9)]
+    pairs = [
+        Pair("Why?", "so", "yes", columns={"topic": 3}, group=8),
+        Pair("Who?", "refuse", ended=False, group=9),
+    ]
     call = ask(made, *pairs)
     assert call.told == [2.0, "REFUSED"]
     assert call.reason(1) == "no"
     [request] = served.asked
     assert (request.scorer, [*request.texts.prompts], [*request.labels]) == ("taste", ["Why?", "Who?"], ["yes", ""])
+    assert [*request.ended] == [True, False]
     assert [json.loads(each) for each in request.columns] == [{"topic": 3}, {}]
     assert np.frombuffer(request.groups, np.int64).tolist() == [8, 9]
     talk = ({"role": "user", "content": "Why?"}, {"role": "assistant", "content": "so it is"})
     assert ask(made, Pair("Why?", "so it is", messages=talk)).told == [8.0]
     assert [json.loads(each) for each in served.asked[-1].conversations.messages] == [[*talk]]
+    assert not served.asked[-1].ended
 
 
 def test_a_pair_that_is_refused_there_costs_no_other_its_score(service: tuple[Service, str]) -> None:
