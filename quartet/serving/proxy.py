@@ -38,12 +38,13 @@ class _Health(health_pb2_grpc.HealthServicer):
         self._routes = routes
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """Answers for a service such as `quartet.v1.Reward`, or an application's name; an empty name asks for the
-        proxy."""
+        """Answers for a service such as `quartet.v1.Reward`, an application's name, or both names of one scorer of an
+        application, `reward/taste`; an empty name asks for the proxy."""
         if not request.service:
             return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
-        if request.service in self._routes.services():
-            return await self._of(request, context, request.service)
+        application = request.service.partition("/")[0]
+        if application in self._routes.services():
+            return await self._of(request, context, application)
         serving = self._routes.applications(request.service)
         if len(serving) == 1:
             return await self._of(request, context, serving[0])
