@@ -177,9 +177,9 @@ async def evaluate_rows(
             identities = {name: scorer.written() for name, scorer in hub.scorers.items()}
             others = await in_thread(partial(read_other, wanted.against / ROWS, identities), "the other evaluation")
         journal = stack.enter_context(Journal(wanted.output / JOURNAL, settings, overwrite=wanted.overwrite))
-        keys = [(index, sample) for index in range(len(file)) for sample in range(wanted.samples)]
+        keys = ((index, sample) for index in range(len(file)) for sample in range(wanted.samples))
         done = sum(is_done(journal, key) for key in keys)
-        with Bar(sys.stderr, "evaluating", len(keys), done) as bar:
+        with Bar(sys.stderr, "evaluating", len(file) * wanted.samples, done) as bar:
             await ask(
                 file, wanted.samples, source, hub, journal, at_once=wanted.at_once, advance=partial(bar.advance, 1)
             )
