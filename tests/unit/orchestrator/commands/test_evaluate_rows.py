@@ -134,7 +134,8 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path) ->
         answers = -1000
         before = len(asked)
         results = await run(wanted, service)
-        assert len(asked) - before == 40 - 25
+        again = len(asked) - before
+        assert again in (15, 16)  # the answer that was on its way when another was refused may be lost
         prompts = [prompt for _, prompts in service.asked for prompt in prompts]
         assert {*prompts} == {f"p{number}" for number in range(40)}
         assert results.figures[0].scored == 40
@@ -144,7 +145,7 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path) ->
         lines = (tmp_path / "out/journal.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "out/journal.jsonl").write_text("".join(line for line in lines if '"outcomes"' not in line))
         await run(wanted, service)
-        assert len(asked) - before == 40 - 25
+        assert len(asked) - before == again
 
 
 async def test_a_changed_setting_is_refused_and_named(tmp_path: Path) -> None:
