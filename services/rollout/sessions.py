@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quartet.trajectory import Segment, Trajectory, VersionSpans
+from quartet.columns import Columns
+from quartet.trajectory import Segment, Trajectory, VersionSpans, columns_of
 from quartet.wire.codec import Floats, Ints
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
@@ -337,19 +338,39 @@ def _told(name: str, session: _Session) -> dict[str, Any]:
     superseded = session.superseded
     # Each of them is the last of its sequence, which ends before it then.
     ends = {turn.sequence: turn.start for turn in superseded}
+    sequences = [
+        _told_sequence(sequence, ends.get(place, len(sequence.ids)))
+        for place, sequence in enumerate(session.sequences)
+    ]
+    moved = _join(sequences, session, superseded)
     return {
         **{"session_id": name, "task_id": session.task, "ended": session.ended, "temperature": session.temperature},
         **{"reward": session.reward, "forks": max(len(session.sequences) - 1, 0)},
-        "sequences": [
-            _told_sequence(sequence, ends.get(place, len(sequence.ids)))
-            for place, sequence in enumerate(session.sequences)
-        ],
+        "sequences": sequences,
         "interactions": [
-            {"id": turn.interaction, "sequence": turn.sequence, "end": turn.end, "reward": turn.reward}
+            {"id": turn.interaction, "sequence": moved[turn.sequence], "end": turn.end, "reward": turn.reward}
             | {"weights_checksum": turn.checksum, "superseded": turn in superseded}
             for turn in session.turns
         ],
     }
+
+
+def _join(sequences: list[dict[str, Any]], session: _Session, superseded: set[_Turn]) -> list[int]:
+    """Has the sequence that a repeated request began go on from the one in which its first answer was lost: they are
+    one conversation, and its sampled tokens carry loss there. Returns the place of each sequence's tokens."""
+    places = list(range(len(sequences)))
+    repeats = {turn.prompt: turn.sequence for turn in session.turns if turn not in superseded and turn.start == 0}
+    for lost in sorted(superseded, key=lambda turn: -turn.start):
+        # The longest of several that the same request went on from has it.
+        if lost.start and (repeat := repeats.pop(lost.prompt, None)) is not None:
+            before, at = sequences[lost.sequence], places[repeat]
+            given, *rest = sequences[at]["segments"]
+            added = given["length"] - lost.start
+            between = [{"length": added, "sampled": False}] if added else []
+            sequences[at]["segments"] = [*before["segments"], *between, *rest]
+            sequences[lost.sequence] = {"ids": before["ids"][:0], "segments": []}
+            places = [at if place == lost.sequence else place for place in places]
+    return places
 
 
 def _told_sequence(sequence: _Sequence, end: int) -> dict[str, Any]:
@@ -400,6 +421,19 @@ def trajectories_of(told: dict[str, Any], number: int, group: int, row: int) -> 
         if segments:
             made.append(Trajectory(number + len(made), group, row, segments))
     return made
+
+
+def columns_of_session(told: dict[str, Any], number: int, group: int, row: int) -> Columns:
+    """The trajectories of a session as columns for the learner, with `score`: the sum of the rewards of a sequence's
+    responses, if they have some, else the session's; NaN if that was not set either. Arguments and errors as of
+    `trajectories_of`."""
+    places = [place for place, sequence in enumerate(told["sequences"]) if sequence["segments"]]
+    scores = np.full(len(places), math.nan if told["reward"] is None else told["reward"], np.float32)
+    for at, place in enumerate(places):
+        own = [turn["reward"] for turn in told["interactions"] if turn["sequence"] == place]
+        if rewards := [reward for reward in own if reward is not None]:
+            scores[at] = sum(rewards)
+    return columns_of(trajectories_of(told, number, group, row)).with_rows(score=scores)
 
 
 def _segment(ids: Ints, told: dict[str, Any]) -> Segment:

@@ -10,7 +10,15 @@ import pytest
 from quartet.trajectory import Segment, columns_of
 from quartet.wire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from services.rollout import sessions as module
-from services.rollout.sessions import KEPT_S, NOTHING, Sessions, as_json, check_reward, trajectories_of
+from services.rollout.sessions import (
+    KEPT_S,
+    NOTHING,
+    Sessions,
+    as_json,
+    check_reward,
+    columns_of_session,
+    trajectories_of,
+)
 from tests.unit.fake_clock import Clock
 
 ME, S = "me", "session-1"
@@ -99,6 +107,9 @@ def test_a_session_is_a_trajectory_of_the_contract(sessions: Sessions) -> None:
     columns = columns_of([first, second])
     assert columns.ids.tolist() == [5, 6, 10, 11, 7, 12, 9, 13]
     assert columns.sampled.tolist() == [False, False, True, True, False, True, False, True]
+    assert columns_of_session(told, 40, 40, 3)["score"].tolist() == [0.5, 0.5]
+    told["interactions"][1]["reward"], told["reward"] = 2.0, None
+    assert columns_of_session(told, 40, 40, 3)["score"].tolist() == pytest.approx([2.0, np.nan], nan_ok=True)
     told["sequences"][0]["ids"].pop()
     with pytest.raises(ValueError, match=r"sequences\[0\]: 5 ids, but segments of 6"):
         trajectories_of(told, 0, 0, 0)
@@ -112,8 +123,9 @@ def test_a_response_that_was_lost_on_its_way_is_not_trained_on(sessions: Session
         record(sessions, again, sampled(token), name=name)
     told = told_of(sessions)
     assert [each["superseded"] for each in told["interactions"]] == [False, True, False]
-    assert [each["ids"] for each in told["sequences"]] == [[5, 10], [5, 10, 6, 12]]
-    assert [len(each["segments"]) for each in told["sequences"]] == [2, 2]
+    assert [each["ids"] for each in told["sequences"]] == [[], [5, 10, 6, 12]]
+    assert [each["sampled"] for each in told["sequences"][1]["segments"]] == [False, True, False, True]
+    assert [(each["sequence"], each["end"]) for each in told["interactions"]] == [(1, 2), (1, 4), (1, 4)]
     record(sessions, ids(5, 10, 6, 11, 7), sampled(13), name="c4")  # it had arrived
     told = told_of(sessions)
     assert [each["superseded"] for each in told["interactions"]] == [False, False, True, False]
@@ -123,6 +135,36 @@ def test_a_response_that_was_lost_on_its_way_is_not_trained_on(sessions: Session
     told = told_of(sessions)
     assert not any(each["superseded"] for each in told["interactions"])
     assert [each.number for each in trajectories_of(told, 4, 4, 0)] == [4, 5]
+
+
+def test_responses_are_lost_again_and_again_and_it_stays_one_conversation(sessions: Sessions) -> None:
+    """Sampled tokens carry loss once each, and those that were lost none."""
+    record(sessions, ids(5), sampled(10))
+    record(sessions, ids(5, 10, 6), sampled(20))
+    record(sessions, ids(5, 10, 6), sampled(11))  # begins anew, with all of its prompt given
+    record(sessions, ids(5, 10, 6, 11), sampled(21))  # nothing is given between the two
+    record(sessions, ids(5, 10, 6, 11), sampled(12))
+    told = told_of(sessions)
+    [left] = trajectories_of(told, 0, 0, 0)
+    assert [(each.ids.tolist(), each.sampled) for each in left.segments] == [
+        *(([5], False), ([10], True), ([6], False), ([11], True), ([12], True)),
+    ]
+    assert [each["superseded"] for each in told["interactions"]] == [False, True, False, True, False]
+    assert {each["sequence"] for each in told["interactions"]} == {2}
+
+
+def test_a_repeated_request_that_may_go_on_from_two_sequences_goes_on_from_the_longer(sessions: Sessions) -> None:
+    record(sessions, ids(5), sampled(10))
+    record(sessions, ids(5, 10, 6), sampled(11))
+    record(sessions, ids(5), sampled(10))  # the same token again
+    record(sessions, ids(5, 10, 6, 11, 7), sampled(20))
+    record(sessions, ids(5, 10, 6, 11, 7), sampled(21))  # goes on from the shorter
+    record(sessions, ids(5, 10, 6, 11, 7), sampled(12))
+    first, second = trajectories_of(told_of(sessions), 0, 0, 0)
+    assert [(each.ids.tolist(), each.sampled) for each in first.segments] == [([5], False), ([10], True)]
+    assert [(each.ids.tolist(), each.sampled) for each in second.segments] == [
+        *(([5], False), ([10], True), ([6], False), ([11], True), ([7], False), ([12], True)),
+    ]
 
 
 def test_the_first_of_a_conversation_may_be_lost_too(sessions: Sessions) -> None:
