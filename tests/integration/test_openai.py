@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
+from orchestrator.algorithms.reinforce_pp import ReinforcePP
+from orchestrator.policy.trainer import PolicyTrainer
+from quartet.config.learner import OptimizerConfig, PolicyConfig
+from quartet.models.distribution import Distribution
 from services.rollout.sample import Sampling
-from services.rollout.sessions import trajectories_of
+from services.rollout.sessions import columns_of_session, trajectories_of
 from tests import plain
 from tests.cluster import TEMPLATE, Quartet, eventually, named, rollouts
 from tests.configuration import REPO
@@ -388,6 +392,34 @@ async def test_what_was_sampled_stays_what_it_was_through_all_replicas(
     removed = await asked(quartet, "/rl/trajectory", {"session_id": number, "remove": True})
     assert removed.json == {"session_id": number, "removed": True}
     assert (await asked(quartet, "/rl/trajectory", {"session_id": number})).status == 404
+
+
+async def test_a_session_is_trained_on_with_the_log_probs_that_the_learner_has(quartet: Quartet, base: Any) -> None:
+    """Several turns, a request that was repeated, and a history that was changed, in the learner's first pass."""
+    started = (await asked(quartet, START, {"temperature": 0.7})).json
+    number, key = started["session_id"], started["api_key"]
+
+    async def said(messages: Any, **more: Any) -> Any:
+        body = {"messages": messages, "max_tokens": 9, "ignore_eos": True} | more
+        got = await ask(quartet.http, f"/rollout{CHAT}", body, bearer(key))
+        assert got.status == 200, got.body
+        return got.json["choices"][0]["message"]
+
+    history = [*SAID, await said(SAID, seed=1), {"role": "user", "content": "w7"}]
+    await said(history, seed=2)  # its answer gets lost
+    history += [await said(history, seed=3), {"role": "user", "content": "w6"}]
+    await said(history, seed=4)
+    await said([*SAID, {"role": "assistant", "content": "w4"}, *SAID], seed=5)
+    assert (await ask(quartet.http, "/rollout/rl/set_reward", {"reward": 1.0}, bearer(key))).status == 200
+    told = (await asked(quartet, "/rl/trajectory", {"session_id": number})).json
+    columns = columns_of_session(told, 0, 0, 0)
+    assert [each.tolist() for each in (columns.counts, columns["score"])] == [[27, 9], [1.0, 1.0]]
+    config = PolicyConfig(model=str(quartet.policy), optimizer=OptimizerConfig(learning_rate=1e-4))
+    algorithm = ReinforcePP(old_logprobs="rollout", minibatch_size=2, epochs=1)
+    trainer = PolicyTrainer(config, algorithm, Distribution(0.7, vocabulary=len(WORDS)))
+    advantages = np.ones(columns.size("sampled"), np.float32)
+    metrics = trainer.train(columns.select("logprobs").with_sampled(advantages=advantages), 0.0, 0)
+    assert metrics["first_log_ratio_max"] < 1e-4
 
 
 async def test_sessions_whose_holder_dies_are_refused_by_name(quartet: Quartet, session: tuple[str, str]) -> None:
