@@ -50,8 +50,8 @@ class SpoiltError(Exception):
     """Some row makes the model fail. Its pass is divided until that row is alone, and then has this result."""
 
     def __init__(self, result: Any, suspect: int | None = None) -> None:
-        """`suspect` is the index of the item that is probably the cause: it is tried alone next, and the others
-        without it. Wrong guesses cost passes, and no item its result."""
+        """`suspect` is the index of the item that is probably the cause: the others are tried without it, and then it
+        alone. Wrong guesses cost passes, and no item its result."""
         super().__init__(str(result))
         self.result = result
         self.suspect = suspect
