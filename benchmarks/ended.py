@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "QUARTET_MARK"
 """Environment variable of a command that runs marked, and of the processes that it starts."""
+SIDE = "QUARTET_BENCHMARK_SIDE"
+"""The same of one side of a benchmark, which may run within a command that is marked."""
 
 
 def ended(
@@ -70,17 +72,33 @@ def end_marked(mark: str) -> None:
     """Kills the processes whose environment has the mark, and their descendants, whose titles may replace it."""
     for _ in range(5):
         found = marked(mark)
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _send(found, signal.SIGKILL)
         if not found:
             return
         time.sleep(0.2)
 
 
-def marked(mark: str) -> set[int]:
-    """Numbers of those processes, without this one and ones that have ended."""
-    wanted = f"{MARK}={mark}\0".encode()
+@contextmanager
+def stopped(side: str) -> Iterator[None]:
+    """Has all processes of a side stand still meanwhile, while the other has its turn."""
+    found = marked(side, SIDE)
+    _send(found, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _send(found, signal.SIGCONT)
+
+
+def _send(processes: set[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def marked(mark: str, variable: str = MARK) -> set[int]:
+    """Numbers of the processes whose environment has the mark, and of their descendants, without this one and ones
+    that have ended."""
+    wanted = f"{variable}={mark}\0".encode()
     parents: dict[int, int] = {}
     found: set[int] = set()
     for folder in Path("/proc").iterdir():

@@ -1,7 +1,7 @@
 """Times of the emulated services, and the least times of a step that follow from them."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -73,10 +73,6 @@ class Pace:
     def times(self, factor: float) -> Self:
         """All times multiplied by `factor`."""
         return type(self)(**{name: factor * seconds for name, seconds in asdict(self).items()})
-
-    def with_slower_reward(self, factor: float) -> Self:
-        """The same with a score that takes `factor` times as long."""
-        return replace(self, score=factor * self.score)
 
     @classmethod
     def read(cls, file: Path) -> Self:

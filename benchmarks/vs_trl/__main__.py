@@ -97,7 +97,7 @@ def race(name: str, rounds: int, updates: int, at_rest: bool, python: Path) -> R
         quartet.up()
         try:
             for round_ in range(rounds):
-                with nullcontext() if at_rest else quartet.family.stopped():
+                with nullcontext() if at_rest else quartet.stopped():
                     result.rates.append(rate(trl.threads, CASES[name].dtype))
                     theirs = trl.updates(updates)[1:]
                 ours = quartet.updates(updates)[1:]

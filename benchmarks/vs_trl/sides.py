@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.ended import ended
-from benchmarks.family import Family
+from benchmarks.ended import SIDE, ended, stopped
 from benchmarks.vs_trl.cases import RATE, Case
 from orchestrator.commands.init.machine import Machine
 from orchestrator.commands.init.write import Wanted, chosen, compose
@@ -82,8 +82,6 @@ class Quartet:
         self._config = folder / CONFIG
         self._folder = folder
         self._raw = raw
-        self.family = Family(str(folder))
-        """All processes that it has started."""
 
     def up(self) -> None:
         """Starts the services."""
@@ -93,6 +91,10 @@ class Quartet:
     def down(self) -> None:
         """Ends them."""
         self._quartet("down")
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """Context in which all processes that it has started stand still."""
+        return stopped(str(self._folder))
 
     def updates(self, count: int) -> list[dict[str, float]]:
         """Seconds of each of `count` updates, from the end of the one before as for TRL, and of its stages; the
@@ -111,7 +113,7 @@ class Quartet:
         self._config.write_text(yaml.safe_dump(self._raw))
 
     def _quartet(self, *arguments: str) -> None:
-        environment = os.environ | {"PYTHONPATH": python_path()} | self.family.environment
+        environment = os.environ | {"PYTHONPATH": python_path()} | {SIDE: str(self._folder)}
         run([sys.executable, "-m", "orchestrator.cli", *arguments], environment, self._folder)
 
 

@@ -24,12 +24,6 @@ def test_values_and_log_probs_are_the_learners_stage_when_sampling_is_ahead() ->
     assert PACE.slowest_stage == 4
 
 
-def test_a_slower_reward_becomes_the_slowest_stage() -> None:
-    slow = PACE.with_slower_reward(20)
-    assert slow.slowest_stage == 5  # 20 * 0.25
-    assert slow.critical_path == PACE.critical_path - 1 + 5  # in place of the values
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_takes_one_unit_and_is_bound_by_what_it_is_named_after(name: str) -> None:
     pace = CASES[name]

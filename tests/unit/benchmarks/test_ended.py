@@ -1,12 +1,14 @@
 """A command of a benchmark that hangs is ended, and libraries named by PYTHONPATH stay within reach."""
 
 import os
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
-from benchmarks.ended import ended
+from benchmarks.ended import SIDE, ended, stopped
 from benchmarks.vs_trl.sides import python_path
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -23,6 +25,22 @@ def test_a_command_that_hangs_is_killed_with_its_children() -> None:
 def test_one_that_ends_gives_its_output_and_status() -> None:
     done = ended([sys.executable, "-c", "print(1); raise SystemExit(3)"], os.environ, None, 60)
     assert (done.stdout, done.returncode) == ("1\n", 3)
+
+
+def test_a_side_stands_still_while_the_other_has_its_turn() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sides = [subprocess.Popen(command, env=os.environ | {SIDE: side}) for side in ("one", "other")]
+
+    one, other = (each.pid for each in sides)
+    try:
+        with stopped("one"):
+            os.waitid(os.P_PID, one, os.WSTOPPED)
+            assert psutil.Process(other).status() != psutil.STATUS_STOPPED
+        os.waitid(os.P_PID, one, os.WCONTINUED)
+    finally:
+        for each in sides:
+            each.kill()
+            each.wait()
 
 
 def test_the_root_comes_before_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
