@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from orchestrator.algorithms.contract import NamedRewardConfig
 from orchestrator.algorithms.groups import compared
+from orchestrator.algorithms.named import NamedRewardConfig
 from quartet.models.numerics import VARIANCE_EPS, check_masked
 
 

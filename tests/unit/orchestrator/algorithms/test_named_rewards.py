@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.algorithms.contract import Algorithm, Group, NamedRewardConfig, Outcomes
+from orchestrator.algorithms.contract import Algorithm, Group, Outcomes
+from orchestrator.algorithms.named import NamedRewardConfig
 from orchestrator.algorithms.registry import parse, presets
 from orchestrator.algorithms.rewards import RunningNormaliser, combined
 from orchestrator.loop.batch import Batch

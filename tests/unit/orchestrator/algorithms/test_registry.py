@@ -70,6 +70,7 @@ def test_each_row_has_the_kind_of_its_class_and_every_class_a_row() -> None:
         "groups",
         "kl",
         "loss",
+        "named",
         "off_policy",
         "rewards",
     }
