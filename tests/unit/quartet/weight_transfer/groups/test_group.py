@@ -505,7 +505,7 @@ def test_torch_gives_up_a_communicator_soon_after_the_group_did(monkeypatch: pyt
 
 
 def test_groups_of_several_senders_are_left_together(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
-    monkeypatch.setattr(receiver_module, "ABORT_S", 0.5)
+    monkeypatch.setattr(receiver_module, "ABORT_S", 2)
     groups, behind = [], []
     for _ in range(4):
         process_group = Answering()
@@ -518,7 +518,7 @@ def test_groups_of_several_senders_are_left_together(monkeypatch: pytest.MonkeyP
     receiver.close()
     # All have begun, before the first was given up.
     assert [each.aborts for each in behind] == [1] * 4
-    assert 0.4 < time.monotonic() - start < 1.9
+    assert 1.9 < time.monotonic() - start < 4 * 2  # what one after the other would take
     assert len(logged) == 4
     for each in behind:
         each.given_up.set()
