@@ -46,28 +46,43 @@ def by_inspect(url: str, key: str, model: str, folder: str, **_: Any) -> Any:
     return {"status": log.status, "text": log.samples[0].output.completion}
 
 
-def by_renderers(url: str, key: str, model: str, tokenizer: str, **_: Any) -> Any:
-    """The client of verifiers and prime-rl that sends and takes tokens."""
-    from openai import AsyncOpenAI
-    from renderers import DefaultRendererConfig, create_renderer
-    from renderers.client import generate
-    from transformers import AutoTokenizer
+def by_verifiers(url: str, key: str, model: str, tokenizer: str, **_: Any) -> Any:
+    """Two turns by verifiers' client for training, with which prime-rl trains: it sends and takes tokens. And one by
+    its client for evaluation, which passes an agent's requests on."""
+    os.environ["QUARTET_API_KEY"] = key
+    from renderers import DefaultRendererConfig
+    from verifiers.v1.clients.eval import EvalClient
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.types import SamplingConfig
 
-    renderer = create_renderer(AutoTokenizer.from_pretrained(tokenizer), DefaultRendererConfig())
+    address = {"base_url": url, "api_key_var": "QUARTET_API_KEY"}
+    train = TrainClientConfig(**address, renderer_model_name=tokenizer, renderer=DefaultRendererConfig())
+    sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
 
-    async def ask() -> Any:
-        async with AsyncOpenAI(base_url=url, api_key=key) as client:
-            return await generate(
-                **{"client": client, "renderer": renderer, "messages": SAID, "model": model, "cache_salt": "3"},
-                sampling_params={"temperature": 1.0, "max_tokens": 8, "seed": 5},
-                extra_headers={"X-Session-ID": "rollout-17"},
-            )
+    async def ask(client: Any, messages: Any, **settings: Any) -> Any:
+        body = {"model": model, "messages": messages, **settings}
+        given = SamplingConfig(**sampling, cache_salt="3")
+        return await client.get_response(ChatDialect(), body, given, session_id="rollout-17")
 
-    got = asyncio.run(ask())
-    return {name: got[name] for name in ("prompt_ids", "completion_ids", "completion_logprobs")}
+    async def asks() -> tuple[list[Any], str]:
+        client, other = TrainClient(train), EvalClient(EvalClientConfig(**address))
+        try:
+            first = await ask(client, SAID)
+            history = [*SAID, {"role": "assistant", "content": first.message.content}, *SAID]
+            passed_on = await ask(other, SAID, **sampling)
+            return [first.tokens, (await ask(client, history)).tokens], passed_on.message.content
+        finally:
+            await client.close()
+            await other.close()
+
+    turns, text = asyncio.run(asks())
+    names = ("prompt_ids", "completion_ids", "completion_logprobs")
+    return {"turns": [{name: getattr(turn, name) for name in names} for turn in turns], "text": text}
 
 
-CLIENTS: dict[str, Any] = {"litellm": by_litellm, "inspect": by_inspect, "renderers": by_renderers}
+CLIENTS: dict[str, Any] = {"litellm": by_litellm, "inspect": by_inspect, "verifiers": by_verifiers}
 
 if __name__ == "__main__":
     print(json.dumps(CLIENTS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -36,6 +36,9 @@ NO_VARIABLES = frozenset(
 )
 """Arguments of the functions that render a template, in transformers and in vLLM."""
 
+NO_EXPERTS = "routed_experts_prompt_start"
+"""Field that says from which token on experts are told. verifiers' client sends it from its second turn on, even
+where none are; without a meaning here."""
 _INTEGERS: Mapping[str, tuple[int, int]] = {
     "n": (1, MOST_CHOICES),
     "seed": (0, _INT64),
@@ -46,6 +49,7 @@ _INTEGERS: Mapping[str, tuple[int, int]] = {
     "top_logprobs": (0, MOST_LIKELIEST),
     "prompt_logprobs": (0, MOST_LIKELIEST),
     "group_size": (1, 1),
+    NO_EXPERTS: (0, _INT32),
 }
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, HOTTEST),
@@ -84,7 +88,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "/rl/trajectory": frozenset({"session_id", "remove"}),
 }
 """Path -> the fields that its requests may have."""
-SAMPLING_FIELDS = (_SAMPLING | {"logprobs", "prompt_logprobs", "detokenize"}) - {
+SAMPLING_FIELDS = (_SAMPLING | {"logprobs", "prompt_logprobs", "detokenize", NO_EXPERTS}) - {
     *("stream", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids")
 }
 """Fields of `sampling_params` in a request of tokens."""
@@ -145,6 +149,7 @@ def _read_sampling(sampling: Any) -> dict[str, Any]:
         raise InvalidArgument(f"logprobs: a bool; should be a whole number from 0 to {MOST_LIKELIEST}")
     _check_numbers(given)
     _check_stops(given)
+    given.pop(NO_EXPERTS, None)
     return given
 
 

@@ -17,7 +17,7 @@ from tests.http_requests import ask, bearer
 
 pytestmark = pytest.mark.exhaustive
 PEER = Path(__file__).parents[1] / "clients_peer.py"
-LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "renderers==0.1.12", "torch==2.13.0")
+LIBRARIES = ("lm-eval[api,hf]==0.4.13", "litellm>=1.110", "inspect-ai==0.3.285", "verifiers==0.4.0", "torch==2.13.0")
 SAID = [{"role": "user", "content": "w8 w9"}]
 
 
@@ -82,13 +82,17 @@ async def test_inspect(quartet: Quartet, python: Path, named: dict[str, str]) ->
     assert (got["status"], got["text"]) == ("success", choice["message"]["content"])
 
 
-async def test_verifiers_client_of_tokens(quartet: Quartet, python: Path, named: dict[str, str]) -> None:
-    got = by("renderers", python, named)
-    prompt = np.asarray(got["prompt_ids"], np.int32)
-    stream = quartet.services.rollout.generate([prompt], Sampling(max_new_tokens=8), seeds=[5], timeout_s=60)
-    [sample] = [sample async for samples in stream for sample in samples]
-    assert got["completion_ids"] == sample.response_ids.tolist()
-    assert got["completion_logprobs"] == pytest.approx(sample.logprobs.tolist(), abs=1e-5)
+async def test_verifiers_clients(quartet: Quartet, python: Path, named: dict[str, str]) -> None:
+    got = by("verifiers", python, named)
+    assert got["text"] == (await directly(quartet))["message"]["content"]
+    first, second = got["turns"]
+    assert len(second["prompt_ids"]) > len(first["prompt_ids"])
+    for turn in (first, second):
+        prompt = np.asarray(turn["prompt_ids"], np.int32)
+        stream = quartet.services.rollout.generate([prompt], Sampling(max_new_tokens=8), seeds=[5], timeout_s=60)
+        [sample] = [sample async for samples in stream for sample in samples]
+        assert turn["completion_ids"] == sample.response_ids.tolist()
+        assert turn["completion_logprobs"] == pytest.approx(sample.logprobs.tolist(), abs=1e-5)
 
 
 @pytest.fixture

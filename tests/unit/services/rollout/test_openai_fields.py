@@ -237,9 +237,12 @@ def test_sampling_of_tokens_has_fields_of_its_own_with_the_same_bounds() -> None
         ({"n": 129}, "n: 129; should be a whole number from 1 to 128"),
         ({"temperature": 1e-9}, "temperature: 1e-09; should be 0 or from 0.01 to 2"),
         ({"extra_args": {}}, "extra_args: not a field of sampling_params here; known: "),
+        ({"routed_experts_prompt_start": -1}, "routed_experts_prompt_start: -1; should be"),
         ([], "sampling_params: should be an object"),
     ):
         assert refused({"token_ids": [5], "sampling_params": sampling}, GENERATE).startswith(message)
+    later_turn = b'{"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 7, "max_tokens": 3}}'
+    assert read(later_turn, GENERATE)["sampling_params"] == {"max_tokens": 3}
     assert read(b'{"token_ids": [5], "sampling_params": null}', GENERATE) == {"token_ids": [5], "sampling_params": {}}
 
 
