@@ -92,7 +92,7 @@ def main(
     hidden: Annotated[int, typer.Option(min=64, help="width of the model")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="depth of the model")] = 4,
     length: Annotated[int, typer.Option(min=8, help="most tokens of a pair")] = 128,
-    batch_tokens: Annotated[int, typer.Option(min=64, help="most tokens of a pass")] = 2048,
+    batch_tokens: Annotated[int, typer.Option(min=64, help="most tokens of a pass")] = 4096,
     threads: Annotated[int, typer.Option(min=1, help="threads of the model, on a CPU")] = 1,
 ) -> None:
     """Measures and prints the ratios."""
