@@ -2,7 +2,7 @@
 
 The formulas are those of these versions, in words of our own:
 - TRL 1.10 (commit f2cd57710, 2026-07-24), `GRPOTrainer._compute_loss` and the rewards' part of its
-  `_generate_and_score_completions`, and `RLOOTrainer`;
+  `_generate_and_score_completions`, and `RLOOTrainer`, whose loss is of commit 00313f219;
 - verl (commit 018f23b5f, 2026), `verl/trainer/ppo/core_algos.py`: `agg_loss`, the policy losses vanilla, gspo and
   cispo, and the advantages of grpo, rloo, reinforce_plus_plus and reinforce_plus_plus_baseline;
 - OpenRLHF 0.11 (commit 3c3be623, 2026-08-13), `openrlhf/models/loss.py` and `compute_advantages_and_returns`.
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from orchestrator.algorithms.contract import Group
 from orchestrator.algorithms.registry import parse
 from orchestrator.algorithms.responses import Responses
 from orchestrator.algorithms.rewards import overlong_penalties
@@ -194,6 +195,41 @@ def test_sequence_ratios_of_all_three(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_trl_rloo(seed: int) -> None:
+    """One ratio for a response, the product of its tokens', and the mean over responses: at ratio 1 the gradient of
+    `reduction: 1`, elsewhere another."""
+    case = ragged(seed)
+    rows, tokens = len(case.new), sum(map(len, case.new))
+
+    def trl(padded: Padded) -> Tensor:
+        whole = (padded.log_ratio * padded.mask).sum(1)
+        return clipped(whole.exp(), padded.advantages[:, 0], LOW, HIGH).mean()
+
+    padded = Padded(case)
+    differs(ours(case, reduction="tokens", **ASYMMETRIC), padded, trl(padded))
+    same_policy = replace(case, numbers=dict(case.numbers) | {"old_logprobs": case.new})
+    padded = Padded(same_policy)
+    gradient = padded.gradient(trl(padded))
+    close(ours(same_policy, reduction=1, **ASYMMETRIC)[1], gradient, 1e-6)
+    close(ours(same_policy, reduction="tokens", **ASYMMETRIC)[1] * tokens / rows, gradient, 1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trl_corrects_by_the_product_over_a_response(seed: int) -> None:
+    """Its default, sequence_mask, leaves a response out above the cap, where tis-sequence truncates its weight."""
+    case, cap = ragged(seed), 1.2
+    padded = Padded(case)
+    losses = clipped(padded.log_ratio.exp(), padded.advantages, LOW, HIGH)
+    product = ((padded.old_logprobs - padded.logprobs) * padded.mask).sum(1, keepdim=True).exp()
+    assert 0 < int((product > cap).sum()) < len(case.new)
+    actual = ours(case, reduction="tokens", correction="tis-sequence", importance_cap=cap, **ASYMMETRIC)
+    same(actual, padded, verl_token_mean(losses * product.clamp(max=cap), padded.mask))
+    masked = verl_token_mean(losses * torch.where(product > cap, 0.0, product), padded.mask)
+    differs(actual, padded, masked)
+    differs(ours(case, reduction="tokens", correction="tis", importance_cap=cap, **ASYMMETRIC), padded, masked)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_verl_vanilla(seed: int) -> None:
     """With its dual clip of 3, which it cannot do without, and its modes of agg_loss; rollout weights multiply."""
     case = ragged(seed)
@@ -346,6 +382,23 @@ def test_the_penalty_in_the_rewards_is_in_the_baseline() -> None:
     close(actual, (totals - totals.flip(0))[:, None].expand(2, 2), 1e-12)
     openrlhf = (scores - scores.flip(0))[:, None] + penalties.flip(1).cumsum(1).flip(1)
     assert float((actual - openrlhf).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("scores", "ours", "verl", "openrlhf"),
+    [
+        ([1.0, 1.0], False, False, False),
+        ([0.5, 0.5], False, False, True),
+        ([3.0, 1.0], True, True, False),
+        ([1.0, 0.0], True, True, True),
+    ],
+)
+def test_groups_that_dynamic_sampling_keeps(scores: list[float], ours: bool, verl: bool, openrlhf: bool) -> None:
+    """verl's filter_groups keeps those whose metric has a deviation, OpenRLHF's those with a mean within 0 to 1."""
+    assert (float(np.std(scores)) > 0, 0 < float(np.mean(scores)) < 1) == (verl, openrlhf)
+    two = np.ones(2, np.int32)
+    group = Group({"score": np.asarray(scores, np.float32)}, two, two.astype(bool))
+    assert parse({"kind": "dapo", "samples_per_prompt": 2}).admit(group) is ours
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (5, 0.0), (6, 0.25), (8, 0.75), (9, 1.0)])
