@@ -216,7 +216,7 @@ def test_trl_rloo(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trl_corrects_by_the_product_over_a_response(seed: int) -> None:
-    """Its default, sequence_mask, leaves a response out above the cap, where tis-sequence truncates its weight."""
+    """TRL's default, sequence_mask, leaves a response out above the cap, where tis-sequence truncates its weight."""
     case, cap = ragged(seed), 1.2
     padded = Padded(case)
     losses = clipped(padded.log_ratio.exp(), padded.advantages, LOW, HIGH)
