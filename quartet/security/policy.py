@@ -40,6 +40,7 @@ _MESSAGE_BYTES = {
     "predict": 2 * MIB,
     "rerank": 2 * MIB,
     "verify": 2 * MIB,
+    "aggregate_metrics": 2 * MIB,
 }
 RENEWAL = timedelta(minutes=15)
 """Time from the beginning of a certificate's validity to the end of that of the ones that it replaces."""

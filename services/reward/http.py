@@ -32,6 +32,7 @@ from quartet.wire.outcomes import MAY_PASS, Outcome, Unscored
 from quartet.wire.pairs import SCORE
 from services.reward import http_fields as fields
 from services.reward import http_requests as requests
+from services.reward.aggregates import aggregated
 from services.reward.names import Listed
 
 _NAMED = re.compile(r"\A/scorers/([^/]+)(/.*)\Z")
@@ -42,6 +43,8 @@ _FIELD = re.compile(r"[A-Za-z_][\w.\[\]]*(?=: )")
 _ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
 """Names that pydantic gives to the alternatives of a field."""
 _SCORER = "quartet.scorer"
+_OF_FAILURES = ("failure_kind", "failure_reason", "_ng_failure_class")
+"""Fields of NeMo Gym's answer where there is no score."""
 Asked = TypeVar("Asked", bound=BaseModel)
 
 
@@ -306,6 +309,7 @@ class Door:
             logs = {name: [row[at] for row in table.numbers] for at, name in enumerate(table.names)}
             return _json(fields.GetRewardAnswer(rewards=scores, scores=scores, extra_logs=logs))
 
+        @post("/v1/score", fields.ScoreAnswer, "vLLM, as /score")
         @post("/score", fields.ScoreAnswer, "vLLM")
         async def score(asked: fields.ScoreRequest, request: Request) -> Response:
             prompts, responses = asked.sides
@@ -352,25 +356,41 @@ class Door:
             cut = [row[:top] for row in rows]
             return JSONResponse(cut[0] if single else cut)
 
-        @post("/rerank", list[fields.Rank], "Text Embeddings Inference")
+        @post("/v2/rerank", list[fields.Rank] | fields.RerankAnswer, "vLLM and Jina, as /rerank")
+        @post("/v1/rerank", list[fields.Rank] | fields.RerankAnswer, "vLLM and Jina, as /rerank")
+        @post("/rerank", list[fields.Rank] | fields.RerankAnswer, "Text Embeddings Inference, vLLM")
         async def rerank(asked: fields.RerankRequest, request: Request) -> Response:
-            made = requests.of_texts([asked.query] * len(asked.texts), asked.texts)
-            table = await self._score(request, asked.model, made, len(asked.texts), "texts", one=True)
-            table.check_scored("texts")
-            ranks = sorted(((table.one(row), row) for row in range(len(asked.texts))), key=lambda each: -each[0])
-            return JSONResponse(
-                [
-                    {"index": row, "score": score} | ({"text": asked.texts[row]} if asked.return_text else {})
-                    for score, row in ranks
-                ]
-            )
+            texts, field = asked.responses, "documents" if asked.texts is None else "texts"
+            made = requests.of_texts([asked.query] * len(texts), texts)
+            table = await self._score(request, asked.model, made, len(texts), field, one=True)
+            table.check_scored(field)
+            ranks = sorted(((table.one(row), row) for row in range(len(texts))), key=lambda each: -each[0])
+            if asked.texts is not None:
+                return JSONResponse(
+                    [
+                        {"index": row, "score": score} | ({"text": texts[row]} if asked.return_text else {})
+                        for score, row in ranks
+                    ]
+                )
+            places = [
+                fields.Place(index=row, document=fields.Document(text=texts[row]), relevance_score=score)
+                for score, row in ranks[: asked.top_n or None]
+            ]
+            model = asked.model or table.scorer.name
+            return _json(fields.RerankAnswer(id=f"rerank-{uuid.uuid4().hex}", model=model, results=places))
 
         @post("/verify", fields.VerifyAnswer, "NeMo Gym")
         async def verify(asked: fields.VerifyRequest, request: Request) -> Response:
-            given = asked.model_dump()
+            # An answer of before may be sent again, as to verify it anew.
+            given = {name: value for name, value in asked.model_dump().items() if name not in _OF_FAILURES}
             made = requests.of_verify(given)
             table = await self._score(request, "", made, 1, "response", by="address", one=True)
             return JSONResponse(given | _verified(table))
+
+        @post("/aggregate_metrics", fields.AggregateAnswer, "NeMo Gym")
+        async def aggregate_metrics(asked: fields.AggregateRequest) -> Response:
+            answers = [each.model_dump(by_alias=True) for each in asked.verify_responses]
+            return JSONResponse(aggregated(answers))
 
         @post("/seed_session", dict[str, Any], "NeMo Gym: nothing is kept between calls")
         async def seed_session() -> Response:

@@ -350,13 +350,29 @@ PredictAnswer = list[Prediction] | list[list[Prediction]]
 """Text Embeddings Inference's answer of /predict, highest score first; for several inputs, a list for each."""
 
 
-class RerankRequest(_Tei):
-    """Text Embeddings Inference's request to /rerank: responses to a prompt, to be ordered by their score."""
+class RerankRequest(_Tei, _Pooling):
+    """A request to /rerank: responses to a prompt, to be ordered by their score. Text Embeddings Inference calls them
+    `texts`, vLLM and Jina `documents`, and each reads an answer of its own."""
 
     query: Text
-    texts: Texts
+    texts: Texts | None = None
     return_text: bool = False
-    model: Name = ""
+    """Of Text Embeddings Inference: the answer repeats the texts."""
+    documents: Texts | None = None
+    top_n: Annotated[int, Field(ge=0)] = 0
+    """Of vLLM and Jina: most places in the answer; 0: all."""
+    return_documents: Literal[True] | None = None
+
+    @property
+    def responses(self) -> Sequence[str]:
+        """The responses."""
+        return self.texts or self.documents or ()
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.texts is None) == (self.documents is None):
+            raise ValueError("texts: should be given, or documents in its place")
+        return self
 
 
 class Rank(BaseModel):
@@ -365,6 +381,30 @@ class Rank(BaseModel):
     index: int
     score: float
     text: str | None = None
+
+
+class Document(BaseModel):
+    """A response as vLLM repeats it."""
+
+    text: str
+
+
+class Place(BaseModel):
+    """The place of a response in vLLM's answer."""
+
+    index: int
+    document: Document
+    relevance_score: float
+    """The score, as the scorer gives it."""
+
+
+class RerankAnswer(BaseModel):
+    """vLLM's answer of /rerank, best first."""
+
+    id: str
+    model: str
+    usage: Usage = Usage()
+    results: list[Place]
 
 
 class VerifyRequest(BaseModel):
@@ -386,6 +426,34 @@ class VerifyAnswer(VerifyRequest):
     reward_components: dict[str, float] | None
     mask_sample: bool = False
     failure_reason: str | None = None
+
+
+class AggregateRequest(BaseModel):
+    """NeMo Gym's request to /aggregate_metrics."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    verify_responses: Annotated[list["VerifyFacts"], Field(max_length=MOST_ROWS)]
+    """Answers of /verify, of which only the numbers are read."""
+
+
+class VerifyFacts(BaseModel):
+    """Fields of an answer of /verify that decide where its numbers count; all others may stand beside them."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    task: Annotated[int, Field(alias="_ng_task_index", ge=-(1 << 63), lt=1 << 63)] = 0
+    mask_sample: bool = False
+
+
+class AggregateAnswer(BaseModel):
+    """NeMo Gym's answer of /aggregate_metrics; figures are called such as `mean/reward`."""
+
+    group_level_metrics: list[dict[str, float]]
+    """The figures of each task, with its number."""
+    agent_metrics: dict[str, float]
+    key_metrics: dict[str, float]
+    """The means among them."""
 
 
 class ModelCard(BaseModel):

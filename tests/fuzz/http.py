@@ -257,7 +257,7 @@ def faults(request: HttpRequest, status: int, kind: str, body: bytes) -> Iterato
         return
     if status >= 400 and not given["error"]["message"]:
         yield "without a message"
-    for result in given.get("results", ()) if isinstance(given, dict) and status == 200 else ():
+    for result in given["results"] if "/v1/rewards" in request.path and status == 200 else ():
         if (result["outcome"] == "scored") != (result["scores"] is not None):
             yield f"a result that is {result['outcome']} has {result['scores']}"
 

@@ -118,7 +118,9 @@ REQUESTS: dict[str, Any] = {
     "/classify": lambda text: {"input": ["w7", text]},
     "/pooling": lambda text: {"input": ["w7", text]},
     "/predict": lambda text: {"inputs": [["w7"], ["w5", text]]},
+    "/v1/score": lambda text: {"queries": "w5", "documents": ["w7", text]},
     "/rerank": lambda text: {"query": "w5", "texts": ["w7", text]},
+    "/v1/rerank": lambda text: {"query": "w5", "documents": ["w7", text], "top_n": 1},
 }
 """Path of another server's protocol -> a request with two responses."""
 
@@ -214,6 +216,17 @@ async def test_text_embeddings_inference_gets_its_answers(port: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_vllm_gets_documents_best_first(port: int, path: str) -> None:
+    body = {"model": "length", "query": "w5", "documents": ["w7", "w8 w9 w10", "w8 w9"]}
+    got = await scored(port, path, body)
+    assert [(each["index"], each["relevance_score"]) for each in got["results"]] == [(1, 9.0), (2, 5.0), (0, 2.0)]
+    assert got["results"][0]["document"] == {"text": "w8 w9 w10"}
+    assert got["model"] == "length"
+    two = await scored(port, path, body | {"top_n": 2})
+    assert two["results"] == got["results"][:2]
+
+
 def gym(text: str, **more: Any) -> dict[str, Any]:
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
     return {
@@ -236,6 +249,8 @@ async def test_nemo_gym_gets_its_request_with_a_reward_or_with_the_class_of_its_
         assert (got["reward"], got["reward_components"], got["mask_sample"]) == (None, None, True)
         assert (got["_ng_failure_class"], got["failure_kind"]) == (outcome, f"quartet:{outcome}")
         assert reason in got["failure_reason"]
+        again = await scored(port, "/scorers/length/verify", got | gym("w7 w8"))
+        assert again == gym("w7 w8") | {"reward": 5.0, "reward_components": {"score": 5.0}, "mask_sample": False}
     assert (await asked(port, "/seed_session", {})).json == {}
     # A field `model` or `scorer` of the body is a column, so the address says which score.
     got = await scored(port, "/scorers/two/words/verify", body | {"model": "x"})
@@ -291,7 +306,13 @@ def ids(prompt: int, *response: int) -> dict[str, Any]:
         ("/pooling", {"input": "w5", "encoding_format": "base64"}, "encoding_format", "should be 'float'"),
         ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs", "should be a text, [prompt, response], or a list"),
         ("/rerank", {"query": "w5", "texts": ["w6"], "raw_scores": False}, "raw_scores", "should be True"),
+        ("/rerank", {"query": "w5"}, "texts", "should be given, or documents in its place"),
+        ("/rerank", {"query": "w5", "texts": ["w6"], "documents": ["w6"]}, "texts", "should be given, or documents"),
+        ("/v1/rerank", {"query": "w5", "documents": ["w6"], "top_n": -1}, "top_n", "greater than or equal to 0"),
         ("/get_reward", {"query": ["w5"], "labels": ["a", "b"]}, "labels", "2 for 1 queries"),
+        ("/aggregate_metrics", {"verify_responses": 1}, "verify_responses", "valid list"),
+        ("/aggregate_metrics", {"verify_responses": [{"a": 10**400}]}, "verify_responses", "'a' are too large"),
+        ("/aggregate_metrics", {"verify_responses": [{"a": 1e308}] * 9}, "verify_responses", "'a' are too large"),
         ("/verify", {"responses_create_params": {}, "response": {}}, "response.output", "no message with text"),
     ],
 )  # fmt: skip
@@ -393,6 +414,8 @@ async def test_the_openapi_page_describes_what_is_taken_and_given(port: int) -> 
         ("/pooling", http_fields.PoolingAnswer, {"input": "w7"}),
         ("/predict", http_fields.PredictAnswer, {"inputs": "w7"}),
         ("/rerank", list[http_fields.Rank], {"query": "w5", "texts": ["w7"]}),
+        ("/v1/rerank", http_fields.RerankAnswer, {"query": "w5", "documents": ["w7"]}),
+        ("/aggregate_metrics", http_fields.AggregateAnswer, {"verify_responses": [{"reward": 1.0}]}),
         ("/verify", http_fields.VerifyAnswer, gym("w7")),
         ("/get_reward", http_fields.GetRewardAnswer, {"query": ["w7"]}),
     ]

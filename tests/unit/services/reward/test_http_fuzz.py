@@ -58,7 +58,7 @@ async def test_the_same_seed_gives_the_same_requests_to_every_path(policy_folder
 )
 def test_an_answer_is_judged(status: int, body: bytes, fault: str | None) -> None:
     verdict = HttpVerdict()
-    request = next(requests({"paths": {"/health": {"get": {}}}, "components": {"schemas": {}}}, 0, 1))
+    request = next(requests({"paths": {"/v1/rewards": {"post": {}}}, "components": {"schemas": {}}}, 0, 1))
     found = [*faults(request, status, "application/json", body)]
     verdict.add(request, status, "application/json", body, 0.1)
     assert len(verdict.faults) == len(found) == (fault is not None)

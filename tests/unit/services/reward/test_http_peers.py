@@ -83,7 +83,19 @@ async def test_nemo_gym_gets_a_reward_or_no_number(address: str) -> None:
     read = BaseVerifyResponse.model_validate(await verify("w7 w8"))
     assert (read.reward, read.mask_sample) == (5.0, False)
     assert read.model_extra == {"verifier_metadata": {}, "reward_components": {"score": 5.0}}
-    failed = await verify("w14")
+    other, failed = await verify("w7"), await verify("w14")
     assert (failed["_ng_failure_class"], failed["mask_sample"]) == ("failed", True)
     with pytest.raises(ValidationError, match="reward"):
         BaseVerifyResponse.model_validate(failed)
+    # An agent sends them stripped of their texts, each with the number of its task.
+    rows = [read.model_dump(), other, failed, failed | {"_ng_task_index": 1}]
+    stripped = [{k: v for k, v in row.items() if k != "response"} for row in rows]
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{address}/aggregate_metrics", json={"verify_responses": stripped}) as answer,
+    ):
+        figures = await answer.json()
+    assert figures["key_metrics"] == {"mean/reward": 3.5}
+    assert figures["agent_metrics"]["std/reward"] == pytest.approx(1.5 * 2**0.5)
+    [task] = figures["group_level_metrics"]  # the other one has no score
+    assert (task["_ng_task_index"], task["max/reward"], task["min/reward"]) == (0, 5.0, 2.0)

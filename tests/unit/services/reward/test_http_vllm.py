@@ -14,6 +14,8 @@ async def test_vllms_requests_are_taken_and_its_answers_are_given(policy_folder:
     from vllm.entrypoints.pooling.classify.protocol import ClassificationCompletionRequest, ClassificationResponse
     from vllm.entrypoints.pooling.pooling.protocol import PoolingCompletionRequest, PoolingResponse
     from vllm.entrypoints.pooling.scoring.protocol import (
+        RerankRequest,
+        RerankResponse,
         ScoreDataRequest,
         ScoreQueriesDocumentsRequest,
         ScoreQueriesItemsRequest,
@@ -31,6 +33,7 @@ async def test_vllms_requests_are_taken_and_its_answers_are_given(policy_folder:
         ScoreDataRequest(data_1="w5", data_2=["w6"], use_activation=False, **model),
     ]
     cases = [("/score", request, ScoreResponse) for request in sides] + [
+        ("/v1/rerank", RerankRequest(query="w5", documents=["w6", "w7"], top_n=1, **model), RerankResponse),
         ("/classify", ClassificationCompletionRequest(input=["w5 w6"], **model), ClassificationResponse),
         ("/classify", ClassificationCompletionRequest(input=[[5, 6]], user="me", **model), ClassificationResponse),
         ("/pooling", PoolingCompletionRequest(input="w5 w6", task="classify", **model), PoolingResponse),
