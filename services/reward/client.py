@@ -241,8 +241,8 @@ def _tokens(*texts: str) -> int:
 
 
 def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:
-    """The pairs that the reply does not score. InvalidArgument unless exactly these have NaN in `table`, [B, K], in
-    all columns, and each a reason."""
+    """The pairs that the reply does not score. InvalidArgument unless these have NaN in `table`, [B, K], in all
+    columns, and each a reason, and all others have numbers."""
     outcomes = np.frombuffer(reply.outcomes, np.uint8) if reply.outcomes else np.zeros(len(table), np.uint8)
     if len(outcomes) != len(table):
         raise InvalidArgument(f"outcomes: {len(outcomes)} for {len(table)} pairs; there must be one each, or none")
@@ -253,4 +253,6 @@ def _unscored(reply: pb.ScoreResponse, table: Floats) -> dict[int, Unscored]:
         raise InvalidArgument(f"reasons: {len(reply.reasons)} for {len(rows)} pairs without a score; one each")
     if not np.isnan(table[rows]).all():
         raise InvalidArgument("scores: a number for a pair that is not scored; must be NaN")
+    if not np.isfinite(table[outcomes == Outcome.SCORED]).all():
+        raise InvalidArgument("scores: a number that is not finite for a pair that is scored")
     return {row: Unscored(Outcome(outcomes[row]), why) for row, why in zip(rows, reply.reasons, strict=True)}

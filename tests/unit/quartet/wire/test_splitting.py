@@ -299,6 +299,8 @@ async def test_pairs_without_a_score_keep_their_places_over_parts() -> None:
         ([np.nan, 1], b"\0\7", ["broke"], r"outcomes\[1\]: 7 is no outcome"),
         ([np.nan, 1], b"\3\0", [], "reasons: 0 for 1 pairs without a score; one each"),
         ([0, 1], b"\3\0", ["broke"], "scores: a number for a pair that is not scored; must be NaN"),
+        ([np.nan, np.inf], b"\3\0", ["broke"], "scores: a number that is not finite for a pair that is scored"),
+        ([1, np.nan], b"", [], "scores: a number that is not finite for a pair that is scored"),
     ],
 )
 async def test_outcomes_that_cannot_be_are_refused(
