@@ -44,7 +44,7 @@ _ALTERNATIVE = re.compile(r"(?:constrained-)?(?:str|int|float|bool)$|[a-z]+\[")
 """Names that pydantic gives to the alternatives of a field."""
 _SCORER = "quartet.scorer"
 _OF_FAILURES = ("failure_kind", "failure_reason", "_ng_failure_class")
-"""Fields of NeMo Gym's answer where there is no score."""
+"""Fields of NeMo Gym's answer for a response without a score."""
 Asked = TypeVar("Asked", bound=BaseModel)
 
 

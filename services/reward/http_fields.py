@@ -357,10 +357,10 @@ class RerankRequest(_Tei, _Pooling):
     query: Text
     texts: Texts | None = None
     return_text: bool = False
-    """Of Text Embeddings Inference: the answer repeats the texts."""
+    """Repeat the texts in the answer, as Text Embeddings Inference does."""
     documents: Texts | None = None
     top_n: Annotated[int, Field(ge=0)] = 0
-    """Of vLLM and Jina: most places in the answer; 0: all."""
+    """Most places in the answer to `documents`; 0: all."""
     return_documents: Literal[True] | None = None
 
     @property
