@@ -1,12 +1,15 @@
-"""The program of a worker process: calls a scorer's function for batches of pairs that come through a socket.
+"""The program of worker processes: each calls a scorer's function for batches of pairs that come through a socket.
 
-`workers.Worker` starts it as a file, so that it imports only what the function needs: neither torch nor pydantic. Its
-arguments are the numbers of the socket and of the memory in which it says where it is, and the folders in which
-Python looks for modules.
+`workers.Origin` starts it as a file. This process imports the function, and forks itself for each worker, which so
+begins within milliseconds, whatever the module imports; and with what the module was when the service started.
+A process with threads or open files of the module's must not be forked: `forks` in its answer then is false, and
+another one is started, whose workers import the function themselves. Its arguments are the number of its socket and
+the folders in which Python looks for modules.
 """
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import inspect
 import json
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 NOWHERE = -1
 """In the place of a pair's index while the function is at none."""
+STEPS, PAIR, PID, ENDED = range(4)
+"""Places in the memory in which a worker and its origin tell the service: the number of steps that the
+function has made, the pair at which it is, the worker's process, and the status with which that ended, plus 1."""
+PLACE_BYTES = 32
+PLACE_BYTES = 32
 _MOST_TRACE = 20_000
 """Most characters of a traceback, for the service's log."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
@@ -43,8 +51,8 @@ class Watched(list["Pair"]):
         self._place = place
 
     def _at(self, index: int) -> None:
-        self._place[0] += 1
-        self._place[1] = index
+        self._place[STEPS] += 1
+        self._place[PAIR] = index
 
     def __iter__(self) -> Iterator["Pair"]:
         for index, pair in enumerate(super().__iter__()):
@@ -117,14 +125,14 @@ class Caller:
                 return _Failed({"late": seconds[index]} if late else {"raised": self._raised(error)})
             finally:
                 done[index] = True
-                while self._place[1] < len(pairs) - 1 and done[self._place[1]]:
-                    self._place[1] += 1
-                self._place[0] += 1
+                while self._place[PAIR] < len(pairs) - 1 and done[self._place[PAIR]]:
+                    self._place[PAIR] += 1
+                self._place[STEPS] += 1
 
         turn = asyncio.Semaphore(self._concurrency)
         done = [False] * len(pairs)
-        self._place[0] += 1
-        self._place[1] = 0
+        self._place[STEPS] += 1
+        self._place[PAIR] = 0
         return list(await asyncio.gather(*map(one, range(len(pairs)))))
 
     def _told(self, rows: Sequence[Any]) -> dict[str, Any]:
@@ -212,19 +220,19 @@ def _number(given: Any, row: int) -> float:
 
 
 def _loaded(given: Mapping[str, Any]) -> tuple[Callable[..., Any], str]:
-    """The function that the parent names, and the text by which it is identified where that is asked for."""
+    """The function that the parent names, and the text by which it is identified."""
     path, options = given["function"], given["options"]
+    module, _, name = path.partition(":")
     if options is not None:
-        module, _, name = path.partition(":")
         made = getattr(importlib.import_module(module), name)(options)
         return made, getattr(made, "source", "")
-    if given["whole"]:
-        from quartet.config.functions import load_function, source_of
+    if given["checked"]:
+        function = getattr(importlib.import_module(module), name)
+        return function, inspect.getsource(inspect.getmodule(function) or function)
+    from quartet.config.functions import load_function, source_of
 
-        function = load_function(path, given["field"], asynchronous=True)
-        return function, source_of(function, path, given["field"])
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name), ""
+    function = load_function(path, given["field"], asynchronous=True)
+    return function, source_of(function, path, given["field"])
 
 
 def _end_with_parent() -> None:
@@ -243,34 +251,104 @@ def _limit(memory_bytes: int) -> None:
         file.write("1000")  # the first to go when the machine has no memory left
 
 
+def shared(file: int) -> "memoryview[int]":
+    """The memory in this file, which holds a number at each of these places. Closes the file."""
+    try:
+        return memoryview(mmap.mmap(file, PLACE_BYTES)).cast("q")
+    finally:
+        os.close(file)
+
+
+def _may_fork(own: set[int]) -> bool:
+    """True if this process has one thread, and no open files but `own`: forks would have no threads but one, and
+    share the files with what is read of them."""
+    opened = {int(name) for name in os.listdir("/proc/self/fd")}  # and the folder's own, which is closed by now
+    return len(os.listdir("/proc/self/task")) == 1 and len(opened - own) == 1
+
+
+def _problem(error: BaseException) -> bytes:
+    from services.reward.scorers.frames import packed
+
+    text = str(error) if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: {error}"
+    return packed({"problem": text[:2000]})
+
+
 def main() -> NoReturn:
-    """Serves the parent until it closes the socket."""
-    number, memory, path = sys.argv[1:]
+    """Forks a worker for each socket that comes, until the parent closes its own."""
+    number, path = sys.argv[1:]
     sys.path[:] = json.loads(path)
     _end_with_parent()
-    from services.reward.scorers.frames import packed, pairs_of, received, unpacked
+    from services.reward.scorers.frames import packed, received, unpacked
 
     sock = socket.socket(fileno=int(number))
     sock.set_inheritable(False)
-    place = memoryview(mmap.mmap(int(memory), 16)).cast("q")
-    os.close(int(memory))
     if not (frame := received(sock)):
         os._exit(0)
-    first = unpacked(frame)
+    first, loaded = unpacked(frame), None
     try:
         _limit(first["memory_bytes"])
-        function, source = _loaded(first)
-        caller = Caller(function, first["names"], place, first["concurrency"])
-        answer: dict[str, Any] = {"source": source, "coroutine": caller.coroutine}
+        if first["ahead"]:
+            loaded = _loaded(first)
     except BaseException as error:
-        text = str(error) if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: {error}"
-        sock.sendall(packed({"problem": text[:2000]}))
+        sock.sendall(_problem(error))
         os._exit(1)
-    sock.sendall(packed(answer))
+    forks = _may_fork({0, 1, 2, int(number)})
+    sock.sendall(packed({"source": loaded[1] if loaded else "", "forks": forks}))
+    gc.freeze()  # so that collections in the workers leave alone what they have in common
+    places = dict[int, "memoryview[int]"]()
+
+    def reap(*_: object) -> None:
+        while places and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (place := places.pop(ended[0], None)) is not None:
+                place[ENDED] = ended[1] + 1
+
+    before = signal.signal(signal.SIGCHLD, reap)
+    while True:
+        message, files, _, _ = socket.recv_fds(sock, 1, 2, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            os._exit(0)
+        theirs, place = socket.socket(fileno=files[0]), shared(files[1])
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            pid = os.fork()
+        except OSError as error:
+            theirs.sendall(_problem(error))
+        else:
+            if not pid:
+                signal.signal(signal.SIGCHLD, before)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                sock.close()
+                os.setsid()
+                place[PID] = os.getpid()
+                _end_with_parent()
+                _work(theirs, place, first, loaded)
+            places[pid] = place
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        theirs.close()
+
+
+def _work(
+    sock: socket.socket,
+    place: "memoryview[int]",
+    first: Mapping[str, Any],
+    loaded: tuple[Callable[..., Any], str] | None,
+) -> NoReturn:
+    """Serves the parent until it closes the socket."""
+    from services.reward.scorers.frames import packed, pairs_of, received, unpacked
+
+    try:
+        function, source = loaded or _loaded(first)
+        caller = Caller(function, first["names"], place, first["concurrency"])
+    except BaseException as error:
+        sock.sendall(_problem(error))
+        os._exit(1)
+    sock.sendall(packed({"source": source, "coroutine": caller.coroutine}))
     while frame := received(sock):
         asked = unpacked(frame)
-        place[0] = 1  # the function is called, and is to blame for whatever ends the process now
+        place[STEPS] = 1  # the function is called, and is to blame for whatever ends the process now
         answer = caller.answer(pairs_of(asked["pairs"]), asked["seconds"])
+        if os.getpid() != place[PID]:  # a fork of the function's own, which was not asked
+            os._exit(0)
         ends = _for_memory(answer)
         sock.sendall(packed(answer | {"call": asked["call"], "ends": ends}))
         if ends:

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
-import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,10 +19,12 @@ from quartet.config.functions import VARIABLE
 from quartet.wire.pairs import Pair
 from services.reward.scorers import program
 from services.reward.scorers.frames import LENGTH, MOST_BYTES, packed, received, rows_of, unpacked
+from services.reward.scorers.program import ENDED, NOWHERE, PAIR, PID, STEPS
 
 PROGRAM = Path(program.__file__)
 START_S = 300.0
 """Longest time that a process may take until its function is imported, in seconds; a function may load a model."""
+_LATE = f"its process has not imported it within {START_S:g} s"
 _END_S = 2.0
 """Longest wait for the end of a process that closed its socket, in seconds."""
 _SLACK_S = 1.0
@@ -98,87 +100,135 @@ class LateError(Exception):
         self.at = at
 
 
-class Worker:
-    """One process. Nothing of it is left when nothing refers to this object, nor when this process ends."""
+class Origin:
+    """The process of which workers are forked. It is killed, and they with it, when nothing refers to this object and
+    when this process ends."""
 
-    def __init__(self, setting: Setting, *, whole: bool) -> None:
-        """Starts the process, which the end of the calling thread would end too. `whole`: the function is checked,
-        and its source is read for its identity."""
-        ours, theirs = socket.socketpair()
-        memory = os.memfd_create("place")
-        os.ftruncate(memory, 16)
-        self._place = memoryview(mmap.mmap(memory, 16)).cast("q")
-        arguments = [str(theirs.fileno()), str(memory), json.dumps(_path())]
+    def __init__(self, setting: Setting, *, ahead: bool, checked: bool) -> None:
+        """Starts the process, which the end of the calling thread would end too. With `ahead` it imports the
+        function itself, else each worker does; `checked` if that has been done before."""
+        self._socket, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [_python(), "-P", str(PROGRAM), *arguments],
+                [_python(), "-P", str(PROGRAM), str(theirs.fileno()), json.dumps(_path())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory),
+                pass_fds=(theirs.fileno(),),
                 env={name: os.environ[name] for name in (*PASSED_ON, *setting.variables) if name in os.environ},
                 start_new_session=True,
             )
         finally:
             theirs.close()
-            os.close(memory)
-        self._socket = ours
-        self.end = weakref.finalize(self, _end, self._process, ours)
-        """Kills the process and all that it started."""
-        self._calls = 0
-        self._slack_s = 0.0
-        self._first = packed(
-            {
-                "function": setting.function,
-                "options": setting.options,
-                "names": list(setting.names),
-                "field": setting.field,
-                "memory_bytes": setting.memory_bytes,
-                "concurrency": setting.concurrency,
-                "whole": whole,
-            }
-        )
+        self.end = weakref.finalize(self, _end_origin, self._process, self._socket)
+        """Kills the process."""
+        self._answer: Any = None
+        first = {
+            "function": setting.function,
+            "options": setting.options,
+            "names": list(setting.names),
+            "field": setting.field,
+            "memory_bytes": setting.memory_bytes,
+            "concurrency": setting.concurrency,
+            "ahead": ahead,
+            "checked": checked,
+        }
+        self._socket.sendall(packed(first))
 
     @property
     def alive(self) -> bool:
         """True until the process has ended."""
         return self.end.alive and self._process.poll() is None
 
-    def started(self) -> str:
-        """Waits until the function can be called; returns the text that identifies it, if it was asked for.
-        StartError if it cannot be called."""
-        self._socket.settimeout(START_S)
+    def started(self) -> tuple[str, bool]:
+        """Waits until it has started; returns the text that identifies the function, if it has imported it, and
+        whether workers may be forked after that. StartError if the function cannot be called."""
         try:
-            self._socket.sendall(self._first)
-            return self._started(received(self._socket))
+            if self._answer is None:
+                self._socket.settimeout(START_S)
+                self._answer = unpacked(received(self._socket))
+            if "problem" not in self._answer:
+                return str(self._answer["source"]), bool(self._answer["forks"])
         except TimeoutError:
-            raise StartError(f"its process has not imported it within {START_S:g} s") from None
-        except OSError:
+            raise StartError(_LATE) from None
+        except (OSError, ValueError, TypeError, KeyError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
-            return self._started(b"")
-        finally:
-            self._socket.setblocking(False)
+            raise StartError(f"its process {_how(self._process.poll())} as it started") from None
+        raise StartError(str(self._answer["problem"]))
 
-    async def starting(self) -> None:
-        """The same without blocking."""
+    def fork(self, sock: socket.socket, memory: int) -> None:
+        """Has a worker forked that has this socket and memory, as soon as it has started itself."""
+        with contextlib.suppress(OSError):  # it has ended, of which the worker's socket tells
+            socket.send_fds(self._socket, [b"."], [sock.fileno(), memory], socket.MSG_DONTWAIT)
+
+
+class Worker:
+    """One process. It is killed when nothing refers to this object, and when this process ends."""
+
+    def __init__(self, origin: Origin) -> None:
+        """Does not wait for the process."""
+        self._origin = origin
+        self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
+        memory = os.memfd_create("place")
+        os.ftruncate(memory, program.PLACE_BYTES)
+        origin.fork(theirs, memory)
+        theirs.close()
+        self._place = program.shared(memory)
+        self.end = weakref.finalize(self, _end, self._place, self._socket)
+        """Kills the process and all of its session."""
+        self._calls = 0
+        self._started = False
+        self._slack_s = 0.0
+
+    def wait(self) -> None:
+        """Blocks until the process has something to say about its start."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(START_S * 1000)
+
+    async def ready(self, source: str) -> bool:
+        """Waits until the function, which this text identifies, can be called. False if the process has ended since
+        it could, or with its origin; StartError if it cannot be called. The process is killed unless it is ready."""
+        ready = False
+        try:
+            ready = self._rests() if self._started else await self._start(source)
+            return ready
+        finally:
+            if not ready:
+                self.end()
+
+    async def _start(self, source: str) -> bool:
         try:
             async with asyncio.timeout(START_S):
-                self._started(await self._exchanged(self._first))
+                frame = await self._received()
         except TimeoutError:
-            raise StartError(f"its process has not imported it within {START_S:g} s") from None
-        except OSError:
-            await self._ended()
-            self._started(b"")
-
-    def _started(self, frame: bytes) -> str:
+            raise StartError(_LATE) from None
+        except (OSError, ValueError):
+            frame = b""
         try:
-            answer = unpacked(frame) if frame else {"problem": f"its process {self._how()} as it started"}
+            answer = unpacked(frame) if frame else {"problem": f"its process {await self._ended()} as it started"}
+            if not frame and not self._origin.alive:
+                self._origin.started()
+                return False
             if "problem" in answer:
                 raise StartError(str(answer["problem"]))
+            if answer["source"] != source:
+                raise StartError("it is no longer what it was when the service started; start the service again")
             self._slack_s = _SLACK_S if answer["coroutine"] else 0.0
-            return str(answer["source"])
         except (ValueError, TypeError, KeyError):
             raise StartError("its process sent something else than its answer") from None
+        self._started = True
+        return True
+
+    def _rests(self) -> bool:
+        """True if the process is there, and has sent nothing unasked."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return self._code() is None
+        except OSError:
+            pass
+        return False
 
     async def call(self, pairs: Sequence[Pair], seconds: Sequence[float]) -> Any:
         """The program's answer for these pairs, each of which may take so many seconds; and as `at` the pair at
@@ -190,7 +240,7 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
         self._calls += 1
-        self._place[0], self._place[1] = 0, program.NOWHERE
+        self._place[STEPS], self._place[PAIR] = 0, NOWHERE
         frame = packed({"call": self._calls, "pairs": rows_of(pairs), "seconds": list(seconds)})
         exchanged = loop.create_task(self._exchanged(frame))
         try:
@@ -198,36 +248,39 @@ class Worker:
             end = since + sum(seconds) + max(seconds)  # of a function that goes round and round
             while True:
                 limit = seconds[self._at(len(pairs)) or 0] + self._slack_s
+                ended = self._code() is not None  # of which the socket says nothing where the function has forked
                 done, _ = await asyncio.wait({exchanged}, timeout=pause)
-                if done:
+                if done or ended:
                     break
-                if self._place[0] != seen:
-                    seen, since = self._place[0], loop.time()
+                if self._place[STEPS] != seen:
+                    seen, since = self._place[STEPS], loop.time()
                     if since > end:
                         raise LateError(limit, None)
                 elif loop.time() - since >= limit:
                     raise LateError(limit, self._at(len(pairs)))
             try:
-                answer = unpacked(exchanged.result() or b"")
+                answer = unpacked(exchanged.result() if exchanged.done() else b"")
                 if answer["call"] != self._calls:
                     raise ValueError
                 return answer | {"at": self._at(len(pairs))}
             except (OSError, ValueError, TypeError, KeyError):
                 how = await self._ended()
-                raise EndedError(how, self._at(len(pairs)), called=self._place[0] > 0) from None
+                raise EndedError(how, self._at(len(pairs)), called=self._place[STEPS] > 0) from None
         finally:
             exchanged.cancel()
             await asyncio.wait({exchanged})  # the loop must have forgotten the socket before it is closed
 
     def _at(self, pairs: int) -> int | None:
         """The pair at which the function is; None if it is at none."""
-        at = self._place[1]
+        at = self._place[PAIR]
         return at if 0 <= at < pairs else None
 
     async def _exchanged(self, frame: bytes) -> bytes:
         """Sends a message and returns the next one of the process; empty if it ends first."""
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, frame)
+        await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+        return await self._received()
+
+    async def _received(self) -> bytes:
         head = await self._exactly(LENGTH.size)
         size = LENGTH.unpack(head)[0] if head else 0
         if size > MOST_BYTES:
@@ -243,23 +296,30 @@ class Worker:
             got += part
         return bytes(got)
 
+    def _code(self) -> int | None:
+        """The exit code of the process, or less than 0 the signal that has ended it; None while it is there."""
+        if self._place[ENDED]:
+            return os.waitstatus_to_exitcode(self._place[ENDED] - 1)
+        return None if self._origin.alive else -signal.SIGKILL
+
     async def _ended(self) -> str:
         """Says how the process ended, or that it goes on although it sent something else than an answer."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _END_S
-        while self._process.poll() is None and loop.time() < until:
+        while self._code() is None and loop.time() < until:
             await asyncio.sleep(0.005)
-        return self._how()
+        return _how(self._code())
 
-    def _how(self) -> str:
-        code = self._process.poll()
-        if code is None:
-            return "closed its connection or sent something else than an answer"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-        memory = ", as where the machine runs out of memory" if -code == signal.SIGKILL else ""
-        return f"was ended by {name}{memory}"
+
+def _how(code: int | None) -> str:
+    """Says how a process ended, by its exit code, or less than 0 by the signal; None if it goes on."""
+    if code is None:
+        return "closed its connection or sent something else than an answer"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    memory = ", as where the machine runs out of memory" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{memory}"
 
 
 def _python() -> str:
@@ -273,28 +333,37 @@ def _path() -> list[str]:
     return [*(each or os.getcwd() for each in sys.path), *filter(None, [os.environ.get(VARIABLE)])]
 
 
-def _end(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
-    """Kills the processes of the worker's session; also called when the interpreter ends. Does not wait for them:
-    they are reaped as the next one starts."""
+def _end_origin(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+    """Kills the origin, and its workers with it; also called when the interpreter ends. Does not wait for it: it is
+    reaped as the next one starts."""
     ours.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.poll()
+
+
+def _end(place: "memoryview[int]", ours: socket.socket) -> None:
+    """Kills the processes of the worker's session; one that is not there yet finds its socket closed."""
+    ours.close()
+    if place[PID]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(place[PID], signal.SIGKILL)
 
 
 class Workers:
     """The workers of a scorer: those that rest, and the rule by which others are started."""
 
     def __init__(self, setting: Setting) -> None:
-        """Starts the first one and waits for it. StartError if it cannot be called."""
+        """Starts the first one, once the function is imported. StartError if it cannot be called."""
         self._setting = setting
-        first = Worker(setting, whole=True)
-        self.source = first.started()
+        self._origin = Origin(setting, ahead=True, checked=False)
+        self.source, self._ahead = self._origin.started()
         """The text that identifies the function."""
         self.problem = ""
         """The reason why the last worker that was started cannot be called; empty if it can."""
-        self._resting = [first]
-        self._coming: asyncio.Task[None] | None = None
+        if not self._ahead:
+            self._origin = Origin(setting, ahead=False, checked=True)
+        self._resting = [self._new()]
+        self._resting[0].wait()
 
     async def call(self, pairs: Sequence[Pair], seconds: Sequence[float], *, fresh: bool = False) -> Any:
         """The answer of a worker, with `fresh` of one that has answered nothing yet; raises as
@@ -302,7 +371,7 @@ class Workers:
         and the next one is started."""
         if fresh and self._resting:
             self._resting.pop().end()  # in whose place there is one more
-        worker = await (self._new() if fresh else self._taken())
+        worker = await self._taken(fresh=fresh)
         answered = False
         try:
             answer = await worker.call(pairs, seconds)
@@ -313,36 +382,27 @@ class Workers:
                 self._resting.append(worker)
             else:
                 worker.end()
-                if not self._resting and self._coming is None:
-                    self._coming = asyncio.get_running_loop().create_task(self._come())
+                if not self._resting:
+                    with contextlib.suppress(StartError):  # of which the next call tells
+                        self._resting.append(self._new())
 
-    async def _taken(self) -> Worker:
-        """A worker that rests, the one that is being started, or a new one."""
-        while True:
-            while self._resting:
-                if (worker := self._resting.pop()).alive:
-                    return worker
-                worker.end()
-            if self._coming is None:
-                return await self._new()
-            await asyncio.wait({self._coming})
-
-    async def _come(self) -> None:
+    async def _taken(self, *, fresh: bool) -> Worker:
+        """A worker that rests, or a new one."""
         try:
-            self._resting.append(await self._new())
-        except StartError:
-            pass  # `problem` says it; the next call tries again
-        finally:
-            self._coming = None
-
-    async def _new(self) -> Worker:
-        worker = Worker(self._setting, whole=False)
-        try:
-            await worker.starting()
-        except BaseException as error:
-            worker.end()
-            if isinstance(error, StartError):
-                self.problem = str(error)
+            while True:
+                worker = self._new() if fresh or not self._resting else self._resting.pop()
+                if await worker.ready(self.source):
+                    break
+        except StartError as error:
+            self.problem = str(error)
             raise
         self.problem = ""
         return worker
+
+    def _new(self) -> Worker:
+        try:
+            if not self._origin.alive:
+                self._origin = Origin(self._setting, ahead=self._ahead, checked=True)
+            return Worker(self._origin)
+        except OSError as error:
+            raise StartError(f"no process can be started: {error}") from None

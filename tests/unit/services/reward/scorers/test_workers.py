@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def scorer(name: str, **options: Any) -> FunctionScorer:
 
 
 def processes() -> list[psutil.Process]:
-    """The worker processes of this one."""
+    """The worker processes of this one, and those of which they are forks."""
     found = []
     for each in psutil.Process().children(recursive=True):
         try:
@@ -140,15 +141,29 @@ async def test_a_process_that_ended_between_two_calls_costs_none_its_score() -> 
     assert first != second
 
 
-async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tmp_path / "comes_and_goes.py"
-    module.write_text("import os\n\n\ndef score(pairs):\n    os._exit(7)\n")
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+"""Text of a module for which no worker is a fork of a process that has imported it."""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of a user's, whose function is `score`."""
     monkeypatch.setenv("QUARTET_FUNCTIONS", str(tmp_path))
-    made = FunctionScorer(FunctionScorerConfig(kind="function", function="comes_and_goes:score"))
+    sys.modules.pop("comes_and_goes", None)
+    return tmp_path / "comes_and_goes.py"
+
+
+def of_module() -> FunctionScorer:
+    return FunctionScorer(FunctionScorerConfig(kind="function", function="comes_and_goes:score"))
+
+
+@pytest.mark.parametrize("thread", ["", THREAD], ids=["forked", "with a thread"])
+async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(module: Path, thread: str) -> None:
+    """The process of which it is a fork ends with it."""
+    module.write_text(f"{thread}import os\n\n\ndef score(pairs):\n    os.kill(os.getppid(), 9)\n    os._exit(7)\n")
+    made = of_module()
     made.check()
-    tries = tmp_path / "tries"
+    tries = module.with_name("tries")
     module.write_text(f"with open({str(tries)!r}, 'a') as file:\n    file.write('.')\nraise ValueError('gone')\n")
     call = await called(batcher(made), "")
     assert call.told == ["FAILED"]
@@ -161,12 +176,48 @@ async def test_a_function_that_no_longer_starts_fails_its_pairs_and_health(
         made.check()
 
 
+@pytest.mark.parametrize(
+    ("more", "imports"), [("", 1), (THREAD, 5), (f"FILE = open({__file__!r})\n", 5)], ids=["", "thread", "open file"]
+)
+async def test_a_module_is_imported_once_where_a_fork_is_no_danger_to_it(
+    module: Path, more: str, imports: int
+) -> None:
+    """Elsewhere in the first process, and in each of the workers, of which three end."""
+    tries = module.with_name("tries")
+    exits = "def score(pairs):\n    return [0.0 if pair.label != 'exits' else os._exit(3) for pair in pairs]\n"
+    module.write_text(f"import os\nwith open({str(tries)!r}, 'a') as file:\n    file.write('.')\n{more}{exits}")
+    passes = batcher(of_module())
+    for _ in range(3):
+        assert (await called(passes, "exits")).told == ["FAILED"]
+    assert (await called(passes, "")).told == [0.0]
+    assert len(tries.read_text()) == imports
+
+
+@pytest.mark.parametrize("thread", ["", THREAD], ids=["forked", "with a thread"])
+async def test_scores_are_of_the_code_by_which_the_scorer_is_identified(module: Path, thread: str) -> None:
+    """A file that is changed while the service runs."""
+    gives = "    return [1.0 if pair.label != 'exits' else os._exit(3) for pair in pairs]\n"
+    text = f"{thread}import os\n\n\ndef score(pairs):\n{gives}"
+    module.write_text(text)
+    passes = batcher(made := of_module())
+    assert (await called(passes, "")).told == [1.0]
+    module.write_text(text.replace("1.0", "2.0"))
+    assert (await called(passes, "exits")).told == ["FAILED"]
+    call = await called(passes, "")
+    if thread:
+        assert call.told == ["FAILED"]
+        with pytest.raises(RuntimeError, match="no longer what it was when the service started; start the service"):
+            made.check()
+    else:
+        assert call.told == [1.0]
+
+
 async def test_nothing_is_left_of_a_scorer_that_is_gone() -> None:
     before = {each.pid for each in processes()}
     made = scorer("process")
     await asyncio.gather(*(made.score([row(Pair("", ""))]) for _ in range(2)))
     own = [each for each in processes() if each.pid not in before]
-    assert len(own) == 2
+    assert len(own) == 3
     del made
     gc.collect()
     _, alive = psutil.wait_procs(own, timeout=10)
@@ -196,11 +247,12 @@ def test_processes_end_with_the_replica_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root) as parent:
         assert parent.stdout
         assert parent.stdout.readline() == b"started\n"
-        [child] = psutil.Process(parent.pid).children()
-        while child.cpu_times().user < 0.5:
-            child.cpu_percent(0.05)
+        children: list[psutil.Process] = []
+        while len(children) < 2 or children[1].cpu_times().user < 0.5:
+            time.sleep(0.05)
+            children = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
-    _, alive = psutil.wait_procs([child], timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
 
