@@ -167,6 +167,36 @@ def test_a_repeated_request_that_may_go_on_from_two_sequences_goes_on_from_the_l
     ]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_that_arrived_carries_loss_once_where_it_was_sampled(sessions: Sessions, seed: int) -> None:
+    """Requests that go on from any response, are repeated, or begin anew, in any order."""
+    draw = np.random.default_rng(seed)
+    turns: list[Any] = []
+    for number in range(30):
+        prompt = ids(*draw.integers(0, 3, draw.integers(1, 4)))
+        if turns and draw.random() < 0.8:
+            before, response = turns[draw.integers(max(0, len(turns) - 4), len(turns))]
+            after = draw.integers(0, 3, draw.integers(0, 3)).astype(np.int32)
+            prompt = before if draw.random() < 0.4 else np.concatenate([before, response.ids, after])
+        response = sampled(*draw.integers(0, 3, draw.integers(1, 4)).tolist(), version=number)
+        record(sessions, prompt, response, name=f"c{number}")
+        turns.append((prompt, response))
+    told = told_of(sessions)
+    arrived = [turn for turn in told["interactions"] if not turn["superseded"]]
+    assert 1 < len(arrived) < 30
+    for turn in arrived:
+        prompt, response = turns[int(turn["id"][1:])]
+        sequence = told["sequences"][turn["sequence"]]
+        assert sequence["ids"][: turn["end"]] == [*prompt.tolist(), *response.ids.tolist()]
+        ends = np.cumsum([segment["length"] for segment in sequence["segments"]]).tolist()
+        segment = sequence["segments"][ends.index(turn["end"])]
+        assert segment["version_spans"][0]["version"] == int(turn["id"][1:])
+        assert (segment["length"], segment["logprobs"]) == (len(response.ids), response.logprobs.tolist())
+    every = [segment for sequence in told["sequences"] for segment in sequence["segments"] if segment["sampled"]]
+    assert len(every) == len(arrived)
+    assert len(columns_of_session(told, 0, 0, 0)) == sum(bool(each["segments"]) for each in told["sequences"])
+
+
 def test_the_first_of_a_conversation_may_be_lost_too(sessions: Sessions) -> None:
     for token in (10, 11, 12):
         record(sessions, ids(5), sampled(token), name=f"c{token}")
