@@ -43,10 +43,6 @@ class Admission:
         """Rows that are admitted and not answered."""
         return self._all["rows"]
 
-    def check_rows(self, rows: int, field: str) -> None:
-        """Refuses a call of more rows than any may hold, before they are made. Raises as `admitted`."""
-        self._check_call("rows", rows, field)
-
     @contextmanager
     def admitted(self, share: Share, rows: int, tokens: int | Callable[[], int], field: str) -> Iterator[None]:
         """Context in which a call counts as in progress.
@@ -61,9 +57,9 @@ class Admission:
             ResourceExhausted: the call is larger than any call may be; or too much work waits already, and then the
                 error holds the pause after which to try again.
         """
-        self._check_call("rows", rows, field)
+        self.check_call("rows", rows, field)
         asked = {"rows": rows, "tokens": tokens() if callable(tokens) else tokens}
-        self._check_call("tokens", asked["tokens"], field)
+        self.check_call("tokens", asked["tokens"], field)
         asked["calls"] = 1
         for unit, count in asked.items():
             self._check_waiting(share, unit, count, field)
@@ -75,7 +71,8 @@ class Admission:
             self._call_s += _NEWEST_CALL_WEIGHT * (self._clock() - began - self._call_s)
             self._count(share, asked, -1)
 
-    def _check_call(self, unit: str, count: int, field: str) -> None:
+    def check_call(self, unit: str, count: int, field: str) -> None:
+        """Refuses a call of more rows or tokens than any may hold. Raises as `admitted`."""
         most = getattr(self._limits, f"max_call_{unit}")
         if count > most:
             raise ResourceExhausted(f"{field}: {count} {unit}, but a call may hold {most}; send it in several")

@@ -72,6 +72,9 @@ TOLD = frozenset({"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk
 """Facts about a tokenizer that are told."""
 MOST_MESSAGES = 500
 """Most messages a second of all streams together: with many, tokens are sent several at a time."""
+LISTED = 8
+"""Tokens of a whole answer that take as much memory as a log-prob in it: 1.4 KB in a chat's, while it is made."""
+_BULK = f"prompt and max_tokens, with {LISTED} tokens for each log-prob beside a token"
 LATE = "messages: the model's chat template did not render them in time; send fewer or shorter ones"
 _DONE, _CHAT = "[DONE]", "/v1/chat/completions"
 _SAMPLES = frozenset({"/v1/completions", _CHAT, GENERATE})
@@ -152,7 +155,7 @@ class VLLMCompletions:
                 raise InvalidArgument(f"tokens: {token} is outside the vocabulary")
         if kind is ChatCompletionRequest and given.get("tools") and given.get("tool_choice") != "none":
             self._check_calls_tools()
-        self._served.admission.check_rows(rows_of(given), "prompt")
+        self._served.admission.check_call("rows", rows_of(given), "prompt")
         if self._served.engine.version == NO_VERSION:
             raise Unavailable("the weights of this replica are incomplete; a push that completes them is awaited")
         self._name()
@@ -356,6 +359,16 @@ class _Taken:
         listed = (self.params.max_tokens or 0) * (self.params.logprobs or 0)
         return self.tokens + listed + len(self.prompt_ids) * (self.params.prompt_logprobs or 0)
 
+    @property
+    def bulk(self) -> int:
+        """Most tokens, with LISTED for each log-prob in an answer that is made whole."""
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            return self.tokens
+        prompt, response = self.params.prompt_logprobs, self.params.logprobs
+        listed = 0 if prompt is None else len(self.prompt_ids) * (1 + prompt)
+        listed += 0 if response is None else (self.params.max_tokens or 0) * (1 + response)
+        return self.tokens + LISTED * listed
+
     def keep(self, response: Any) -> None:
         """Keeps the tokens of an output, which holds all so far unless they come piece by piece."""
         if self.params.output_kind is not RequestOutputKind.DELTA:
@@ -446,6 +459,7 @@ class _Call:
             costs = np.asarray([min(taken.tokens, longest) for taken in self._taken], np.int32)
             asked = self._share, len(costs), sum(taken.weight for taken in self._taken), "prompt"
             try:
+                self._served.admission.check_call("tokens", sum(taken.bulk for taken in self._taken), _BULK)
                 self._admitted.enter_context(self._served.admission.admitted(*asked))
             except ServiceError as error:
                 self._refused = error

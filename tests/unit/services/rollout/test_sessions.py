@@ -169,7 +169,7 @@ def test_a_repeated_request_that_may_go_on_from_two_sequences_goes_on_from_the_l
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_token_that_arrived_carries_loss_once_where_it_was_sampled(sessions: Sessions, seed: int) -> None:
-    """Requests that go on from any response, are repeated, or begin anew, in any order."""
+    """Requests that go on from any response, are repeated, or begin another conversation, in any order."""
     draw = np.random.default_rng(seed)
     turns: list[Any] = []
     for number in range(30):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -673,8 +674,41 @@ async def test_without_a_parser_tools_are_refused(talking: Replica) -> None:
 async def test_log_probs_that_are_listed_count_as_tokens(replica: Replica) -> None:
     replica.admission._limits = replica.admission._limits.model_copy(update={"max_call_tokens": 60})
     assert (await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=1)).status == 200
-    with pytest.raises(ResourceExhausted, match="prompt: 64 tokens, but a call may hold 60"):
+    with pytest.raises(ResourceExhausted, match=r"prompt and max_tokens.*: 508 tokens, but a call may hold 60"):
         await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20)
+    with pytest.raises(ResourceExhausted, match="prompt: 64 tokens, but a call may hold 60"):
+        await replica.ask(TEXT, prompt=[5], max_tokens=3, logprobs=20, stream=True)
+
+
+async def test_a_token_with_log_probs_is_counted_as_the_memory_that_its_answer_takes(talking: Replica) -> None:
+    """Bytes at their peak, from the engine's outputs on, of a token with and without twenty log-probs beside it."""
+    size = 200
+
+    async def whole(prompt: Any, params: Any, name: str) -> AsyncIterator[RequestOutput]:
+        talking.llm.external_req_ids[name] = [name]
+        talking.llm.request_states[name] = SimpleNamespace(_weight_version_spans=lambda: noted(size))
+        output = talking.llm._output(prompt, params, size)
+        [response] = output.outputs
+        response.token_ids = [5] * size
+        response.logprobs = [
+            {5 + k: Logprob(-0.5 - k, k, f"w{k}") for k in range((params.logprobs or 0) + 1)} for _ in range(size)
+        ]
+        yield output
+
+    talking.llm.generate = whole  # type: ignore[method-assign]
+    peaks = []
+    for more in ({}, {"logprobs": True, "top_logprobs": 20}):
+        body: Any = {"messages": [USER], "max_tokens": size, **more}
+        await talking.ask(CHAT, **body)
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            await talking.ask(CHAT, **body)
+            peaks.append((tracemalloc.get_traced_memory()[1] - before) / size)
+        finally:
+            tracemalloc.stop()
+    bare, listed = peaks
+    assert listed < 2 * (1 + 21 * module.LISTED) * bare
 
 
 async def test_a_template_without_end_keeps_no_thread_and_no_caller(
