@@ -76,16 +76,6 @@ class Finished:
     """Moment of the last answer."""
 
 
-class Discarded(NamedTuple):
-    """A sample that was discarded before a batch had its step."""
-
-    number: int
-    row: int
-    """Row of its prompt, as in Prompt."""
-    scores: tuple[float, ...]
-    """The scores, in the order of their names."""
-
-
 Row = tuple[Finished, int]
 """One sample: those that it came with, and its index among them."""
 

@@ -55,7 +55,7 @@ class ExperienceSource:
             last=version + config.steps - step - 1,
             kept=len(kept),
         )
-        return Stream(config, self._prompts, self._collector, self._journal, beside, slots, used, kept)
+        return Stream(config, self._prompts, self._collector, self._journal, beside, slots, used, kept, step=step)
 
     def _kept(self, step: int, used: Used) -> dict[int, Collected]:
         """The batches of the steps after `step` up to the first that the journal does not hold."""

@@ -8,12 +8,12 @@ from itertools import islice
 
 import numpy as np
 
-from orchestrator.algorithms.contract import Algorithm, Group
+from orchestrator.algorithms.contract import Group
 from orchestrator.config.run import OrchestratorConfig
 from orchestrator.data.prompts import PromptStream
 from orchestrator.experience.beside import Beside
 from orchestrator.experience.collector import Collector
-from orchestrator.experience.experience import Collected, Discarded, Finished, Row, Scored, score_column
+from orchestrator.experience.experience import Collected, Finished, Row, Scored, score_column
 from orchestrator.experience.journal import ExperienceJournal
 from orchestrator.experience.requests import Used, calls, training_requests
 from orchestrator.experience.slots import Slots
@@ -54,8 +54,10 @@ class Stream:
         slots: Slots,
         used: Used,
         kept: Mapping[int, Collected],
+        *,
+        step: int,
     ) -> None:
-        """`kept` holds batches of the next steps; other arguments as of ExperienceSource."""
+        """`kept` holds batches of the steps after `step`; other arguments as of ExperienceSource."""
         self._config = config
         self._prompts = prompts
         self._collector = collector
@@ -69,7 +71,9 @@ class Stream:
         self._finished: dict[int, list[Row]] = {}
         self._repeated = 0
         self._critic_step: int | None = None
-        self._discarded: list[Discarded] = []
+        self._next_step = step + len(kept) + 1
+        """The step of the next batch that is not kept."""
+        self._discarded: list[Scored] = []
         """The samples that were discarded since the last batch was taken."""
         self._refused = self._dropped = 0
         """Their groups that the algorithm did not admit, and those of which a response has no score."""
@@ -94,10 +98,8 @@ class Stream:
             groups = await self._chosen(step)
             self._slots.take(groups)
             finished = [each for group in groups for each in self._finished.pop(group)]
-            algorithm = self._config.algorithm
-            discarded = _scored(self._discarded, algorithm, step)
-            batch = Collected.of(finished, self._repeated, discarded).scored_by(algorithm, step)
-            self._repeated, self._discarded = 0, []
+            batch = Collected.of(finished, self._repeated, self._discarded).scored_by(self._config.algorithm, step)
+            self._next_step, self._repeated, self._discarded = step + 1, 0, []
             self._refused = self._dropped = 0
         self._critic_step = None
         self._admit()
@@ -143,14 +145,19 @@ class Stream:
     def _whole(self, group: int) -> None:
         """Keeps a group of which all samples are finished, or discards it."""
         self._slots.finish(group)
-        algorithm = self._config.algorithm
-        names, rows = algorithm.score_names, self._finished[group]
-        dropped = any(math.isnan(score) for row in rows for score in _discarded(row, names).scores)
-        if dropped or (algorithm.discard_limit and not algorithm.admit(_group(rows, names))):
+        algorithm, rows = self._config.algorithm, sorted(self._finished[group], key=_number)
+        scores = {name: _scores(rows, name) for name in algorithm.score_names}
+        dropped = any(bool(np.isnan(each).any()) for each in scores.values())
+        if dropped or (algorithm.discard_limit and not algorithm.admit(_group(rows, scores))):
             self._dropped += dropped
             self._refused += not dropped
             self._slots.discard(group)
-            self._discarded += (_discarded(row, names) for row in self._finished.pop(group))
+            totals = algorithm.score(scores, self._next_step).tolist()
+            self._discarded += (
+                Scored(_number(row), int(row[0].columns["row"][row[1]]), total)
+                for row, total in zip(rows, totals, strict=True)
+            )
+            del self._finished[group]
             self._admit()
         self._changed.set()
 
@@ -179,7 +186,7 @@ class Stream:
         config = self._config
         size, most = config.batch_size // self._each, config.unscored.max_dropped
         if self._dropped >= most * size:
-            unscored = sum(math.isnan(each.scores[0]) for each in self._discarded)
+            unscored = sum(math.isnan(each.score) for each in self._discarded)
             return (
                 f"{self._dropped} groups of responses were discarded as {unscored} responses have no score, {most} "
                 "for each one of a batch (unscored.max_dropped): mend the scorer"
@@ -199,28 +206,16 @@ def _number(row: Row) -> int:
     return int(finished.columns["number"][index])
 
 
-def _discarded(row: Row, names: Sequence[str]) -> Discarded:
-    columns, index = row[0].columns, row[1]
-    scores = (float(columns[score_column(name)][index]) for name in names)
-    return Discarded(_number(row), int(columns["row"][index]), tuple(scores))
+def _scores(rows: Sequence[Row], name: str) -> Floats:
+    """The scores of this name, [G], NaN where there is none."""
+    column = score_column(name)
+    return np.asarray([finished.columns[column][index] for finished, index in rows], np.float32)
 
 
-def _scored(discarded: Sequence[Discarded], algorithm: Algorithm, step: int) -> list[Scored]:
-    """The samples with the scores that those of the step have."""
-    table = np.asarray([each.scores for each in discarded], np.float32).reshape(-1, len(algorithm.score_names))
-    scores = algorithm.score(dict(zip(algorithm.score_names, table.T, strict=True)), step).tolist()
-    return [Scored(each.number, each.row, score) for each, score in zip(discarded, scores, strict=True)]
-
-
-def _group(rows: Sequence[Row], names: Sequence[str]) -> Group:
-    """The group as the algorithm decides on it, in the order of its samples' numbers."""
-    ordered = [(finished.columns, index) for finished, index in sorted(rows, key=_number)]
-
-    def scores(name: str) -> Floats:
-        return np.asarray([columns[score_column(name)][index] for columns, index in ordered], np.float32)
-
+def _group(rows: Sequence[Row], scores: Mapping[str, Floats]) -> Group:
+    """The group as the algorithm decides on it."""
     return Group(
-        scores={name: scores(name) for name in names},
-        lengths=np.asarray([columns.counts[index] for columns, index in ordered], np.int64),
-        truncated=np.asarray([columns["truncated"][index] for columns, index in ordered], bool),
+        scores=scores,
+        lengths=np.asarray([finished.columns.counts[index] for finished, index in rows], np.int64),
+        truncated=np.asarray([finished.columns["truncated"][index] for finished, index in rows], bool),
     )
