@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.serving.fair_queue import FairQueue, Slice
+from quartet.serving.restraint import Restraint
 from quartet.serving.share import Share
 from quartet.threads import DaemonThread
 from quartet.wire.callers import Purpose
@@ -99,10 +100,11 @@ class Batcher(Generic[Item, Result]):
     call to an idle service never waits for others, and a busy service forms large batches by itself.
 
     A pass that fails is divided in two until the calls that make it fail are alone, with SpoiltError until the rows
-    are, by passes with deadlines of their own. When nothing but SpoiltError has come for `patience_s`, no pass is
-    divided, as its rows hardly differ: all have the error's result, until a pass succeeds. A pass that exceeds its
-    deadline counts as hung, and with it the model: all calls, present and later, are answered with Unavailable. A
-    `run` that bears to be cancelled may end with SpoiltError instead.
+    are, by passes with deadlines of their own; its caller then has its part of the passes and no more (Restraint).
+    When nothing but SpoiltError has come for a caller's rows for `patience_s`, no pass of them is divided, as they
+    hardly differ: all have the error's result, until a pass succeeds. A pass that exceeds its deadline counts as
+    hung, and with it the model: all calls, present and later, are answered with Unavailable. A `run` that bears to be
+    cancelled may end with SpoiltError instead.
 
     For example, calls A, B and C wait and B's rows make the model fail. The pass ABC fails, then A succeeds and BC
     fails, then B alone fails and C succeeds: only B gets the error.
@@ -129,7 +131,8 @@ class Batcher(Generic[Item, Result]):
             passes: most passes at the same time.
             cancels: True if `run` is cancelled at the deadline, and has END_S to end with SpoiltError. It is then not
                 hung.
-            patience_s: time without a pass that succeeds after which none is divided, in seconds; None: `batch_s`.
+            patience_s: time without a pass of a caller's that succeeds after which none is divided, in seconds; None:
+                `batch_s`.
             turn: context held from the choice of a pass to its end; the deadline begins within it.
             check_s: longest time, in seconds, that an idle model may take to answer a health check.
         """
@@ -147,7 +150,7 @@ class Batcher(Generic[Item, Result]):
         self._open: set[_Call[Item, Result]] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._running: set[_Running] = set()
-        self._spoilt_s = 0.0
+        self._restraint = Restraint(passes, self._patience_s)
         self._hung = ""
         self._answered = -math.inf
 
@@ -164,6 +167,7 @@ class Batcher(Generic[Item, Result]):
             return
         call = _Call(share, work, len(work.costs))
         self._open.add(call)
+        self._restraint.seen(share, time.monotonic())
         self._queue.add(share, call, work.costs)
         self._work_on()
         try:
@@ -210,7 +214,7 @@ class Batcher(Generic[Item, Result]):
                 async with self._turn:
                     purpose = self._queue.next_purpose()
                     if purpose is not None:
-                        parts = self._queue.take(purpose, self._batch_tokens, MOST_ROWS)
+                        parts = self._queue.take(purpose, self._batch_tokens, MOST_ROWS, self._apart)
                         self._work_on()
                         await self._pass(purpose, parts)
             served = not self._hung
@@ -226,6 +230,9 @@ class Batcher(Generic[Item, Result]):
             return
         running = _Running(_described(parts))
         self._running.add(running)
+        shares = {part.call.share for part in parts}
+        self._restraint.begins(shares, time.monotonic())
+        self._restrain(shares)
         computing = asyncio.ensure_future(self._compute(parts))
         done, _ = await asyncio.wait({computing}, timeout=None if math.isinf(self._batch_s) else self._batch_s)
         if not done and self._cancels:
@@ -236,22 +243,41 @@ class Batcher(Generic[Item, Result]):
             return
         self._running.discard(running)
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
-        self._spoilt_s = self._spoilt_s + running.seconds / self._passes if isinstance(error, SpoiltError) else 0.0
+        self._restraint.ends(shares, running.seconds if isinstance(error, SpoiltError) else None)
         if isinstance(error, Exception):
             self._answered = -math.inf
-            await self._divide(purpose, parts, error)
+            await self._divide(purpose, parts, error, running.seconds)
+        self._restrain(shares)
 
-    async def _divide(self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception) -> None:
-        """Divides a failed pass; a call that fails alone is answered with the error, a row with its result."""
+    def _restrain(self, shares: Iterable[Share]) -> None:
+        """Passes over the callers that may begin no other pass now, and over no others of these."""
+        for share in shares:
+            wait_s = self._restraint.wait_s(share, time.monotonic())
+            if not wait_s:
+                self._queue.resume(share)
+                continue
+            self._queue.pause(share)
+            if math.isfinite(wait_s):
+                asyncio.get_running_loop().call_later(wait_s, self._restrain, [share])
+        self._work_on()
+
+    async def _divide(
+        self, purpose: Purpose, parts: list[_Part[Item, Result]], error: Exception, seconds: float
+    ) -> None:
+        """Divides a pass that failed after so many seconds; a call that fails alone is answered with the error, a row
+        with its result."""
         pieces = [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
         if isinstance(error, SpoiltError):
+            before, rest = _cut(parts, error.suspect or 0)
+            suspect, after = _cut(rest, 1)
+            to_blame = {part.call.share for part in (parts if error.suspect is None else suspect)}
+            if len(to_blame) == 1:
+                self._restraint.spoils(to_blame.pop(), seconds, time.monotonic())
             rows = _rows(parts)
-            if rows == 1 or self._spoilt_s > self._patience_s:
+            if rows == 1 or all(self._restraint.in_vain(part.call.share) for part in parts):
                 await self._put(parts, [error.result] * rows)
                 return
             if error.suspect is not None:
-                before, rest = _cut(parts, error.suspect)
-                suspect, after = _cut(rest, 1)
                 pieces = [*_halved(before), *_halved(after), suspect]
             elif len(parts) == 1:
                 pieces = _halved(parts)
@@ -259,8 +285,19 @@ class Batcher(Generic[Item, Result]):
             parts[0].call.fail(error)
             return
         for piece in reversed(pieces):
-            if piece:
-                self._queue.again(purpose, piece)
+            for share, own in self._by_caller(piece).items():
+                self._queue.again(purpose, own, share)
+
+    def _by_caller(self, parts: list[_Part[Item, Result]]) -> dict[Share | None, list[_Part[Item, Result]]]:
+        """The parts of each caller whose rows spoil passes, and at None those of all others."""
+        found: dict[Share | None, list[_Part[Item, Result]]] = {}
+        for part in parts:
+            share = part.call.share
+            found.setdefault(share if self._apart(share) else None, []).append(part)
+        return found
+
+    def _apart(self, share: Share) -> bool:
+        return self._restraint.apart(share, time.monotonic())
 
     async def _compute(self, parts: list[_Part[Item, Result]]) -> None:
         items = await asyncio.get_running_loop().run_in_executor(self._thread, _items, parts)

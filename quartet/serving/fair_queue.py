@@ -1,6 +1,7 @@
 """The order in which rows of many calls are served: by purpose, then fairly by tokens among the callers."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -82,12 +83,12 @@ class FairQueue(Generic[Call]):
         self._quantum = quantum
         self._lanes: dict[Purpose, dict[Share, _Lane[Call]]] = {purpose: {} for purpose in Purpose}
         self._rounds: dict[Purpose, deque[Share]] = {purpose: deque() for purpose in Purpose}
-        self._again: dict[Purpose, deque[list[Slice[Call]]]] = {purpose: deque() for purpose in Purpose}
+        self._again: dict[Purpose, deque[tuple[Share | None, list[Slice[Call]]]]] = {p: deque() for p in Purpose}
         self._passed_over = dict.fromkeys(Purpose, 0)
         self._paused: set[Share] = set()
 
     def __bool__(self) -> bool:
-        return any(self._rounds[purpose] or self._again[purpose] for purpose in Purpose)
+        return any(self._waits(purpose) for purpose in Purpose)
 
     def add(self, share: Share, call: Call, costs: NDArray[np.int32]) -> None:
         """Queues a call; `costs` are the tokens of each of its rows."""
@@ -100,9 +101,10 @@ class FairQueue(Generic[Call]):
                 self._rounds[share.purpose].append(share)
         lanes[share].entries.append(_Entry(call, costs))
 
-    def again(self, purpose: Purpose, slices: list[Slice[Call]]) -> None:
-        """Puts back slices that were taken; they are the next to be taken of their purpose, unchanged."""
-        self._again[purpose].appendleft(slices)
+    def again(self, purpose: Purpose, slices: list[Slice[Call]], share: Share | None = None) -> None:
+        """Puts back slices that were taken; they are the next to be taken of their purpose, unchanged, but not while
+        `share` is paused."""
+        self._again[purpose].appendleft((share, slices))
 
     def drop(self, share: Share, call: Call) -> None:
         """Removes the waiting rows of a call."""
@@ -125,7 +127,7 @@ class FairQueue(Generic[Call]):
 
     def next_purpose(self, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Purpose | None:
         """The purpose among `purposes` that is next; None if none of them waits."""
-        waiting = [p for p in purposes if self._rounds[p] or self._again[p]]
+        waiting = [purpose for purpose in purposes if self._waits(purpose)]
         if not waiting:
             return None
         late = [purpose for purpose in waiting if self._passed_over[purpose] >= MOST_PASSED_OVER]
@@ -134,21 +136,33 @@ class FairQueue(Generic[Call]):
             self._passed_over[purpose] = 0 if purpose is chosen else self._passed_over[purpose] + 1
         return chosen
 
-    def take(self, purpose: Purpose, tokens: int, most_rows: int) -> list[Slice[Call]]:
-        """Takes the next rows of a purpose, up to `tokens` and `most_rows`; a longer row is taken alone."""
-        if self._again[purpose]:
-            return self._again[purpose].popleft()
+    def take(
+        self, purpose: Purpose, tokens: int, most_rows: int, apart: Callable[[Share], bool] = lambda share: False
+    ) -> list[Slice[Call]]:
+        """Takes the next rows of a purpose, up to `tokens` and `most_rows`; a longer row is taken alone, and no rows
+        of a caller that is `apart` with those of another."""
+        for index, (whose, slices) in enumerate(self._again[purpose]):
+            if whose not in self._paused:
+                del self._again[purpose][index]
+                return slices
         taken: list[Slice[Call]] = []
+        last: Share | None = None
         while self._rounds[purpose] and tokens > 0 and most_rows:
             share, lane = self._next_lane(purpose)
-            if taken and lane.entries[0].next_cost > tokens:
+            if last is not None and (
+                lane.entries[0].next_cost > tokens or (share != last and (apart(share) or apart(last)))
+            ):
                 break
+            last = share
             part = lane.entries[0].take(min(lane.credit, tokens), most_rows)
             taken.append(part)
             lane.credit -= part.tokens
             tokens, most_rows = tokens - part.tokens, most_rows - len(part.rows)
             self._leave_if_empty(share, lane)
         return taken
+
+    def _waits(self, purpose: Purpose) -> bool:
+        return bool(self._rounds[purpose]) or any(share not in self._paused for share, _ in self._again[purpose])
 
     def _next_lane(self, purpose: Purpose) -> tuple[Share, _Lane[Call]]:
         """The next caller, with credit for at least its next row."""
