@@ -12,13 +12,13 @@ _ORDER = {purpose: order for order, purpose in enumerate(Purpose)}
 
 @dataclass(slots=True)
 class _Caller:
-    """What is known of a caller; times are those of a clock, in seconds."""
+    """A caller; times are those of a clock, in seconds."""
 
     seen: float = -math.inf
     running: int = 0
     """Passes with rows of its own."""
     spoilt: float = -math.inf
-    """When one of its rows last spoilt a pass."""
+    """Time at which one of its rows last spoilt a pass."""
     rests_until: float = -math.inf
     in_vain_s: float = 0.0
     """Time of spoilt passes since the last one that succeeded."""
@@ -37,7 +37,7 @@ class Restraint:
         """`passes` is the most passes at the same time."""
         self._passes, self._memory_s = passes, memory_s
         self._callers: dict[Share, _Caller] = {}
-        """Those of the last `memory_s`, in the order in which they were last seen."""
+        """Callers of the last `memory_s`, in the order in which they were last seen."""
 
     def seen(self, share: Share, now: float) -> None:
         """Counts the caller as one that is there."""
