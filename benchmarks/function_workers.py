@@ -1,6 +1,6 @@
 """The price of a function scorer's worker processes: cheap functions, and calls of which some hang, leak or exit.
 
-python -m benchmarks.function_workers [--seconds 20] [--rounds 4]
+python -m benchmarks.function_workers [--seconds 10] [--rounds 8]
 
 Calls of 8 pairs, each a batch, from 16 callers. The cheap function counts words; the one that works takes 10 ms of
 processor time for each pair, as a verifier may, and pairs that hang are given up after a second. In one of a hundred
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
+import psutil
 import typer
 
 from benchmarks.emulated.functions import FAULTS, count
@@ -80,11 +81,19 @@ def in_process() -> Batcher[Scored, Result]:
     return Batcher(score, batch_tokens=PAIRS * 100, batch_s=20)
 
 
-async def throughput(batcher: Batcher[Scored, Result], seconds: float, *, faults: bool = False) -> float:
-    """Pairs that are scored per second, but for those drawn to have a fault."""
+def processor_s() -> float:
+    """The processor time of this process and of all that it started, in seconds."""
+    own = psutil.Process()
+    each = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(times.user + times.system + times.children_user + times.children_system for times in each)
+
+
+async def measure(batcher: Batcher[Scored, Result], seconds: float, *, faults: bool = False) -> tuple[float, float]:
+    """Pairs that are scored per second, and the processor time of each in milliseconds. Pairs that are drawn to have
+    a fault are not counted."""
     random = np.random.default_rng(0)
     good, share = 0, Share("run", Purpose.TRAINING)
-    began = time.monotonic()
+    began, spent = time.monotonic(), processor_s()
 
     async def caller() -> None:
         nonlocal good
@@ -101,26 +110,29 @@ async def throughput(batcher: Batcher[Scored, Result], seconds: float, *, faults
     await asyncio.sleep(seconds)
     counted = good
     await asyncio.gather(*waiting)
-    return counted / seconds
+    return counted / seconds, 1000 * (processor_s() - spent) / good
 
 
 async def measured(seconds: float, rounds: int) -> None:
     """Measures in turns, and prints medians."""
     here, apart, working = in_process(), workers("count"), workers("works")
-    await throughput(working, min(seconds, 2))
-    taken = []
-    for _ in range(rounds):
-        cheap = [await throughput(each, seconds / 8) for each in (here, apart)]
-        taken.append([*cheap, *[await throughput(working, seconds, faults=faults) for faults in (False, True)]])
-    inside, outside, without, beside = np.median(taken, axis=0)
+    await measure(working, min(seconds, 2))
+    cheap, ratios = [], []
+    for number in range(rounds):
+        cheap.append([(await measure(each, seconds / 4))[0] for each in (here, apart)])
+        taken = {
+            faults: await measure(working, seconds, faults=faults) for faults in (number % 2 == 0, number % 2 > 0)
+        }
+        ratios.append([after / before for before, after in zip(taken[False], taken[True], strict=True)])
+    inside, outside = np.median(cheap, axis=0)
     print(f"a cheap function: {inside:,.0f} pairs/s in process, {outside:,.0f} in worker processes")
-    print(f"{without:.0f} pairs/s without faults, {beside:.0f} beside 1 % of calls with a fault")
-    print(f"ratio {beside / without:.3f}; single rounds {' '.join(f'{b / a:.3f}' for *_, a, b in taken)}")
+    for what, values in zip(("throughput", "processor time of a pair"), np.transpose(ratios), strict=True):
+        print(f"{what} beside 1 % of calls with a fault: {np.median(values):.3f} of that without; {np.sort(values)}")
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=0.1, help="time of each measurement")] = 20.0,
-    rounds: Annotated[int, typer.Option(min=1, help="turns of each side")] = 4,
+    seconds: Annotated[float, typer.Option(min=0.1, help="time of each measurement")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each side")] = 8,
 ) -> None:
     """Measures and prints."""
     asyncio.run(measured(seconds, rounds))
