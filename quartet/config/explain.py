@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -41,16 +41,18 @@ _WORDS |= {"float_parsing": _WORDS["float_type"], "bool_parsing": _WORDS["bool_t
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """A line for each field, as `where.field: what would be right, got what was given`."""
-    lines: dict[str, str] = {}
-    listed: set[_Path] = set()  # sections whose fields have been listed: once is enough
+    findings: dict[str, list[ErrorDetails]] = {}
     for finding in error.errors():
-        path = ".".join(filter(None, [where, *_written(model, finding["loc"])]))
-        section = finding["loc"][:-1]
+        findings.setdefault(".".join(filter(None, [where, *_written(model, finding["loc"])])), []).append(finding)
+    lines = []
+    listed: set[_Path] = set()  # sections whose fields have been listed: once is enough
+    for path, found in findings.items():
         # For a union, pydantic gives an error for each of its types; the first is the most likely one.
-        lines.setdefault(path, f"{path}{_line(finding, model, lists=section not in listed)}")
-        if finding["type"] == "extra_forbidden":
+        section = found[0]["loc"][:-1]
+        lines.append(f"{path}{_line(found, model, lists=section not in listed)}")
+        if found[0]["type"] == "extra_forbidden":
             listed.add(section)
-    return "\n".join(lines.values())
+    return "\n".join(lines)
 
 
 def unknown(name: str, known: set[str], what: str = "field", *, lists: bool = True) -> str:
@@ -84,8 +86,10 @@ def shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
-def _line(finding: ErrorDetails, model: type[BaseModel], *, lists: bool) -> str:
-    """The message that follows the field's path; it lists the fields that there are if one is unknown and `lists`."""
+def _line(found: Sequence[ErrorDetails], model: type[BaseModel], *, lists: bool) -> str:
+    """The message that follows the field's path, from the errors there; it lists the fields that there are if one is
+    unknown and `lists`."""
+    finding = found[0]
     kind, location, context = finding["type"], finding["loc"], finding.get("ctx", {})
     if kind == "extra_forbidden":
         return f": {unknown(str(location[-1]), _fields_at(model, location[:-1]), lists=lists)}"
@@ -98,6 +102,9 @@ def _line(finding: ErrorDetails, model: type[BaseModel], *, lists: bool) -> str:
             f"got {context['tag']!r}"
         )
     words = _WORDS[kind](context) if kind in _WORDS else finding["msg"].removeprefix("Value error, ")
+    if kind == "literal_error":
+        others = [_WORDS[each["type"]](each.get("ctx", {})) for each in found[1:] if each["type"] in _WORDS]
+        words = ", or ".join([words, *(each.removeprefix("should be ") for each in others)])
     # An error about a whole section, or a list of sections, does not repeat the section.
     whole = finding["input"][0] if isinstance(finding["input"], list) and finding["input"] else finding["input"]
     given = "" if isinstance(whole, dict) else f", got {shown(finding['input'])}"

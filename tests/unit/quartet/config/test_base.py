@@ -96,6 +96,15 @@ def test_a_typo_in_a_section_chosen_by_its_kind() -> None:
     assert problems(Root, {"name": "a", "tree": {"rate": 1}}) == ["root.tree.kind: required"]
 
 
+def test_a_wrong_word_is_told_of_what_else_there_is() -> None:
+    class Choice(Config):
+        over: Literal["tokens", "trajectories"] | Annotated[int, Field(ge=1)] | Literal["constant"]
+
+    said = "root.over: should be 'tokens' or 'trajectories', or {}, or 'constant', got {}"
+    assert problems(Choice, {"over": "token"}) == [said.format("a whole number", "'token'")]
+    assert problems(Choice, {"over": 0}) == [said.format("1 or more", 0)]
+
+
 def test_every_wrong_field_is_a_line_of_its_own() -> None:
     assert problems(Root, {"leaf": {"rate": 0, "wait_s": "soon"}, "leaves": [{}]}) == [
         "root.name: required",
