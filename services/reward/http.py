@@ -267,7 +267,7 @@ class Door:
 
     def _add_routes(self, app: FastAPI) -> None:
         errors: dict[int | str, dict[str, Any]] = {
-            status: {"model": fields.ErrorAnswer} for status in (400, 401, 403, 404, 413, 415, 429, 500, 503)
+            status: {"model": fields.ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 415, 429, 500, 503)
         }
 
         def post(path: str, answer: Any, summary: str) -> Callable[[Any], Any]:

@@ -54,6 +54,8 @@ class WorkerScorerConfig(OwnConfig):
 
     PACKAGES: ClassVar[tuple[str, ...]] = ()
     """Packages that the kind needs beside those that every service has."""
+    ALSO: ClassVar[tuple[str, ...]] = ()
+    """Further modules of `kinds` that are part of its code."""
     FIELD: ClassVar[str] = "kind"
     """The key that errors of its function name."""
 
@@ -61,8 +63,8 @@ class WorkerScorerConfig(OwnConfig):
     """Kind of the scorer."""
     pair_timeout_s: Seconds = 10
     """Longest time that may be spent on one pair, in seconds. A process that is longer at one is killed; that pair
-    has the outcome TIMEOUT, and all others of its batch are scored by another process. limits.batch_s does not count,
-    but for one in `kind: several` beside a model."""
+    has the outcome TIMEOUT, and all others of its batch are scored by another process. limits.batch_s does not
+    count."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
     """Most processes at the same time, each with one batch. They are started as they are needed. More than the cores,
     so that others go on while some wait or hang."""
@@ -101,7 +103,7 @@ class WorkerScorerConfig(OwnConfig):
     @property
     def source(self) -> str:
         """The text by which the scorer is identified: its code and its fields. Empty if a process has to read it."""
-        code = [(_MODULES / f"{name}.py").read_text() for name in (self.title, "answers")]
+        code = [(_MODULES / f"{name}.py").read_text() for name in (self.title, "answers", *self.ALSO)]
         versions = [f"{package} {version(package)}" for package in self.PACKAGES]
         fields = {name: value for name, value in (self.options or {}).items() if name != "pair_timeout_s"}
         return "\n".join([*code, *versions, json.dumps(fields, sort_keys=True)])
@@ -266,6 +268,8 @@ class CodeScorerConfig(_AnswerKind):
     and `outputs`, lists of what the program reads and has to write.
     """
 
+    ALSO = ("sandbox",)
+
     kind: Literal["code"]
     """Kind of the scorer."""
     extract: Pattern = r"(?s)```(?:py(?:thon)?)?[ \t]*\n(.*?)```"
@@ -284,7 +288,8 @@ class CodeScorerConfig(_AnswerKind):
     """Most memory of a test, in MiB."""
     network: bool = False
     """Tests may reach the network. False: each has a network of its own with nothing in it; the
-    service does not start where the kernel gives an ordinary user none."""
+    service does not start where the kernel gives an ordinary user none. Where it gives none and this is true, tests
+    may also send signals to the processes of the service's user, and have as many as it."""
 
 
 class JudgeScorerConfig(_Kind):

@@ -6,7 +6,9 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from quartet.config.base import ConfigError
 from quartet.wire.pairs import Pair
 from services.reward.config import RewardConfig, ScorerConfig
 from services.reward.scorers.function import FunctionScorer
+from services.reward.scorers.kinds import code as code_kind
 from services.reward.scorers.kinds.code import NotBegunError, make
 from tests.unit.scorer_calls import batcher, scored
 
@@ -145,6 +148,14 @@ def code() -> FunctionScorer:
     return made(**fields, network=True)
 
 
+def has_namespaces() -> bool:
+    """True if this machine's kernel gives an ordinary user namespaces of its own."""
+    return (
+        subprocess.run(["unshare", "--user", "--pid", "--fork", "true"], check=False, capture_output=True).returncode
+        == 0
+    )
+
+
 def options_of(scorer: FunctionScorer) -> dict[str, Any]:
     """Text that its function is made of."""
     assert scorer._config.options is not None
@@ -219,16 +230,20 @@ def has_landlock() -> bool:
     return int(ctypes.CDLL(None).syscall(444, None, 0, 1)) > 0
 
 
-def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("network", [False, True])
+def test_programs_have_limits(network: bool, tmp_path: Path) -> None:
     """The last program passes, and the others do not."""
-    network = code._config.model_dump()["network"]
+    if not network and not has_namespaces():
+        with pytest.raises(ConfigError, match="set network: true"):
+            made(kind="code")
+        return
     served = socket.create_server(("127.0.0.1", 0))
     secret = tmp_path / "secret"
     secret.write_text("token")
     programs = {
         "memory": "held = bytearray(4 << 30)",
         "disk": "open('file', 'wb').write(bytes(64 << 20))",
-        "processes": "import os, time\nfor _ in range(64):\n    if not os.fork():\n        time.sleep(60)",
+        "processes": "import os, time\nfor _ in range(64):\n    os.fork() or time.sleep(9)\ntime.sleep(1)",
         "elsewhere": f"open({str(tmp_path / 'made')!r}, 'w')",
         "secret": f"assert open({str(secret)!r}).read() == 'token'",
         "environment": "import os\nassert 'HIDDEN' in os.environ",
@@ -240,8 +255,8 @@ def test_programs_have_limits(code: FunctionScorer, tmp_path: Path, monkeypatch:
     passed = {name for name, score in zip([*programs, "pass"], scores, strict=True) if score}
     # What the kernel gives no means against is left to the user's own rights.
     allowed = set() if has_landlock() else {"elsewhere", "secret"}
-    allowed |= {"signals", "network", "processes"} if network else set()
-    allowed |= {"processes"} if os.geteuid() == 0 else set()  # the kernel holds root to no number of them
+    allowed |= {"network"} if network else set()
+    allowed |= set() if has_namespaces() else {"signals", "processes"}
     assert passed == {"pass"} | allowed
     assert (tmp_path / "made").exists() == ("elsewhere" in allowed)
     served.close()
@@ -278,6 +293,18 @@ def test_what_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"^a\.kind: math needs the package no-such-package, which is not installed"
     ):
         config(kind="math").check("a")
+
+
+def test_the_identity_of_code_follows_the_rules_of_its_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = config(kind="code").source
+    shutil.copytree(Path(code_kind.__file__).parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr("services.reward.kinds._MODULES", tmp_path)
+    assert config(kind="code").source == before
+    sandbox = tmp_path / "sandbox.py"
+    sandbox.write_text(sandbox.read_text().replace("_MOST_OPEN = 64", "_MOST_OPEN = 65"))
+    assert config(kind="code").source != before
 
 
 def test_a_scorers_identity_follows_its_fields() -> None:
