@@ -67,7 +67,6 @@ def workers(function: str) -> Batcher[Scored, Result]:
         batch_tokens=made.batch_tokens,
         batch_s=20,
         passes=made.passes,
-        cancels=True,
         patience_s=made.patience_s,
     )
 

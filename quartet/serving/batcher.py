@@ -28,8 +28,6 @@ MOST_ROWS = 1024
 """Most rows of one pass, however short: the model's input for a row takes far more memory than a short row itself."""
 MODEL_HANGS = "the model of this replica hangs; the replica will be replaced"
 CHECK_S = 10.0
-END_S = 5.0
-"""Seconds in which a pass that is cancelled has to end."""
 TESTED_S = 10.0
 """Time for which a model that has answered counts as working, in seconds; a test reads all weights on the device."""
 
@@ -45,6 +43,10 @@ class Work(Protocol[Made, Given]):
 
     def put(self, rows: Sequence[int], results: Sequence[Given]) -> None:
         """Stores the model's results for these rows."""
+
+
+class HungError(Exception):
+    """The model hangs; the text says for how long. For a `run` that knows how long the model itself has computed."""
 
 
 class SpoiltError(Exception):
@@ -103,8 +105,7 @@ class Batcher(Generic[Item, Result]):
     are, by passes with deadlines of their own; its caller then has its part of the passes and no more (Restraint).
     When nothing but SpoiltError has come for a caller's rows for `patience_s`, no pass of them is divided, as they
     hardly differ: all have the error's result, until a pass succeeds. A pass that exceeds its deadline counts as
-    hung, and with it the model: all calls, present and later, are answered with Unavailable. A `run` that bears to be
-    cancelled may end with SpoiltError instead.
+    hung, and with it the model: all calls, present and later, are answered with Unavailable.
 
     For example, calls A, B and C wait and B's rows make the model fail. The pass ABC fails, then A succeeds and BC
     fails, then B alone fails and C succeeds: only B gets the error.
@@ -117,7 +118,6 @@ class Batcher(Generic[Item, Result]):
         batch_tokens: int,
         batch_s: float,
         passes: int = 1,
-        cancels: bool = False,
         patience_s: float | None = None,
         turn: AbstractAsyncContextManager[Any] | None = None,
         check_s: float = CHECK_S,
@@ -129,8 +129,6 @@ class Batcher(Generic[Item, Result]):
             batch_tokens: most tokens in one pass; a longer row is a pass of its own.
             batch_s: deadline of a pass, in seconds; infinite if `run` ends by itself.
             passes: most passes at the same time.
-            cancels: True if `run` is cancelled at the deadline, and has END_S to end with SpoiltError. It is then not
-                hung.
             patience_s: time without a pass of a caller's that succeeds after which none is divided, in seconds; None:
                 `batch_s`.
             turn: context held from the choice of a pass to its end; the deadline begins within it.
@@ -143,7 +141,7 @@ class Batcher(Generic[Item, Result]):
             else lambda items: asyncio.get_running_loop().run_in_executor(thread, run, items)
         )
         self._batch_tokens, self._batch_s, self._check_s = batch_tokens, batch_s, check_s
-        self._passes, self._cancels = passes, cancels
+        self._passes = passes
         self._patience_s = batch_s if patience_s is None else patience_s
         self._turn: AbstractAsyncContextManager[Any] = turn or nullcontext()
         self._queue: FairQueue[_Call[Item, Result]] = FairQueue(quantum=max(batch_tokens // 8, 1))
@@ -181,8 +179,7 @@ class Batcher(Generic[Item, Result]):
         """Raises RuntimeError, which names the pass and its duration, once a pass has exceeded its deadline."""
         if self._hung:
             raise RuntimeError(f"{self._hung}; now {self._longest.seconds if self._longest else 0:.0f} s")
-        late_s = self._batch_s + (END_S if self._cancels else 0)
-        if (running := self._longest) is not None and running.seconds > late_s:
+        if (running := self._longest) is not None and running.seconds > self._batch_s:
             raise RuntimeError(self._overdue(running))
 
     async def check_health(self, check: Callable[[], None]) -> None:
@@ -235,14 +232,14 @@ class Batcher(Generic[Item, Result]):
         self._restrain(shares)
         computing = asyncio.ensure_future(self._compute(parts))
         done, _ = await asyncio.wait({computing}, timeout=None if math.isinf(self._batch_s) else self._batch_s)
-        if not done and self._cancels:
-            computing.cancel()
-            done, _ = await asyncio.wait({computing}, timeout=END_S)
         if not done:
             self._hung = self._overdue(running)
             return
-        self._running.discard(running)
         error = RuntimeError("the pass was cancelled") if computing.cancelled() else computing.exception()
+        if isinstance(error, HungError):
+            self._hung = str(error)
+            return
+        self._running.discard(running)
         self._restraint.ends(shares, running.seconds if isinstance(error, SpoiltError) else None)
         if isinstance(error, Exception):
             self._answered = -math.inf

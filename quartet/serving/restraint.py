@@ -5,9 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quartet.serving.share import Share
-from quartet.wire.callers import Purpose
-
-_ORDER = {purpose: order for order, purpose in enumerate(Purpose)}
 
 
 @dataclass(slots=True)
@@ -86,7 +83,7 @@ class Restraint:
     def _part(self, share: Share, now: float) -> float:
         """The passes at the same time that are the caller's part."""
         others = sum(
-            other != share and _ORDER[other.purpose] <= _ORDER[share.purpose] and caller.seen >= now - self._memory_s
+            other != share and other.purpose <= share.purpose and caller.seen >= now - self._memory_s
             for other, caller in self._callers.items()
         )
         return self._passes / (1 + others)

@@ -4,7 +4,6 @@ Import path for Serve: `services.reward.replica:build`.
 """
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +49,15 @@ class Reward(Doors):
         tokenizer = None if hosted.tokenizer is None else load_tokenizer(hosted.tokenizer)
         if tokenizer is not None:
             tokenizer("")  # drops what its file says of truncation now, since two threads use it later
-        scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device(), f"reward.args.{field_of(name)}")
+        where, batch_s = f"reward.args.{field_of(name)}", hosted.limits.batch_s
+        scorer = (make or make_scorer)(hosted.scorer, tokenizer, default_device(), where, batch_s)
         self._info = _described(hosted, name, tokenizer, scorer)
         self._admission = Admission(hosted.limits)
         self._batcher: Batcher[Scored, Result] = Batcher(
             scorer.score,
             batch_tokens=scorer.batch_tokens,
-            batch_s=hosted.limits.batch_s if scorer.batch_s is None else scorer.batch_s,
+            batch_s=batch_s if scorer.batch_s is None else scorer.batch_s,
             passes=scorer.passes,
-            cancels=inspect.iscoroutinefunction(scorer.score),
             patience_s=scorer.patience_s,
         )
         self._encoder = Encoder(

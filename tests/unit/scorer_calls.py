@@ -51,11 +51,9 @@ def row(pair: Pair) -> Scored:
     return Scored(NO_IDS, NO_IDS, pair)
 
 
-def batcher(made: FunctionScorer, batch_s: float = math.inf) -> Batcher[Scored, Result]:
+def batcher(made: FunctionScorer) -> Batcher[Scored, Result]:
     """A batcher with the settings that the replica gives it."""
-    return Batcher(
-        made.score, batch_tokens=1000, batch_s=batch_s, passes=made.passes, cancels=True, patience_s=made.patience_s
-    )
+    return Batcher(made.score, batch_tokens=1000, batch_s=math.inf, passes=made.passes, patience_s=made.patience_s)
 
 
 async def called(passes: Batcher[Scored, Result], *labels: str) -> Call:

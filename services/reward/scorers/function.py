@@ -1,6 +1,5 @@
 """A scorer whose scores a Python function gives: the user's, or that of one of the kinds in `kinds`."""
 
-import asyncio
 import hashlib
 import logging
 import math
@@ -87,9 +86,6 @@ class FunctionScorer:
                 # No pair's fault, so that nothing is gained by trying each; the text is the user's.
                 log.error("%s could not be started: %s", self._name, error)
                 return [Unscored(Outcome.FAILED, f"{self._name} could not be started; {_see_log()}")] * len(pairs)
-            except asyncio.CancelledError:
-                reason = f"{self._name} was stopped after limits.batch_s"
-                raise SpoiltError(Unscored(Outcome.TIMEOUT, reason)) from None
         try:
             return self._results(answer, len(pairs))
         except (ValueError, TypeError, KeyError, AttributeError):

@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from protos import reward_pb2 as pb
-from quartet.serving.batcher import SpoiltError
+from quartet.serving.batcher import HungError, SpoiltError
 from quartet.threads import DaemonThread
 from quartet.wire.codec import Floats
 from quartet.wire.outcomes import Unscored
-from services.reward.config import ModelScorerConfig, ScorerConfig, SeveralScorerConfig
+from services.reward.config import DEFAULT_LIMITS, ModelScorerConfig, ScorerConfig, SeveralScorerConfig
 from services.reward.scorers.function import FunctionScorer
 from services.reward.scorers.model import ModelScorer
 from services.reward.scorers.scorer import Result, Scored, Scorer
@@ -25,17 +25,18 @@ from services.reward.scorers.scorer import Result, Scored, Scorer
 class SeveralScorers:
     """Several scorers as one, whose scores are those of all of them."""
 
-    def __init__(self, config: SeveralScorerConfig, scorers: Mapping[str, Scorer]) -> None:
+    def __init__(self, config: SeveralScorerConfig, scorers: Mapping[str, Scorer], batch_s: float) -> None:
+        """`batch_s` is the deadline of each model's part of a batch, in seconds."""
         self._scorers = scorers
         self.names = config.names
         self.max_length = min(scorer.max_length for scorer in scorers.values())
         self.batch_tokens = min(scorer.batch_tokens for scorer in scorers.values())
         self.texts = any(scorer.texts for scorer in scorers.values())
         self.passes = max(scorer.passes for scorer in scorers.values())
-        alone = all(scorer.batch_s is not None for scorer in scorers.values())
-        self.batch_s = max(scorer.batch_s or 0.0 for scorer in scorers.values()) if alone else None
-        self.patience_s = max(each.patience_s or 0.0 for each in scorers.values()) or None
-        self._thread = DaemonThread("scorer")
+        self.batch_s: float | None = math.inf  # as each of them has its own deadline
+        self._model_s = batch_s
+        self.patience_s: float | None = max(each.patience_s or batch_s for each in scorers.values())
+        self._thread, self._turn = DaemonThread("scorer"), asyncio.Lock()
         sizes = [scorer.vocab_size for scorer in scorers.values() if scorer.vocab_size is not None]
         self.vocab_size = min(sizes) if sizes else None
         parts = [scorer.identity for scorer in scorers.values()]
@@ -49,27 +50,25 @@ class SeveralScorers:
         """The scores of each pair by all scorers; a pair that one of them does not score is not scored. Raises as
         they do."""
         by_scorer = list[Sequence[Result]]()
-        for name, scorer in self._scorers.items():
+        for name in self._scorers:
             try:
-                by_scorer.append(await self._by(scorer, pairs))
+                by_scorer.append(await self._by(name, pairs))
             except SpoiltError as error:
                 raise SpoiltError(_of(name, error.result), error.suspect) from None
         return [self._joined(each) for each in zip(*by_scorer, strict=True)]
 
-    async def _by(self, scorer: Scorer, pairs: Sequence[Scored]) -> Sequence[Result]:
-        """The results of one of them. Those of a model do not end before it does, so that one that hangs is seen."""
+    async def _by(self, name: str, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """The results of one of them. Models compute one batch at a time, and what waits for its turn does not
+        hang."""
+        scorer = self._scorers[name]
         if inspect.iscoroutinefunction(scorer.score):
             found: Sequence[Result] = await scorer.score(pairs)
             return found
-        computed: Future[Sequence[Result]] = self._thread.submit(scorer.score, pairs)
-        cancelled = False
-        while not computed.done():
-            try:
-                await asyncio.shield(asyncio.wrap_future(computed))
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        async with self._turn:
+            computed: asyncio.Future[Sequence[Result]] = asyncio.wrap_future(self._thread.submit(scorer.score, pairs))
+            done, _ = await asyncio.wait({computed}, timeout=self._model_s)
+            if not done:
+                raise HungError(f"{name} has run for longer than batch_s, {self._model_s:g} s")
         return computed.result()
 
     def _joined(self, results: Sequence[Result]) -> Result:
@@ -92,15 +91,20 @@ def _of(name: str, unscored: Unscored) -> Unscored:
 
 
 def make_scorer(
-    config: ScorerConfig, tokenizer: Any, device: torch.device, where: str = "reward.args.scorer"
+    config: ScorerConfig,
+    tokenizer: Any,
+    device: torch.device,
+    where: str = "reward.args.scorer",
+    batch_s: float = DEFAULT_LIMITS.batch_s,
 ) -> Scorer:
-    """The scorer that the configuration describes, at `where`. ConfigError if it cannot be made."""
+    """The scorer that the configuration describes, at `where`, whose models have `batch_s` for a batch. ConfigError
+    if it cannot be made."""
     if isinstance(config, ModelScorerConfig):
         return ModelScorer(config, tokenizer, device)
     if isinstance(config, SeveralScorerConfig):
         made = {
-            name: make_scorer(each, tokenizer, device, f"{where}.scorers.{name}")
+            name: make_scorer(each, tokenizer, device, f"{where}.scorers.{name}", batch_s)
             for name, each in config.scorers.items()
         }
-        return SeveralScorers(config, made)
+        return SeveralScorers(config, made, batch_s)
     return FunctionScorer(config, where)

@@ -269,7 +269,8 @@ def _may_fork(own: set[int]) -> bool:
 def _problem(error: BaseException) -> bytes:
     from services.reward.scorers.frames import packed
 
-    text = str(error) if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: {error}"
+    own = type(error).__name__ in ("ConfigError", "RuntimeError")  # which say it in words
+    text = str(error) if own else f"{type(error).__name__}: {error}"
     return packed({"problem": text[:2000]})
 
 
@@ -321,7 +322,9 @@ def main() -> NoReturn:
                 os.setsid()
                 place[PID] = os.getpid()
                 _end_with_parent()
-                _work(theirs, place, first, loaded)
+                with contextlib.suppress(OSError):  # of a socket that is closed
+                    _work(theirs, place, first, loaded)
+                os._exit(1)
             places[pid] = place
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         theirs.close()

@@ -56,11 +56,11 @@ class Scorer(Protocol):
 
     def score(self, pairs: Sequence[Scored]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
         """For each of B pairs its scores, [K] float32, all finite: one for each of K names, in their order, or a
-        single one; or the reason why it is not scored. A coroutine function, if it is one, ends soon after it is
-        cancelled, with SpoiltError.
+        single one; or the reason why it is not scored. May be a coroutine function.
 
         Raises:
             SpoiltError: one of the pairs makes it fail; holds the reason why that pair is not scored.
+            HungError: it hangs, if `batch_s` is infinite.
         """
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ from services.reward.scorers.program import ENDED, NOWHERE, PAIR, PID, STEPS
 PROGRAM = Path(program.__file__)
 START_S = 300.0
 """Longest time that a process may take until its function is imported, in seconds; a function may load a model."""
-_LATE = f"its process has not imported it within {START_S:g} s"
+_LATE = f"importing its module takes longer than {START_S:g} s; load what takes long at the function's first call"
 _END_S = 2.0
 """Longest wait for the end of a process that closed its socket, in seconds."""
 _SLACK_S = 1.0
@@ -152,7 +152,7 @@ class Origin:
         except (OSError, ValueError, TypeError, KeyError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
-            raise StartError(f"its process {_how(self._process.poll())} as it started") from None
+            raise StartError(_not_imported(_how(self._process.poll()))) from None
         raise StartError(str(self._answer["problem"]))
 
     def fork(self, sock: socket.socket, memory: int) -> None:
@@ -206,7 +206,7 @@ class Worker:
         except (OSError, ValueError):
             frame = b""
         try:
-            answer = unpacked(frame) if frame else {"problem": f"its process {await self._ended()} as it started"}
+            answer = unpacked(frame) if frame else {"problem": _not_imported(await self._ended())}
             if not frame and not self._origin.alive:
                 self._origin.started()
                 return False
@@ -322,6 +322,10 @@ def _how(code: int | None) -> str:
     return f"was ended by {name}{memory}"
 
 
+def _not_imported(how: str) -> str:
+    return f"the process that was to import it {how}; what it wrote is in the service's log"
+
+
 def _python() -> str:
     """The interpreter of this installation: sys.executable may be a program that Ray was given in its place."""
     own = os.path.join(sys.prefix, "bin", "python3")
@@ -405,4 +409,4 @@ class Workers:
                 self._origin = Origin(self._setting, ahead=self._ahead, checked=True)
             return Worker(self._origin)
         except OSError as error:
-            raise StartError(f"no process can be started: {error}") from None
+            raise StartError(f"the machine starts no further process: {error}") from None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quartet.serving.batcher import HungError
 from quartet.wire.errors import InvalidArgument, Unavailable
 from tests.unit.batches import Doubler, Numbers, ask, busy, make_batcher, queued, share
 from tests.unit.virtual_time import VirtualLoop
@@ -32,6 +33,18 @@ async def test_a_hung_pass_answers_everyone_and_health_says_for_how_long(doubler
     with pytest.raises(Unavailable):
         await ask(batcher, [3])
     doubler.gate.set()
+
+
+async def test_a_run_that_says_that_its_model_hangs_answers_everyone() -> None:
+    async def run(items: Sequence[int]) -> list[int]:
+        raise HungError("taste has run for longer than batch_s, 20 s")
+
+    batcher = make_batcher(run)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="will be replaced"):
+            await ask(batcher, [1])
+    with pytest.raises(RuntimeError, match=r"taste has run for longer than batch_s, 20 s; now \d+ s"):
+        await batcher.check_health(lambda: None)
 
 
 async def test_a_check_that_hangs_is_unhealthy(doubler: Doubler) -> None:

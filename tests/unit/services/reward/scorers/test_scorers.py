@@ -7,6 +7,7 @@ import json
 import logging.handlers
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,20 @@ from transformers import AutoModelForSequenceClassification
 from protos import reward_pb2 as pb
 from quartet.config.base import ConfigError
 from quartet.models.sequences import PairTensors
-from quartet.serving.batcher import SpoiltError
+from quartet.serving.batcher import HungError, SpoiltError
 from quartet.wire.errors import FailedPrecondition
 from quartet.wire.identity import model_hash
 from quartet.wire.outcomes import Outcome, Unscored
 from quartet.wire.pairs import Pair
 from services.reward.config import ScorerConfig
-from services.reward.scorers.make import make_scorer
+from services.reward.scorers.make import SeveralScorers, make_scorer
 from services.reward.scorers.scorer import Result, Scored, Scorer
 from tests import plain
 from tests.models import MAX_LENGTH, REWARD_MEAN, REWARD_STD, WORDS, make_reward, make_tokenizer
 from tests.unit.naive import PROMPTS, RESPONSES, arrays
 from tests.unit.rows import grouped
+from tests.unit.virtual_time import VirtualLoop
+from tests.unit.waiting import settled, until
 
 PAIRS = [
     Scored(prompt, response, Pair(prompt="", response=" ".join(WORDS[i] for i in response), label="w13 <pad>"))
@@ -294,6 +297,54 @@ def test_several_scorers_give_the_scores_of_each_under_its_name(reward_folder: P
     assert several.identity.parts[1].parts[0].model_hash == SOURCE
     other = make(kind="several", scorers={"taste": model, "rules": rules})
     assert other.identity.model_hash != several.identity.model_hash
+
+
+class Gated:
+    """A model that computes until it is let go."""
+
+    names: tuple[str, ...] = ()
+    texts, passes, max_length, batch_tokens = False, 4, 100, 100
+    vocab_size: int | None = None
+    batch_s: float | None = None
+    patience_s: float | None = None
+    identity = pb.ScorerIdentity(name="gated")
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.begun = 0
+
+    def score(self, pairs: Sequence[Scored]) -> Sequence[Result]:
+        """Ones."""
+        self.begun += 1
+        self.gate.acquire()
+        return [np.ones(1, np.float32)] * len(pairs)
+
+    def check(self) -> None:
+        """Finds nothing wrong."""
+
+
+def test_a_model_among_several_has_its_deadline_for_what_it_computes_and_not_for_its_turn() -> None:
+    loop, gated = VirtualLoop(), Gated()
+    section = {"kind": "several", "scorers": {"taste": function("count")}}
+    several = SeveralScorers(TypeAdapter[Any](ScorerConfig).validate_python(section), {"taste": gated}, 10.0)
+
+    async def test() -> None:
+        batches = [asyncio.create_task(several.score(PAIRS[:1])) for _ in range(3)]
+        for number, batch in enumerate(batches[:2], 1):
+            await until(lambda number=number: gated.begun == number)  # type: ignore[misc]
+            loop.now += 9
+            await settled()
+            gated.gate.release()
+            assert await batch == [[1.0]]
+        await until(lambda: gated.begun == 3)
+        await settled()
+        loop.now += 11
+        with pytest.raises(HungError, match="taste has run for longer than batch_s, 10 s"):
+            await batches[2]
+        gated.gate.release()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(test())
 
 
 def test_the_file_that_holds_an_errors_text_is_named(tmp_path: Path) -> None:

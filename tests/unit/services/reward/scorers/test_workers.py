@@ -95,13 +95,6 @@ async def test_the_callers_own_time_counts_too() -> None:
     assert (caught.value.result.outcome, caught.value.suspect) == (Outcome.TIMEOUT, 1)
 
 
-async def test_a_batch_that_takes_longer_than_a_pass_may_is_divided() -> None:
-    made = scorer("faulty", pair_timeout_s=100.0)
-    call = await called(batcher(made, batch_s=4.0), "hangs", "")  # in which a worker starts, twice
-    assert call.told == ["TIMEOUT", 1.0]
-    assert call.reason(0) == "tests.scorers:faulty was stopped after limits.batch_s"
-
-
 async def test_a_coroutine_function_has_all_pairs_at_once_each_with_its_time() -> None:
     made = scorer("waits")
     results = await made.score([row(Pair("w1", "w2", label)) for label in ["5", "5", "hangs", "raises", "5"]])
