@@ -234,6 +234,7 @@ def test_the_terminal_prompts_the_model_too(quartet: Quartet) -> None:
     shell(quartet.folder, f"printf 'w8 w9\\nw10\\n' | {answered}")
 
 
+NO_NUMBERS: list[Any] = [0, -1, 129, 1 << 70, "2", 1.5, []]
 NO_TEMPERATURES: list[Any] = [-0.1, 1e308, "hot", [], {}]
 HOSTILE: list[Any] = [
     *(b"", b"{", b"null", b'"a"', b"[]", b"\x00", b"\xff\xfe", b'{"prompt": "\\udc00"}', b'{"prompt": NaN}'),
@@ -249,6 +250,8 @@ HOSTILE: list[Any] = [
     *({"prompt": "w5", "seed": seed} for seed in (-1, 1 << 64, "a", 0.5)),
     *({"prompt": "w5", "temperature": wrong} for wrong in NO_TEMPERATURES),
     *({"prompt": "w5", "top_k": wrong} for wrong in (-2, 1 << 31, 1.5)),
+    *({"prompt": "w5", "n": wrong} for wrong in NO_NUMBERS),
+    *({"prompt": ["w5"] * 1000, "n": 128}, {"prompt": "w5", "n": 2, "temperature": 0}),
     *({"prompt": "w5", "logprobs": wrong} for wrong in (-1, 21, 1 << 40, "a")),
     *({"prompt": "w5", "stream_options": options} for options in (5, {"include_usage": True})),
     *({"prompt": "w5", name: {}} for name in ("model", "user", "stop", "echo", "stream", "return_token_ids")),

@@ -266,6 +266,8 @@ async def test_several_responses_count_as_rows_and_are_none_of_a_session(talking
     first.cancel()
     await asyncio.wait([first])
     assert (len(talking.llm.ended), talking.admission.waiting_rows) == (4, 0)
+    alike = await talking.ask(TEXT, prompt=[5], n=2, temperature=0)
+    assert (alike.status, "n must be 1" in alike.json["error"]["message"]) == (400, True)
     with pytest.raises(InvalidArgument, match="n: 2; should be 1 in a session"):
         await talking.ask(CHAT, "s", messages=[USER], max_tokens=1, n=2)
     wrongs: Any = (({"prompt": [5], "n": 9}, 9), ({"prompt": [[5], [6], [7]], "n": 100}, 300))
